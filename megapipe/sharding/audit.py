@@ -1,0 +1,80 @@
+"""The proof, before training, that the cut holds the whole model: every element of every global tensor exactly as often as declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from megapipe.errors import ConfigError
+from megapipe.sharding.boxes import pieces
+from megapipe.sharding.buffers import BufferLayout
+from megapipe.sharding.spec import ParamSpec
+
+
+def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[ParamSpec]]) -> None:
+    """Each parameter lies in exactly one stage; a tied embedding also, as a replica, in the stage of the head.
+
+    Raises ConfigError naming the parameter and the stages that hold it.
+    """
+    holders: dict[str, list[int]] = {spec.name: [] for spec in specs}
+    for stage, held in stages.items():
+        for spec in held:
+            if spec.name not in holders:
+                raise ConfigError(f"stage {stage} holds {spec.name}, which the model does not have")
+            holders[spec.name].append(stage)
+    for spec in specs:
+        held_by = holders[spec.name]
+        if not held_by:
+            raise ConfigError(f"no stage holds {spec.name}: the cut of layers drops it")
+        ends = {min(stages), max(stages)}
+        if len(held_by) > 1 and not (spec.tied and set(held_by) == ends and len(held_by) == 2):
+            raise ConfigError(f"{spec.name} is held by stages {held_by}; only a tied embedding may lie in two, the first and the last")
+
+
+def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
+    """Over tp, each element of each global tensor is held by exactly its declared replicas, and owned once.
+
+    Raises ConfigError naming parameter, rows and ranks.
+    """
+    for spec in specs:
+        held: dict[tuple[int, int], list[int]] = {}
+        declared: dict[tuple[int, int], tuple[int, ...]] = {}
+        for tp_rank in range(tp):
+            for interval in spec.intervals(tp_rank, tp):
+                held.setdefault((interval.start, interval.stop), []).append(tp_rank)
+                declared[interval.start, interval.stop] = interval.replicas
+        position = 0
+        for start, stop in sorted(held):
+            if start != position:
+                raise ConfigError(f"{spec.name}: rows {min(start, position)} to {max(start, position)} are held by no tp_rank or by two")
+            if tuple(held[start, stop]) != declared[start, stop]:
+                raise ConfigError(
+                    f"{spec.name}: rows {start} to {stop} lie on tp_ranks {held[start, stop]}, declared {declared[start, stop]}"
+                )
+            position = stop
+        if position != spec.shape[spec.slicing.dim or 0]:
+            raise ConfigError(f"{spec.name}: rows from {position} on are held by no tp_rank")
+
+
+def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], tp_rank: int, tp: int) -> None:
+    """Each parameter of a stage has one slot in one bucket, slots do not overlap, and the shards of a bucket cover it.
+
+    Raises ConfigError naming the parameter or the range.
+    """
+    placed = [slot.spec.name for layout in layouts for slot in layout.slots]
+    if sorted(placed) != sorted(spec.name for spec in specs):
+        raise ConfigError(f"buffers hold {sorted(placed)}, the stage holds {sorted(spec.name for spec in specs)}")
+    for layout in layouts:
+        position = 0
+        for bucket in layout.buckets:
+            if bucket.start != position or (bucket.stop - bucket.start) % layout.num_shards:
+                raise ConfigError(
+                    f"{layout.kind} bucket [{bucket.start}, {bucket.stop}) leaves a hole or does not divide into {layout.num_shards}"
+                )
+            end = bucket.start
+            for slot in bucket.slots:
+                if slot.start < end or slot.stop > bucket.stop:
+                    raise ConfigError(f"{slot.spec.name} at [{slot.start}, {slot.stop}) overlaps its neighbour or leaves its bucket")
+                if sum(piece.box.num_elements for piece in pieces(slot.spec, tp_rank, tp)) != slot.numel:
+                    raise ConfigError(f"{slot.spec.name}: its boxes do not add up to its {slot.numel} local elements")
+                end = slot.stop
+            position = bucket.stop

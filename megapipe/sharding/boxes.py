@@ -1,0 +1,99 @@
+"""A rank's slice of a parameter, or a flat piece of that slice, as rectangles of the global tensor.
+
+Checkpoints write these rectangles and read them on any other grid; verification compares them with a whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.sharding.spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a global tensor: `offset` and `shape` per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Indexes the rectangle out of the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common rectangle of two boxes of one tensor, None if there is none."""
+        starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        stops = (min(a + n, b + k) for a, n, b, k in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, shape) if all(n > 0 for n in shape) else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a parameter and where its elements lie, row-major, in the flattened local tensor: [start, start + box.num_elements)."""
+
+    spec: ParamSpec
+    box: Box
+    start: int
+    owned: bool  # this tp_rank is the first of the ranks that hold these elements
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.box.num_elements
+
+
+def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
+    """Elements [start, stop) of this rank's flattened local tensor as boxes of the global tensor, in flat order.
+
+    A flat range of a matrix is at most three rectangles for each interval of the cut: the end of a row, whole rows, the start of a row.
+    """
+    local = spec.local_shape(tp_rank, tp)
+    stop = math.prod(local) if stop is None else stop
+    found: list[Piece] = []
+    for rows, row_offset, columns, column_offset, first, owned in _blocks(spec, tp_rank, tp, local):
+        for row, num_rows, column, num_columns, at in _rectangles(rows, columns, max(start - first, 0), min(stop - first, rows * columns)):
+            if len(spec.shape) == 1:
+                box = Box((row_offset + row,), (num_rows,))
+            else:
+                box = Box((row_offset + row, column_offset + column), (num_rows, num_columns))
+            found.append(Piece(spec, box, first + at, owned))
+    return tuple(found)
+
+
+def _blocks(spec: ParamSpec, tp_rank: int, tp: int, local: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int, bool]]:
+    """Runs of whole local rows that are consecutive in the global tensor: rows, row offset, columns, column offset, flat start, owned."""
+    intervals = spec.intervals(tp_rank, tp)
+    if len(spec.shape) > 2:
+        raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions; parameters have one or two")
+    if spec.slicing.dim == 1:
+        (interval,) = intervals  # a cut of columns is one interval: several would interleave in every row
+        yield local[0], 0, local[1], interval.start, 0, interval.replicas[0] == tp_rank
+        return
+    columns = local[1] if len(local) == 2 else 1
+    first = 0
+    for interval in intervals:
+        rows = interval.stop - interval.start
+        yield rows, interval.start, columns, 0, first, interval.replicas[0] == tp_rank
+        first += rows * columns
+
+
+def _rectangles(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """The flat range [start, stop) of a row-major block as rectangles: row, rows, column, columns, flat start."""
+    while start < stop:
+        row, column = divmod(start, columns)
+        if column == 0 and stop - start >= columns:
+            whole = (stop - start) // columns
+            yield row, whole, 0, columns, start
+            start += whole * columns
+        else:
+            end = min(stop, (row + 1) * columns)
+            yield row, 1, column, end - start, start
+            start = end

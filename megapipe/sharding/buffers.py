@@ -1,0 +1,132 @@
+"""Flat buffers: where each parameter of a stage starts, how the buffer is cut into buckets, and each bucket into shards.
+
+A bucket is what one collective moves; over the replica group (dp_cp) the distributed optimizer gives every rank one equal shard of every
+bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megapipe.sharding.boxes import Piece, pieces
+from megapipe.sharding.spec import ParamSpec
+
+ALIGNMENT = 32  # elements: 64 bytes at bf16 and more at wider types; fp64 kernels change their bits with alignment
+
+BufferKind = Literal["plain", "partial", "tied"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a flat buffer: elements [start, start + numel) in row-major order of its local shape."""
+
+    spec: ParamSpec
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements [start, stop) of the buffer, moved by one collective; stop - start is a multiple of ALIGNMENT x shards."""
+
+    start: int
+    stop: int
+    slots: tuple[Slot, ...]
+
+    def shard(self, index: int, num_shards: int) -> tuple[int, int]:
+        """The element range of the buffer that member `index` of the replica group owns."""
+        width = (self.stop - self.start) // num_shards
+        return self.start + index * width, self.start + (index + 1) * width
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """One flat buffer of a stage.
+
+    kind: 'plain' buckets are reduced as their last gradient comes; 'partial' first need sums over tp replicas, at the end of the
+    stage; 'tied' holds the word embedding of a model whose head is on another rank, summed over the embedding group at the end.
+    """
+
+    kind: BufferKind
+    buckets: tuple[Bucket, ...]
+    num_shards: int
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+
+
+def layout_buffers(
+    specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int, split_tied: bool
+) -> tuple[BufferLayout, ...]:
+    """The buffers of a stage that holds `specs` (model order).
+
+    num_shards: ranks that share the optimizer state of these parameters; 1 without the distributed optimizer.
+    bucket_size: parameters in a bucket, about. Buckets fill in reverse model order, the order in which a backward finishes them.
+    split_tied: the tied embedding has a copy on another rank, so it gets a buffer of its own.
+    """
+    kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "partial": [], "tied": []}
+    for spec in reversed(specs):
+        if spec.tied and split_tied:
+            kinds["tied"].append(spec)
+        else:
+            kinds["partial" if spec.summed_over_replicas(tp_rank, tp) else "plain"].append(spec)
+    return tuple(
+        BufferLayout(kind, tuple(_fill(members, tp_rank, tp, num_shards, bucket_size)), num_shards)
+        for kind, members in kinds.items()
+        if members
+    )
+
+
+def shard_pieces(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -> Iterator[tuple[int, Piece]]:
+    """What elements [start, stop) of the buffer mean: (position in the buffer, piece) in order; padding is skipped."""
+    for slot in bucket.slots:
+        low, high = max(start, slot.start), min(stop, slot.stop)
+        if low < high:
+            for piece in pieces(slot.spec, tp_rank, tp, low - slot.start, high - slot.start):
+                yield slot.start + piece.start, piece
+
+
+def _fill(specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int) -> Iterator[Bucket]:
+    """Cut a list of parameters into buckets of about bucket_size elements; within a bucket those with weight decay come first."""
+    start = 0
+    for group in _groups(specs, tp_rank, tp, bucket_size):
+        slots, position = [], start
+        for spec in sorted(group, key=lambda spec: (not spec.weight_decay, spec.decoupled_lr)):  # runs for the optimizer's groups
+            slots.append(Slot(spec, position, spec.local_shape(tp_rank, tp)))
+            position = _round_up(slots[-1].stop, ALIGNMENT)
+        stop = start + _round_up(position - start, ALIGNMENT * num_shards)
+        yield Bucket(start, stop, tuple(slots))
+        start = stop
+
+
+def _groups(specs: Sequence[ParamSpec], tp_rank: int, tp: int, bucket_size: int) -> Iterator[list[ParamSpec]]:
+    group: list[ParamSpec] = []
+    size = 0
+    for spec in specs:
+        group.append(spec)
+        size += math.prod(spec.local_shape(tp_rank, tp))
+        if size >= bucket_size:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
