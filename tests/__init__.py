@@ -1,0 +1,1 @@
+"""The tests mirror megapipe/. A test's name is its claim; processes are started only through `tests.harness`."""

@@ -1,0 +1,72 @@
+"""What every test gets: a reproducible hypothesis, --slow and --gpu, the torchfree marker by folder, cheapest tests first."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+TORCHFREE_ROOMS = ("config", "topology", "sharding", "schedule", "data", "tokenizers", "monitor", "planner", "visualize")
+TORCHFREE_FILES = ("test_walls.py", "test_errors.py", "test_environment.py", *(f"test_{room}.py" for room in TORCHFREE_ROOMS))
+
+hypothesis.settings.register_profile("megapipe", derandomize=True, deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("megapipe")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("megapipe")
+    group.addoption("--slow", action="store_true", help="also run the long variants (before a release)")
+    group.addoption("--gpu", action="store_true", help="also run the tests that need a CUDA device")
+    group.addoption("--torchfree", action="store_true", help="only the pure tests of the plan half; the others are not even imported")
+
+
+def is_torchfree(path: Path) -> bool:
+    """True for a test file of a plan-half room."""
+    parts = path.relative_to(TESTS).parts
+    return parts[0] in TORCHFREE_ROOMS if len(parts) > 1 else parts[0] in TORCHFREE_FILES
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("--torchfree") and collection_path.is_file() and TESTS in collection_path.parents:
+        return None if is_torchfree(collection_path) else True
+    return None
+
+
+@functools.cache
+def cuda_is_there() -> bool:
+    """Asked of a child process: a parent that has touched CUDA cannot fork ranks."""
+    probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
+    return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == 0
+
+
+def cost_class(item: pytest.Item) -> int:
+    """0 walls, 1 pure, 2 one process, 3 gloo ranks, 4 gpu, 5 slow."""
+    if item.path.name == "test_walls.py":
+        return 0
+    if item.get_closest_marker("slow"):
+        return 5
+    if item.get_closest_marker("gpu"):
+        return 4
+    if item.get_closest_marker("torchfree"):
+        return 1
+    names = vars(getattr(item, "module", None) or object).keys() if hasattr(item, "module") else ()
+    return 3 if {"run_ranks", "RankPool"} & set(names) else 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if TESTS in item.path.parents and is_torchfree(item.path):
+            item.add_marker(pytest.mark.torchfree)
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="a long variant: run with --slow"))
+        if item.get_closest_marker("gpu"):
+            if not config.getoption("--gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run with --gpu"))
+            elif not cuda_is_there():
+                item.add_marker(pytest.mark.skip(reason="--gpu was given but torch sees no CUDA device"))
+    items.sort(key=cost_class)  # stable: files stay together within a class

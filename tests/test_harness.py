@@ -1,0 +1,82 @@
+"""The harness itself: results by rank, the first traceback wins, a hang is shown and killed, a failed pool is rebuilt."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import RankFailure, RankPool, run_ranks
+
+
+def add_up(rank: int, world_size: int, offset: int) -> torch.Tensor:
+    total = torch.tensor([float(rank + offset)])
+    if world_size > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def fail_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        print("about to fail")
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def hang_on_rank_zero(rank: int, world_size: int) -> None:
+    while rank == 0:
+        time.sleep(0.01)
+
+
+def die_on_rank_one(rank: int, world_size: int) -> str:
+    if rank == 1:
+        os._exit(3)
+    return "alive"
+
+
+def make_groups(rank: int, world_size: int) -> int:
+    dist.new_group([0, 1])
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize("world_size", [1, 4], ids=lambda n: f"world{n}")
+def test_results_come_back_by_rank(world_size: int) -> None:
+    results = run_ranks(add_up, world_size, 10)
+    expected = float(sum(rank + 10 for rank in range(world_size)))
+    assert [result.item() for result in results] == [expected] * world_size
+
+
+def test_first_traceback_and_its_output_are_shown() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(fail_on_rank_one, 2)
+    assert (caught.value.rank, caught.value.error_type, caught.value.error_text) == (1, "ValueError", "planted")
+    assert "fail_on_rank_one" in caught.value.report
+    assert "about to fail" in caught.value.report
+
+
+def test_hung_rank_is_shown_with_its_stack_and_killed() -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match=r"no answer from ranks \[0\] of 2 within 1.5 s") as caught:
+        run_ranks(hang_on_rank_zero, 2, timeout=1.5)
+    assert "in hang_on_rank_zero" in caught.value.report
+    assert time.monotonic() - began < 20
+
+
+def test_dead_rank_is_reported_unless_it_may_die() -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2 died with exit code 3"):
+        run_ranks(die_on_rank_one, 2)
+    assert run_ranks(die_on_rank_one, 2, may_die=(1,)) == ["alive", None]
+
+
+def test_pool_answers_many_jobs_and_is_rebuilt_after_a_failure() -> None:
+    with RankPool(2) as pool:
+        assert [pool.run(add_up, offset)[0].item() for offset in range(5)] == [1.0, 3.0, 5.0, 7.0, 9.0]
+        with pytest.raises(RankFailure, match="planted"):
+            pool.run(fail_on_rank_one)
+        assert pool.run(add_up, 0)[1].item() == 1.0
+
+
+def test_pool_destroys_the_groups_of_a_job() -> None:
+    with RankPool(2) as pool:
+        assert pool.run(make_groups) == pool.run(make_groups)
