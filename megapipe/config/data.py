@@ -1,0 +1,38 @@
+"""The data section: token files, their split, the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.config.option import option
+
+TOKENIZER_TYPES = (
+    "ByteTokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`data_path` and friends are blends: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX PREFIX ... (one epoch of each)."""
+
+    data_path: tuple[str, ...] | None = option(None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...")
+    split: str | None = option(None, "shares of --data-path for training, validation and test", derived="969,30,1")
+    train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
+    valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
+    test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
+    data_cache_path: str | None = option(None, "directory of index caches", derived="a directory beside the data")
+    mock_data: bool = option(False, "made-up tokens instead of files")
+    num_workers: int = option(2, "processes that prepare batches on each rank; 0: none", unit="processes", at_least=0)
+    reset_position_ids: bool = option(False, "positions start again after each end-of-document token")
+    reset_attention_mask: bool = option(False, "a token sees only its own document")
+    eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")
+    tokenizer_type: str | None = option(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_model: str | None = option(None, "file or directory of the tokenizer")
+    vocab_file: str | None = option(None, "vocabulary of GPT2BPETokenizer (vocab.json)")
+    merge_file: str | None = option(None, "merges of GPT2BPETokenizer (merges.txt)")

@@ -1,0 +1,126 @@
+"""The model section: the shape of the GPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.config.option import Flag, option
+
+POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
+ROPE_SCALING_TYPES = ("none", "linear", "llama3", "yarn")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu_tanh", "squared_relu", "relu")
+GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One definition for the GPT-2 shape (the defaults) and the Llama shape."""
+
+    num_layers: int = option(2, "transformer layers", unit="layers", at_least=1, required=True)
+    hidden_size: int = option(128, "width of the residual stream", at_least=1, required=True)
+    ffn_hidden_size: int | None = option(
+        None,
+        "width of the MLP between its two linears",
+        at_least=1,
+        derived="4 x hidden size; gated activations: int(4 x hidden x 2/3 / 64) x 64",
+    )
+    num_attention_heads: int = option(4, "attention heads", unit="heads", at_least=1, required=True)
+    num_query_groups: int | None = option(
+        None,
+        "key/value heads, each shared by num-attention-heads / num-query-groups query heads",
+        unit="heads",
+        at_least=1,
+        derived="num-attention-heads",
+        more_flags=(
+            Flag(
+                "--group-query-attention", value=1, only_from=(None,), help="grouped query attention; one group unless --num-query-groups"
+            ),
+        ),
+    )
+    kv_channels: int | None = option(None, "width of one attention head", at_least=1, derived="hidden-size / num-attention-heads")
+    seq_length: int = option(128, "training sequence length", unit="tokens", at_least=1, required=True)
+    max_position_embeddings: int | None = option(None, "length of the position table", unit="tokens", at_least=1, derived="seq-length")
+    vocab_size: int | None = option(None, "true size of the vocabulary", unit="tokens", at_least=1, derived="the tokenizer's")
+    padded_vocab_size: int | None = option(
+        None,
+        "rows of the embedding table",
+        unit="tokens",
+        at_least=1,
+        derived="vocab-size rounded up to a multiple of make-vocab-size-divisible-by x tp",
+    )
+    make_vocab_size_divisible_by: int = option(128, "the padded vocabulary is a multiple of this times tp", unit="tokens", at_least=1)
+
+    position_embedding_type: str = option(
+        "learned_absolute",
+        "how positions enter the model",
+        choices=POSITION_EMBEDDING_TYPES,
+        more_flags=(
+            Flag("--use-rotary-position-embeddings", value="rope", help="same as --position-embedding-type rope"),
+            Flag("--no-position-embedding", value="none", help="same as --position-embedding-type none"),
+        ),
+    )
+    rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", above=0)
+    rotary_percent: float = option(1.0, "fraction of each head's channels that is rotated", above=0, at_most=1)
+    rope_scaling_type: str = option(
+        "none",
+        "how rotary frequencies are stretched beyond the length they were trained for",
+        choices=ROPE_SCALING_TYPES,
+        more_flags=(Flag("--use-rope-scaling", value="llama3", help="same as --rope-scaling-type llama3"),),
+    )
+    rope_scaling_factor: float = option(
+        8.0,
+        "how far the context is stretched (linear, llama3, yarn)",
+        at_least=1,
+        more_flags=(
+            Flag(
+                "--rotary-seq-len-interpolation-factor",
+                also_sets=(("rope_scaling_type", "linear"),),
+                help="same as --rope-scaling-type linear --rope-scaling-factor N",
+            ),
+        ),
+    )
+    rope_low_freq_factor: float = option(1.0, "llama3 scaling: below original length / this, a wavelength is left alone", above=0)
+    rope_high_freq_factor: float = option(4.0, "llama3 scaling: above original length / this, a wavelength is fully scaled", above=0)
+    rope_original_max_position_embeddings: int = option(
+        8192, "llama3 and yarn scaling: length the frequencies were trained for", unit="tokens", at_least=1
+    )
+    yarn_beta_fast: float = option(32.0, "yarn: rotations above which a frequency is left alone", above=0)
+    yarn_beta_slow: float = option(1.0, "yarn: rotations below which a frequency is fully interpolated", above=0)
+    yarn_mscale: float = option(1.0, "yarn: numerator of the attention temperature", at_least=0)
+    yarn_mscale_all_dim: float = option(0.0, "yarn: denominator of the attention temperature (0: none)", at_least=0)
+
+    normalization: str = option("LayerNorm", "normalization layer", choices=NORMALIZATIONS)
+    norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0)
+    layernorm_zero_centered_gamma: bool = option(False, "norm weights are stored as gamma - 1", flag="--apply-layernorm-1p")
+    activation: str = option(
+        "gelu_tanh",
+        "activation of the MLP (gelu is the erf form)",
+        choices=ACTIVATIONS,
+        more_flags=(
+            Flag("--swiglu", value="swiglu", help="same as --activation swiglu"),
+            Flag("--squared-relu", value="squared_relu", help="same as --activation squared_relu"),
+            Flag(
+                "--no-bias-gelu-fusion",
+                value="gelu",
+                only_from=("gelu_tanh",),
+                help="erf instead of tanh GELU, which is what it means in Megatron",
+            ),
+        ),
+    )
+    add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
+    add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
+    untie_embeddings_and_output_weights: bool = option(False, "output layer with its own weight instead of the word embedding's")
+    qk_layernorm: bool = option(False, "normalize each head's queries and keys")
+    window_size: int | None = option(
+        None, "sliding window: a token sees itself and window-size - 1 tokens before it; unset: all before it", unit="tokens", at_least=1
+    )
+    attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
+    final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
+    softmax_scale: float | None = option(None, "factor on attention logits", above=0, derived="1 / sqrt(kv-channels)")
+    attention_softmax_in_fp32: bool = option(
+        False, "attention logits and softmax in at least fp32 (an explicit attention instead of a flash kernel)"
+    )
+    hidden_dropout: float = option(0.1, "dropout after the embedding, attention and MLP", unit="probability", at_least=0, below=1)
+    attention_dropout: float = option(0.1, "dropout of attention probabilities", unit="probability", at_least=0, below=1)
+    init_method_std: float = option(0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0)

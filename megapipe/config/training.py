@@ -1,0 +1,44 @@
+"""The training section: batch, length, evaluation, seed, loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.config.option import option
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How much is trained on what batch, when it is evaluated and when it stops."""
+
+    micro_batch_size: int = option(
+        1, "sequences that go through the model at once on one data-parallel rank", unit="sequences", at_least=1, required=True
+    )
+    global_batch_size: int | None = option(
+        None, "sequences in one step over all data-parallel ranks", unit="sequences", at_least=1, derived="micro-batch-size x dp"
+    )
+    rampup_batch_size: tuple[int, int, int] | None = option(
+        None,
+        "grow the global batch: START INCREMENT SAMPLES, from START to global-batch-size in equal shares of SAMPLES",
+        unit="sequences",
+        at_least=0,
+    )
+    train_iters: int | None = option(None, "steps to train (or --train-samples)", unit="steps", at_least=1)
+    train_samples: int | None = option(None, "sequences to train on (or --train-iters)", unit="sequences", at_least=1)
+    exit_interval: int | None = option(None, "save and leave after a step divisible by this", unit="steps", at_least=1)
+    exit_duration_in_mins: float | None = option(None, "save and leave after this time", unit="minutes", above=0)
+    exit_signal_handler: bool = option(True, "save and leave on SIGTERM and SIGUSR1")
+    skip_train: bool = option(False, "evaluate only")
+    eval_interval: int | None = option(1000, "steps between evaluations", unit="steps", at_least=1)
+    eval_iters: int = option(100, "batches in one evaluation; 0: none", unit="batches", at_least=0)
+    seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
+    deterministic_mode: bool = option(False, "only kernels that give the same bits in every run")
+    label_smoothing: float = option(0.0, "share of the target spread over the vocabulary", unit="probability", at_least=0, below=1)
+    z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
+    calculate_per_token_loss: bool = option(False, "average over the tokens of the global batch instead of over each microbatch first")
+    check_for_nan_in_loss_and_grad: bool = option(
+        True, "stop at a NaN or infinite loss or gradient", off_flag="--no-check-for-nan-in-loss-and-grad"
+    )
+    device: str = option("auto", "where tensors live; auto: cuda where there is one", choices=DEVICES)
