@@ -1,0 +1,227 @@
+"""Where every rank stands: global rank <-> (tp, cp, dp, pp), every process group as a list of ranks, and which node holds whom.
+
+Plain integers, for one rank or sixteen thousand. `comm.groups` turns the lists into process groups; the planner reads node placement
+from them; nothing else computes a rank. World = tp x cp x pp x dp; `order` names the axes from the fastest-varying to the slowest, so
+with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and pipeline peers are far apart:
+
+    Topology(tp=2, cp=1, dp=2, pp=2)     tp groups (0 1) (2 3) (4 5) (6 7)     dp groups (0 2) (1 3) (4 6) (5 7)
+                                         pp groups (0 4) (1 5) (2 6) (3 7)     model  (0 1 4 5) (2 3 6 7)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from megapipe.errors import ConfigError
+
+AXES = ("tp", "cp", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-dp-pp"
+
+# the axes along which the members of a group differ; 'embedding' and 'kv' take part of one axis
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),  # replicas of one parameter shard: gradients are summed and the optimizer is sharded over it
+    "model": ("tp", "pp"),  # one whole copy of the model
+    "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
+    "kv": ("tp",),  # tp neighbours that hold the same KV heads
+    "world": AXES,
+}
+GROUP_NAMES = tuple(GROUP_AXES)
+
+
+class Coordinates(NamedTuple):
+    """A rank's place on each axis."""
+
+    tp_rank: int
+    cp_rank: int
+    dp_rank: int
+    pp_rank: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The grid of ranks.
+
+    order: axes from fastest to slowest, "tp-cp-dp-pp". ranks_per_node: consecutive global ranks share a node; None = one node.
+    kv_replicas: how many tp neighbours hold the same KV heads (tp / number of query groups where tp is larger, else 1).
+    Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group that leaves its node
+    (unless allow_tp_across_nodes).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    order: str = DEFAULT_ORDER
+    ranks_per_node: int | None = None
+    allow_tp_across_nodes: bool = False
+    kv_replicas: int = 1
+
+    @classmethod
+    def of_world(
+        cls,
+        world_size: int,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        order: str = DEFAULT_ORDER,
+        ranks_per_node: int | None = None,
+        allow_tp_across_nodes: bool = False,
+        kv_replicas: int = 1,
+    ) -> Topology:
+        """The topology that fills a world: dp = world_size / (tp x cp x pp). Raises ConfigError if it does not divide."""
+        replica = tp * cp * pp
+        if replica < 1 or world_size < 1 or world_size % replica:
+            raise ConfigError(
+                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: the world size must be a multiple "
+                f"of {replica}; start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
+                "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
+            )
+        return cls(tp, cp, pp, world_size // replica, order, ranks_per_node, allow_tp_across_nodes, kv_replicas)
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise ConfigError(f"the size of axis {axis} is {self.size(axis)}; every axis has at least one rank")
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ConfigError(
+                f"--rank-order {self.order!r} must name each of tp, cp, dp and pp once, from the fastest axis to the slowest, "
+                f"joined by '-': for example {DEFAULT_ORDER!r}"
+            )
+        if self.kv_replicas < 1 or self.tp % self.kv_replicas:
+            raise ConfigError(f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel group")
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        if self.ranks_per_node is None:
+            return
+        if self.ranks_per_node < 1:
+            raise ConfigError(f"{self.ranks_per_node} ranks per node: a node has at least one rank")
+        if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
+            raise ConfigError(
+                f"a world of {self.world_size} ranks does not fill nodes of {self.ranks_per_node} ranks; start the same number on each node"
+            )
+        if self.allow_tp_across_nodes:
+            return
+        for group in self.groups("tp"):
+            if self.node_of(group[0]) != self.node_of(group[-1]):
+                raise ConfigError(
+                    f"tensor parallel group {_shown(group)} lies on nodes {_shown(self.nodes_of(group))}, {self.ranks_per_node} ranks each "
+                    f"(order {self.order!r}): its all-reduces stand in every layer and must stay inside a node. Use a "
+                    "--tensor-model-parallel-size that divides the ranks of a node and put tp first in --rank-order, "
+                    "or say --allow-tp-across-nodes"
+                )
+
+    def size(self, axis: str) -> int:
+        """Ranks along one axis: 'tp', 'cp', 'dp' or 'pp'."""
+        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far apart in global rank two neighbours along an axis are."""
+        strides: dict[str, int] = {}
+        stride = 1
+        for axis in self.order.split("-"):
+            strides[axis] = stride
+            stride *= self.size(axis)
+        return strides
+
+    def coordinates(self, global_rank: int) -> Coordinates:
+        """The place of a rank. Raises IndexError for a rank outside the world."""
+        self._check_rank(global_rank)
+        return Coordinates(*(global_rank // self.strides[axis] % self.size(axis) for axis in AXES))
+
+    def global_rank(self, coordinates: Coordinates) -> int:
+        """The rank at a place. Raises IndexError for a place outside the grid."""
+        for axis, place in zip(AXES, coordinates, strict=True):
+            if not 0 <= place < self.size(axis):
+                raise IndexError(f"{axis}_rank {place} lies outside 0..{self.size(axis) - 1}")
+        return sum(place * self.strides[axis] for axis, place in zip(AXES, coordinates, strict=True))
+
+    def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """All groups of one kind, ordered by their first rank. Each lists its ranks in ascending order, which is the order along the axis.
+
+        Every rank is in exactly one group of each kind, but for 'embedding': ranks inside a pipeline are in none.
+        """
+        first_members = [0]
+        for axis in AXES:
+            if axis not in self._axes(name):
+                first_members = _outer_sum(first_members, self.size(axis), self.strides[axis])
+        if name == "kv":
+            first_members = _outer_sum(first_members, self.tp // self.kv_replicas, self.kv_replicas * self.strides["tp"])
+        offsets = self._offsets(name)
+        return tuple(tuple(first + offset for offset in offsets) for first in sorted(first_members))
+
+    def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
+        """The group of one kind that this rank belongs to, in time proportional to the group; () if in none (only 'embedding')."""
+        coordinates = self.coordinates(global_rank)
+        if name == "embedding" and coordinates.pp_rank not in (0, self.pp - 1):
+            return ()
+        first = global_rank
+        for axis, place in zip(AXES, coordinates, strict=True):
+            if axis in self._axes(name):
+                first -= (place % self.kv_replicas if name == "kv" else place) * self.strides[axis]
+        return tuple(first + offset for offset in self._offsets(name))
+
+    def node_of(self, global_rank: int) -> int:
+        """The node that holds a rank: torchrun and SLURM number ranks node by node."""
+        self._check_rank(global_rank)
+        return global_rank // self.ranks_per_node if self.ranks_per_node else 0
+
+    def nodes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The distinct nodes that hold these ranks, ascending."""
+        return tuple(sorted({self.node_of(rank) for rank in ranks}))
+
+    def crosses_nodes(self, name: str) -> bool:
+        """Whether any group of this kind has ranks on two nodes: its traffic then runs over the network."""
+        return any(self.node_of(group[0]) != self.node_of(group[-1]) for group in self.groups(name))
+
+    @property
+    def num_nodes(self) -> int:
+        return math.ceil(self.world_size / self.ranks_per_node) if self.ranks_per_node else 1
+
+    def _axes(self, name: str) -> tuple[str, ...]:
+        if name not in GROUP_AXES:
+            raise KeyError(f"no process group is called {name!r}; there are {', '.join(GROUP_NAMES)}")
+        return GROUP_AXES[name]
+
+    def _offsets(self, name: str) -> tuple[int, ...]:
+        """Global ranks of a group's members, less that of its first, ascending."""
+        if name == "embedding":
+            return tuple(sorted({0, (self.pp - 1) * self.strides["pp"]}))
+        if name == "kv":
+            return tuple(replica * self.strides["tp"] for replica in range(self.kv_replicas))
+        steps = [[place * self.strides[axis] for place in range(self.size(axis))] for axis in self._axes(name)]
+        return tuple(sorted(sum(combination) for combination in product(*steps)))
+
+    def _check_rank(self, global_rank: int) -> None:
+        if not 0 <= global_rank < self.world_size:
+            raise IndexError(f"global rank {global_rank} lies outside a world of {self.world_size}")
+
+
+def all_coordinates(topology: Topology) -> Iterator[tuple[int, Coordinates]]:
+    """(global_rank, coordinates) of every rank, in order of rank."""
+    for rank in range(topology.world_size):
+        yield rank, topology.coordinates(rank)
+
+
+def _outer_sum(starts: list[int], count: int, stride: int) -> list[int]:
+    return [start + place * stride for start in starts for place in range(count)]
+
+
+def _shown(numbers: tuple[int, ...]) -> str:
+    shown = [str(number) for number in numbers]
+    return "(" + " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-2:]]) + ")"

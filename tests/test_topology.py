@@ -1,0 +1,175 @@
+"""Ranks, coordinates and groups, against an independent model: numpy's reshape of arange(world)."""
+
+from __future__ import annotations
+
+import time
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.topology import AXES, GROUP_NAMES, Coordinates, Topology, all_coordinates
+
+ORDERS = ["-".join(order) for order in permutations(AXES)]
+LARGEST_WORLD = 16384
+
+
+@st.composite
+def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
+    sizes: dict[str, int] = {}
+    room = largest_world
+    for axis in draw(st.permutations(AXES)):
+        sizes[axis] = draw(st.one_of(st.integers(1, min(room, 6)), st.sampled_from([2**n for n in range(15) if 2**n <= room])))
+        room //= sizes[axis]
+    replicas = draw(st.sampled_from([n for n in range(1, sizes["tp"] + 1) if sizes["tp"] % n == 0]))
+    return Topology(**sizes, order=draw(st.sampled_from(ORDERS)), kv_replicas=replicas)
+
+
+def expected_groups(topology: Topology, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
+    """By numpy: an array with one dimension an axis, the group's axes moved last."""
+    slowest_first = topology.order.split("-")[::-1]
+    grid = np.arange(topology.world_size).reshape([topology.size(axis) for axis in slowest_first])
+    moved = [slowest_first.index(axis) for axis in slowest_first if axis in axes]
+    grid = np.moveaxis(grid, moved, range(-len(moved), 0))
+    return {tuple(sorted(row)) for row in grid.reshape(-1, int(np.prod([topology.size(axis) for axis in axes]))).tolist()}
+
+
+@given(topologies())
+@settings(max_examples=40)
+def test_rank_and_coordinates_are_a_bijection(topology: Topology) -> None:
+    seen = set()
+    for rank in {*range(0, topology.world_size, max(1, topology.world_size // 300)), topology.world_size - 1}:
+        coordinates = topology.coordinates(rank)
+        assert topology.global_rank(coordinates) == rank
+        seen.add(coordinates)
+    assert all(0 <= place < topology.size(axis) for coordinates in seen for axis, place in zip(AXES, coordinates, strict=True))
+
+
+@given(topologies(), st.sampled_from(GROUP_NAMES))
+@settings(max_examples=60)
+def test_each_rank_is_in_exactly_one_group_of_a_kind(topology: Topology, name: str) -> None:
+    groups = topology.groups(name)
+    members = [rank for group in groups for rank in group]
+    assert len(members) == len(set(members))
+    if name == "embedding":
+        assert set(members) == {rank for rank, at in all_coordinates(topology) if at.pp_rank in (0, topology.pp - 1)}
+    else:
+        assert sorted(members) == list(range(topology.world_size))
+    assert len({len(group) for group in groups}) == 1
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    assert all(list(group) == sorted(group) for group in groups)
+
+
+@given(topologies(largest_world=2048), st.sampled_from(["tp", "cp", "dp", "pp", "dp_cp", "model", "world"]))
+@settings(max_examples=60)
+def test_groups_equal_those_of_a_reshaped_array(topology: Topology, name: str) -> None:
+    axes = {"dp_cp": ("dp", "cp"), "model": ("tp", "pp"), "world": AXES}.get(name, (name,))
+    assert set(topology.groups(name)) == expected_groups(topology, axes)
+
+
+@given(topologies(), st.sampled_from(GROUP_NAMES), st.data())
+@settings(max_examples=60)
+def test_group_of_is_the_group_that_lists_the_rank(topology: Topology, name: str, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, topology.world_size - 1))
+    listed = [group for group in topology.groups(name) if rank in group]
+    assert topology.group_of(name, rank) == (listed[0] if listed else ())
+
+
+@given(topologies(largest_world=4096), st.sampled_from(["tp", "cp", "dp", "pp"]))
+@settings(max_examples=30)
+def test_place_in_an_axis_group_is_the_rank_on_that_axis(topology: Topology, axis: str) -> None:
+    for group in topology.groups(axis):
+        assert [topology.coordinates(rank)[AXES.index(axis)] for rank in group] == list(range(topology.size(axis)))
+
+
+@given(topologies(largest_world=1024))
+@settings(max_examples=30)
+def test_kv_groups_are_tp_neighbours(topology: Topology) -> None:
+    for group in topology.groups("kv"):
+        places = [topology.coordinates(rank) for rank in group]
+        first = places[0].tp_rank
+        assert first % topology.kv_replicas == 0
+        assert [place.tp_rank for place in places] == list(range(first, first + topology.kv_replicas))
+        assert len({place[1:] for place in places}) == 1
+
+
+@given(topologies(largest_world=1024))
+@settings(max_examples=30)
+def test_embedding_groups_join_the_ends_of_each_pipeline(topology: Topology) -> None:
+    expected = {tuple(dict.fromkeys((pipeline[0], pipeline[-1]))) for pipeline in topology.groups("pp")}
+    assert set(topology.groups("embedding")) == expected
+
+
+def test_the_example_of_the_docstring() -> None:
+    topology = Topology(tp=2, cp=1, dp=2, pp=2)
+    assert topology.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert topology.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert topology.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert topology.groups("model") == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert topology.coordinates(5) == Coordinates(tp_rank=1, cp_rank=0, dp_rank=0, pp_rank=1)
+
+
+def test_order_makes_pipeline_peers_neighbours() -> None:
+    topology = Topology(tp=2, dp=2, pp=2, order="tp-pp-dp-cp")
+    assert topology.groups("pp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert topology.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
+    began = time.perf_counter()
+    topology = Topology(tp=8, cp=2, pp=16, dp=64, ranks_per_node=8, kv_replicas=2)
+    assert [len(topology.groups(name)) for name in GROUP_NAMES] == [2048, 8192, 1024, 256, 128, 128, 1024, 8192, 1]
+    for rank in range(0, topology.world_size, 16):
+        for name in ("tp", "pp", "dp_cp", "embedding"):
+            topology.group_of(name, rank)
+    assert time.perf_counter() - began < 2
+
+
+def test_llama3_405b_keeps_tp_inside_a_node_of_eight() -> None:
+    topology = Topology.of_world(16384, tp=8, pp=16, ranks_per_node=8)
+    assert (topology.dp, topology.num_nodes) == (128, 2048)
+    assert not topology.crosses_nodes("tp")
+    assert topology.crosses_nodes("pp")
+    assert topology.nodes_of(topology.group_of("pp", 0)) == tuple(range(0, 2048, 128))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        pytest.param({"tp": 4, "dp": 2, "ranks_per_node": 2}, "lies on nodes (0 1)", id="tp larger than a node"),
+        pytest.param({"tp": 3, "dp": 4, "ranks_per_node": 4}, "tensor parallel group (3 4 5)", id="tp straddles a node"),
+        pytest.param({"tp": 2, "dp": 4, "order": "dp-tp-cp-pp", "ranks_per_node": 4}, "put tp first in --rank-order", id="tp not fastest"),
+        pytest.param({"dp": 6, "ranks_per_node": 4}, "does not fill nodes of 4 ranks", id="node not full"),
+        pytest.param({"tp": 0}, "size of axis tp is 0", id="empty axis"),
+        pytest.param({"order": "tp-pp-dp"}, "must name each of tp, cp, dp and pp once", id="order lacks an axis"),
+        pytest.param({"order": "tp-pp-dp-dp"}, "must name each of tp, cp, dp and pp once", id="order repeats an axis"),
+        pytest.param({"tp": 4, "kv_replicas": 3}, "do not divide the 4 ranks", id="kv replicas"),
+    ],
+)
+def test_impossible_topology_is_refused(sizes: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Topology(**sizes)
+    assert message in str(caught.value)
+
+
+def test_tp_across_nodes_only_when_asked_for() -> None:
+    topology = Topology(tp=4, dp=2, ranks_per_node=2, allow_tp_across_nodes=True)
+    assert topology.crosses_nodes("tp")
+
+
+def test_world_that_does_not_divide_is_refused_and_never_rounded() -> None:
+    with pytest.raises(ConfigError, match=r"a world of 6 ranks cannot hold tensor 2 x context 1 x pipeline 2.*multiple of 4"):
+        Topology.of_world(6, tp=2, pp=2)
+
+
+def test_unknown_group_and_foreign_ranks_are_refused() -> None:
+    topology = Topology(tp=2, pp=2)
+    with pytest.raises(KeyError, match="no process group is called 'ep'"):
+        topology.groups("ep")
+    with pytest.raises(IndexError, match="global rank 4 lies outside a world of 4"):
+        topology.coordinates(4)
+    with pytest.raises(IndexError, match="pp_rank 2 lies outside"):
+        topology.global_rank(Coordinates(0, 0, 0, 2))
