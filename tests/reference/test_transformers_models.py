@@ -1,5 +1,7 @@
 """Logits of the reference equal those of transformers' own models, architecture by architecture, with random weights."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ from tests.reference.transformers_models import FAMILIES, SEQ, VOCAB, build
 
 pytest.importorskip("transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'")
 
-# What each family is here to prove, as the field that would be wrong without it.
-PROVES = {
+# One field set wrong, close to what the family is here to prove: the comparison must see it.
+WRONG: dict[str, dict[str, Any]] = {
     "llama": {"rotary_base": 10000.0},
     "llama_rope_linear": {"rope_scaling_type": "none"},
     "llama_rope_llama3": {"rope_high_freq_factor": 4.0},
@@ -47,10 +49,10 @@ def test_logits_equal_transformers(family):
     expected = build(family).logits(tokens)
     with torch.no_grad():
         logits = reference(family).logits(tokens)
-        changed = reference(family, **PROVES[family]).logits(tokens)
+        changed = reference(family, **WRONG[family]).logits(tokens)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected, rtol=0.0, atol=1e-5)
-    assert (changed - expected).abs().max() > 2e-4, f"the comparison cannot see {PROVES[family]}"
+    assert (changed - expected).abs().max() > 2e-4, f"the comparison cannot see {WRONG[family]}"
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_rope_yarn", "mistral_window", "gpt2"], ids=str)

@@ -6,7 +6,7 @@ ReferenceConfig, the full tensors by our names, and the logits of transformers' 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Family:
     patch: Callable[[nn.Module], None] = field(default=lambda model: None)  # takes out of their model what ours doesn't have
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(family: str, seed: int = 1) -> Case:
     """Raises KeyError for an unknown family, ImportError without transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -89,15 +89,17 @@ def _their_sizes(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
         "eos_token_id": None,
         "tie_word_embeddings": not config.get("untie_embeddings_and_output_weights", False),
     }
-    absent = {  # what a family doesn't have, and its own words for the rest
+    words: dict[str, dict[str, str | None]] = {  # what a family doesn't have, and its own words for the rest
         "gpt2": {"intermediate_size": "n_inner", "num_key_value_heads": None, "head_dim": None},
         "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None, "head_dim": None},
         "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
         "qwen2": {"head_dim": None},
         "smollm3": {"head_dim": None},
         "starcoder2": {"head_dim": None},
-    }.get(model_type, {})
-    return {absent.get(name, name): value for name, value in sizes.items() if absent.get(name, name) is not None}
+    }
+    absent = words.get(model_type, {})
+    named = {absent.get(name, name): value for name, value in sizes.items()}
+    return {name: value for name, value in named.items() if name is not None}
 
 
 @torch.no_grad()
@@ -237,7 +239,7 @@ def from_opt(config: dict[str, Any], weights: Weights) -> Weights:
         "model.decoder.embed_positions": "embedding.position_embeddings",
         "model.decoder.final_layer_norm": "decoder.final_layernorm",
     }
-    state = {}
+    state: Weights = {}
     for i in range(config["num_layers"]):
         theirs, ours = f"model.decoder.layers.{i}", f"decoder.layers.{i}"
         table |= {
@@ -253,7 +255,8 @@ def from_opt(config: dict[str, Any], weights: Weights) -> Weights:
 
 def _without_sandwich_norms(model: nn.Module) -> None:
     """Gemma 2 also norms what attention and MLP give back; ours does not."""
-    for layer in model.model.layers:
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers:
         layer.post_attention_layernorm = nn.Identity()
         layer.post_feedforward_layernorm = nn.Identity()
 
