@@ -1,0 +1,82 @@
+"""Which samples a dp rank takes at which moment of the run: arithmetic on the number of consumed samples, and reading ahead.
+
+A step that begins after `consumed` samples takes the samples consumed .. consumed + global batch of the data set. Microbatch k of dp
+rank d holds consumed + (k dp + d) micro .. + micro of them. So a step's global batch does not depend on dp, and the loader keeps no
+position of its own: resuming, or changing dp or the batch size, needs only the number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from megapipe.data.batch import Batch, DocumentRules
+from megapipe.data.dataset import TokenDataset
+from megapipe.errors import DataError
+
+AHEAD_PER_WORKER = 2
+
+
+def microbatch_start(consumed_samples: int, microbatch: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> int:
+    """First sample of a microbatch of a dp rank."""
+    return consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
+
+
+class Loader:
+    """Batches of one data set. num_workers: threads that read ahead; 0 reads when asked.
+
+    Reading ahead guesses that the rank goes on as it went: the same stride again, over the border of steps too. A wrong guess costs a
+    read. What goes wrong in a thread is raised where its batch is asked for.
+    """
+
+    def __init__(self, dataset: TokenDataset, rules: DocumentRules | None = None, *, num_workers: int = 0, name: str = "train") -> None:
+        self.dataset = dataset
+        self.rules = rules if rules is not None else DocumentRules()
+        self.name = name
+        self._num_ahead = AHEAD_PER_WORKER * num_workers
+        self._workers = ThreadPoolExecutor(num_workers, f"{name}-loader") if num_workers else None
+        self._ready: OrderedDict[tuple[int, int], Future[Batch]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def microbatch(self, consumed_samples: int, k: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> Batch:
+        """Microbatch k of dp rank `dp_rank` in the step that begins after `consumed_samples`.
+
+        Raises DataError past the last sample: data sets are built for the whole run, so that is a wrong count and never wraps around.
+        """
+        start = microbatch_start(consumed_samples, k, dp_rank, dp_size, micro_batch_size)
+        if start < 0 or start + micro_batch_size > len(self.dataset):
+            raise DataError(
+                f"the {self.name} data has {len(self.dataset)} samples, but microbatch {k} of dp rank {dp_rank} (of {dp_size}) after "
+                f"{consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: the data set was built for a shorter run, "
+                f"or without weights holds one epoch only; ask for more samples, or give --data-path weights"
+            )
+        if self._workers is None:
+            return self._read(start, micro_batch_size)
+        return self._read_ahead(start, micro_batch_size, dp_size * micro_batch_size, self._workers)
+
+    def _read_ahead(self, start: int, count: int, stride: int, workers: ThreadPoolExecutor) -> Batch:
+        """The batch asked for, with the next ones put to work first."""
+        with self._lock:
+            for step in range(self._num_ahead + 1):
+                key = (start + step * stride, count)
+                if key not in self._ready and key[0] + count <= len(self.dataset):
+                    self._ready[key] = workers.submit(self._read, *key)
+            wanted = self._ready[start, count]
+            self._ready.move_to_end((start, count))
+            # several stages of a rank may ask for the same microbatch, so a batch given out stays a while
+            while len(self._ready) > 3 * (self._num_ahead + 1):
+                self._ready.popitem(last=False)[1].cancel()
+        return wanted.result()
+
+    def _read(self, start: int, count: int) -> Batch:
+        sample_ids = tuple(range(start, start + count))
+        samples = np.stack([self.dataset[i] for i in sample_ids])
+        return Batch.of(samples, sample_ids, self.rules)
+
+    def close(self) -> None:
+        """End the threads; what they were reading is dropped."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True, cancel_futures=True)
