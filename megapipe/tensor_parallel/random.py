@@ -1,0 +1,92 @@
+"""Dropout from keyed streams: a mask is a function of (seed, step, global microbatch, layer, site, tp_rank where sliced), not of call order.
+
+So all schedules and grids agree with dropout on, and recompute replays a mask by calling again. Nothing here keeps state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megapipe.errors import ConfigError
+
+EMBEDDING_LAYER = -1
+SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """What one microbatch's dropout depends on: the run's seed, the step, and the microbatch's index in the step's *global* batch."""
+
+    seed: int
+    step: int
+    microbatch: int
+
+    def stream(self, layer: int, site: str, tp_rank: int | None) -> int:
+        """The 128-bit key of one place's stream: a stable hash, the same on every machine and Python.
+
+        layer: global index, -1 for the embedding. site: one of SITES. tp_rank: where the tensor is sliced over tp (attention_probs always,
+        the others under sequence parallelism); None where all tp ranks need the same mask. Raises ValueError for an unknown site.
+        """
+        if site not in SITES:
+            raise ValueError(f"no dropout site {site!r}; sites are {', '.join(SITES)}")
+        place = f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{'all' if tp_rank is None else tp_rank}"
+        return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=16).digest(), "little")
+
+
+def keyed_mask(
+    shape: tuple[int, ...] | torch.Size,
+    p: float,
+    key: DropoutKey,
+    layer: int,
+    site: str,
+    tp_rank: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """True where an element is kept (probability 1 - p, to 2^-32): bool of this rank's local shape.
+
+    CPU masks come from Philox4x64 under the whole 128-bit key and are the same on every machine; other devices seed torch's own generator
+    with 64 bits of it (there masks differ from the CPU's). Raises ConfigError for p outside [0, 1).
+    """
+    if not 0.0 <= p < 1.0:
+        raise ConfigError(f"a dropout probability of {p} is outside [0, 1)")
+    stream, size, device = key.stream(layer, site, tp_rank), int(np.prod(shape)), torch.device(device)
+    num_words = -(-size // 2)
+    if device.type == "cpu":
+        words = torch.from_numpy(np.random.Philox(key=stream).random_raw(num_words).view(np.int64))
+    else:
+        generator = torch.Generator(device)
+        generator.manual_seed(stream & (2**63 - 1))
+        words = torch.empty(num_words, dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
+    # two 32-bit draws a word, uniform over [-2^31, 2^31): an element is dropped below the p-quantile
+    return (words.view(torch.int32)[:size] >= round(p * 2**32) - 2**31).view(shape)
+
+
+class _Dropout(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        ctx.save_for_backward(mask)
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        return (grad * mask).mul_(ctx.scale), None, None
+
+
+def keyed_dropout(x: Tensor, p: float, key: DropoutKey, layer: int, site: str, tp_rank: int | None = None) -> Tensor:
+    """x times its keyed mask over 1 - p; x: any local shape. p = 0 returns x itself.
+
+    Kept for the backward: the bool mask, 1 byte an element (drawing it again would cost more time than the rest of the backward).
+    Raises ConfigError for p outside [0, 1), ValueError for an unknown site.
+    """
+    if p == 0.0:
+        return x
+    return _Dropout.apply(x, keyed_mask(x.shape, p, key, layer, site, tp_rank, x.device), 1.0 / (1.0 - p))
