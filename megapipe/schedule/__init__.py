@@ -1,0 +1,18 @@
+"""The pipeline as data: which rank computes, sends, receives and reduces what, and in which order, decided before anything runs.
+
+    action         Op, Action ("2F0": stage 2, forward, microbatch 0) and its text form
+    placement      which pp_rank holds which stage: linear, loop, V, two directions
+    schedule       Schedule: one row of actions a pp_rank, no bubbles stored; CSV
+    dependencies   needs and makes: the one rule that order, communication, proof, time and memory read
+    generate/      one schedule family a file; `forward_only` makes the rows of evaluation
+    build          the table of names; build_schedule (compute only), build_lowered (with messages and reductions)
+    lower          compute-only -> with SEND, RECV and REDUCE_GRAD
+    validate       complete, placed, ordered, first-in first-out, free of deadlock; the least send depth
+    simulate       Costs -> Timeline: start and end of every action, idle, peaks
+    machine        the walk over all rows that validate and simulate share
+    partition      layers -> stages: by cost, by count, by Megatron's layout string
+    grid           the rank x slot grid as text, shown in every ScheduleError
+
+Passes are functions from Schedule to Schedule or to a report: generate -> validate -> lower -> validate -> (simulate | draw | run).
+A new schedule is one file in generate/ and one row in build.SCHEDULES; engine, simulator, planner and drawings do not change.
+"""

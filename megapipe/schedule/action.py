@@ -1,0 +1,61 @@
+"""Op and Action: the words a pipeline schedule is written in, and their text form."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+from megapipe.errors import ScheduleError
+
+
+class Op(enum.Enum):
+    """What a rank does with one stage. Read "output" and "input" as those of the action's own stage s.
+
+    A RECV posts the receive and does not wait; the action that consumes the message waits for it.
+    """
+
+    F = "F"  # forward
+    B = "B"  # full backward: I and W at once
+    I = "I"  # input gradient; leaves the weight gradient to a later W (some papers call this "B")  # noqa: E741
+    W = "W"  # weight gradient
+    SEND_F = "SEND_F"  # the output goes to stage s + 1
+    RECV_F = "RECV_F"  # the input comes from stage s - 1
+    SEND_B = "SEND_B"  # the input gradient goes to stage s - 1
+    RECV_B = "RECV_B"  # the output gradient comes from stage s + 1
+    REDUCE_GRAD = "REDUCE_GRAD"  # the stage's weight gradients are complete on this rank: its data-parallel reduction may start
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, which a million actions feel
+
+
+COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
+SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
+RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
+
+
+class Action(NamedTuple):
+    """One entry of a row. `microbatch` is None for ops that concern the whole step (REDUCE_GRAD)."""
+
+    stage: int
+    op: Op
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{'' if self.microbatch is None else self.microbatch}"
+
+
+_PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)", re.ASCII)
+
+
+def parse_action(text: str) -> Action:
+    """The inverse of str(action): "2F0", "2SEND_F0", "2REDUCE_GRAD". ScheduleError for anything else."""
+    match = _PATTERN.fullmatch(text.strip())
+    names = {op.value: op for op in Op}
+    if match is None or match[2] not in names:
+        raise ScheduleError(f"{text!r} is not an action; write stage, op, microbatch, as in 2F0, where op is one of {', '.join(names)}")
+    op = names[match[2]]
+    if (op is Op.REDUCE_GRAD) != (match[3] == ""):
+        rule = "takes no microbatch" if op is Op.REDUCE_GRAD else "needs a microbatch, as in " + match[1] + op.value + "0"
+        raise ScheduleError(f"{text!r} is not an action: {op.value} {rule}")
+    return Action(int(match[1]), op, int(match[3]) if match[3] else None)

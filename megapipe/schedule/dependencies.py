@@ -1,0 +1,113 @@
+"""What an action needs and what it makes: the one rule from which order, communication, proof, time and memory are derived.
+
+NEEDS and MAKES state it as a table of (kind of value, stage offset); `needs` and `makes` read it for one action, the walk over a whole
+schedule (machine.py) and the lowering read the same table with integers. A need has to be met on the rank that runs the action: by an
+earlier action there or by a message. Two kinds of value travel between stages, and a hop within one rank needs no message.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from megapipe.schedule.action import Action, Op
+
+
+class ValueKind(enum.Enum):
+    """What can exist for a (stage, microbatch)."""
+
+    ACT = "activation"  # the stage's output; ACT of stage -1 is the data
+    GRAD = "gradient"  # of the loss by the stage's input; GRAD of stage num_stages is the loss's own, always there
+    LEFT = "saved inputs and output gradients"  # what I leaves behind for W
+    WGRAD = "weight gradient"
+
+    __hash__ = object.__hash__
+
+
+class Value(NamedTuple):
+    """A value of the step; microbatch None means: of every microbatch that this rank runs."""
+
+    kind: ValueKind
+    stage: int
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        whose = "every microbatch" if self.microbatch is None else f"microbatch {self.microbatch}"
+        return f"the {self.kind.value} of stage {self.stage}, {whose}"
+
+
+NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
+    Op.F: ((ValueKind.ACT, -1),),
+    Op.B: ((ValueKind.ACT, 0), (ValueKind.GRAD, +1)),
+    Op.I: ((ValueKind.ACT, 0), (ValueKind.GRAD, +1)),
+    Op.W: ((ValueKind.LEFT, 0),),
+    Op.SEND_F: ((ValueKind.ACT, 0),),
+    Op.SEND_B: ((ValueKind.GRAD, 0),),
+    Op.RECV_F: (),
+    Op.RECV_B: (),
+    Op.REDUCE_GRAD: ((ValueKind.WGRAD, 0),),
+}
+MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
+    Op.F: ((ValueKind.ACT, 0),),
+    Op.B: ((ValueKind.GRAD, 0), (ValueKind.WGRAD, 0)),
+    Op.I: ((ValueKind.GRAD, 0), (ValueKind.LEFT, 0)),
+    Op.W: ((ValueKind.WGRAD, 0),),
+    Op.SEND_F: (),
+    Op.SEND_B: (),
+    Op.RECV_F: ((ValueKind.ACT, -1),),
+    Op.RECV_B: ((ValueKind.GRAD, +1),),
+    Op.REDUCE_GRAD: (),
+}
+
+# the two kinds that travel: the op that sends the value, the op that posts its receive, the step from its maker's stage to its user's
+TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {
+    ValueKind.ACT: (Op.SEND_F, Op.RECV_F, +1),
+    ValueKind.GRAD: (Op.SEND_B, Op.RECV_B, -1),
+}
+
+
+def needs(action: Action) -> tuple[Value, ...]:
+    """The values that must be on the rank before `action` can run."""
+    return tuple(Value(kind, action.stage + offset, action.microbatch) for kind, offset in NEEDS[action.op])
+
+
+def makes(action: Action) -> tuple[Value, ...]:
+    """The values that are on the rank once `action` has run (for a receive: once its message has come)."""
+    return tuple(Value(kind, action.stage + offset, action.microbatch) for kind, offset in MAKES[action.op])
+
+
+def is_given(value: Value, num_stages: int) -> bool:
+    """True for what nobody has to make: the data before stage 0 and the loss's gradient after the last stage."""
+    return (value.kind is ValueKind.ACT and value.stage < 0) or (value.kind is ValueKind.GRAD and value.stage >= num_stages)
+
+
+class Channel(NamedTuple):
+    """One in-order path for messages: over the boundary between stage `boundary` and `boundary` + 1, activations or gradients.
+
+    Never keyed by a pair of ranks: with two ranks and several chunks previous and next are the same rank, and one path for all of it
+    would hand the wrong tensor over silently. `direction` tells the two paths of a two-direction placement apart.
+    """
+
+    kind: ValueKind
+    boundary: int
+    direction: int = 0
+
+    def __str__(self) -> str:
+        arrow = f"{self.boundary} -> {self.boundary + 1}" if self.kind is ValueKind.ACT else f"{self.boundary + 1} -> {self.boundary}"
+        return f"{self.kind.value}s of stage {arrow}" + (f", direction {self.direction}" if self.direction else "")
+
+
+def channel_of(action: Action, num_directions: int = 1) -> Channel:
+    """The channel of a SEND or RECV action."""
+    if action.microbatch is None or action.op not in _BOUNDARY:
+        raise ValueError(f"{action} is not a message")
+    kind, offset = _BOUNDARY[action.op]
+    return Channel(kind, action.stage + offset, action.microbatch % num_directions)
+
+
+_BOUNDARY = {
+    Op.SEND_F: (ValueKind.ACT, 0),
+    Op.RECV_F: (ValueKind.ACT, -1),
+    Op.SEND_B: (ValueKind.GRAD, -1),
+    Op.RECV_B: (ValueKind.GRAD, 0),
+}

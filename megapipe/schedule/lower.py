@@ -1,0 +1,119 @@
+"""From a compute-only schedule to the one that the engine runs: messages and gradient reductions put in their places."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ValueKind
+from megapipe.schedule.schedule import Row, Schedule
+
+
+def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
+    """Add SEND, RECV and REDUCE_GRAD to a valid compute-only schedule.
+
+    A SEND follows the action that made its value. A RECV is posted `receive_depth` compute actions ahead of the action that waits for it
+    (0: immediately before it; earlier than the row's start is the row's start): far enough for the message to come under computation,
+    and bounded, because a posted receive occupies a GPU until its peer comes. At most receive_depth + 1 receives are therefore posted on
+    a channel when messages are used in the order they were made; where they are not, a receive is posted no later than one made after it,
+    so that every channel stays first-in first-out. REDUCE_GRAD follows the last B or W of each stage. A hop between two stages of one
+    rank gets no message.
+    """
+    if receive_depth < 0:
+        raise ConfigError(f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or more")
+    if schedule.is_lowered:
+        raise ScheduleError(
+            f"schedule {schedule} already holds messages or reductions; lower a compute-only schedule (schedule.compute_only())"
+        )
+    receives = _plan_receives(schedule, receive_depth)
+    return Schedule(
+        schedule.name,
+        schedule.placement,
+        schedule.num_microbatches,
+        tuple(_lower_row(schedule, rank, receives[rank]) for rank in range(schedule.num_ranks)),
+    )
+
+
+def sends_of(schedule: Schedule) -> dict[Op, list[list[Op | None]]]:
+    """[op][direction][stage] -> the SEND that follows a compute op there, or None: its value stays on the rank or nobody wants it."""
+    directions, last = schedule.placement.directions, schedule.num_stages - 1
+    table: dict[Op, list[list[Op | None]]] = {op: [[None] * (last + 1) for _ in directions] for op in COMPUTE_OPS}
+    for op in COMPUTE_OPS:
+        for kind, _ in MAKES[op]:
+            if kind in TRAVELS:
+                send, _, step = TRAVELS[kind]
+                for direction, ranks in enumerate(directions):
+                    for stage in range(last + 1):
+                        if 0 <= stage + step <= last and ranks[stage] != ranks[stage + step]:
+                            table[op][direction][stage] = send
+    return table
+
+
+def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, list[Action]]]:
+    """[rank][index of a compute action] -> receives to post right before it."""
+    consumed_at = _consumption(schedule)
+    count, directions = schedule.num_microbatches, schedule.placement.directions
+    plans: list[dict[int, list[Action]]] = [{} for _ in range(schedule.num_ranks)]
+    for (kind, stage, direction), made in _messages(schedule).items():
+        _, receive, step = TRAVELS[kind]
+        to_stage = stage + step
+        plan = plans[directions[direction][to_stage]]
+        posts = []
+        bound = len(schedule.rows[directions[direction][to_stage]])
+        for microbatch in reversed(made):  # a receive is posted no later than those that come after it on the channel
+            bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
+            posts.append((max(0, bound - receive_depth), Action(to_stage, receive, microbatch)))
+        for slot, action in reversed(posts):
+            plan.setdefault(slot, []).append(action)
+    return plans
+
+
+def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
+    """[kind][stage of the consumer x microbatches + microbatch] -> index in its row of the action that needs the value from afar."""
+    count = schedule.num_microbatches
+    far = {op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]] for op in COMPUTE_OPS}
+    never = max(map(len, schedule.rows))
+    consumed_at = {kind: [never] * (schedule.num_stages * count) for kind in TRAVELS}
+    for row in schedule.rows:
+        for index, (stage, op, microbatch) in enumerate(row):
+            for kind in far[op]:
+                consumed_at[kind][stage * count + microbatch] = index  # type: ignore[operator]
+    return consumed_at
+
+
+def _messages(schedule: Schedule) -> dict[tuple[ValueKind, int, int], list[int]]:
+    """(kind, stage that makes it, direction) -> microbatches in the order in which they are made, for all values that change rank."""
+    sends = sends_of(schedule)
+    kind_of = {send: kind for kind, (send, _, _) in TRAVELS.items()}
+    num_directions = len(schedule.placement.directions)
+    messages: dict[tuple[ValueKind, int, int], list[int]] = {}
+    for stage, op, microbatch in chain.from_iterable(schedule.rows):
+        direction = microbatch % num_directions  # type: ignore[operator]
+        send = sends[op][direction][stage]
+        if send is not None:
+            key = (kind_of[send], stage, direction)
+            if key in messages:
+                messages[key].append(microbatch)  # type: ignore[arg-type]
+            else:
+                messages[key] = [microbatch]  # type: ignore[list-item]
+    return messages
+
+
+def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]]) -> Row:
+    row = schedule.rows[rank]
+    sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
+    completes = {stage: index for index, (stage, op, _) in enumerate(row) if op is Op.B or op is Op.W}
+    reduce_after = {index: Action(stage, Op.REDUCE_GRAD, None) for stage, index in completes.items()}
+    lowered: list[Action] = []
+    for index, action in enumerate(row):
+        if index in receives:
+            lowered += receives[index]
+        lowered.append(action)
+        stage, op, microbatch = action
+        send = sends[op][microbatch % num_directions][stage]  # type: ignore[operator]
+        if send is not None:
+            lowered.append(Action(stage, send, microbatch))
+        if index in reduce_after:
+            lowered.append(reduce_after[index])
+    return tuple(lowered)

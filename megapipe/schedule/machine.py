@@ -1,0 +1,252 @@
+"""The walk over all rows of a schedule, each rank in its own order, every action as soon as what it needs is on the rank.
+
+Time comes out exact although ranks are walked one after another: a row is sequential and a value has one maker, so the start of an action
+is a function of earlier starts alone. `simulate` reads the times; `validate` reads whether the walk came to its end, and with how many
+unfinished sends a channel. It takes a schedule whose actions have been checked one by one (range, rank, no duplicates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of, is_given
+from megapipe.schedule.schedule import Schedule
+
+NEVER = -1.0
+_KINDS = tuple(ValueKind)
+
+
+class _Work(NamedTuple):
+    """A compute op of one stage with its table entries resolved: ids are these bases + stage * num_microbatches + microbatch."""
+
+    needs: tuple[int, ...]
+    makes: tuple[int, ...]
+    arrives: tuple[
+        tuple[int, float], ...
+    ]  # what reaches another rank by itself, and after how long: the messages a compute-only schedule omits
+    seconds: float
+
+
+class Machine:
+    """State of one walk. After `run`: starts and ends of every executed action, positions, and the depths that sends came to need.
+
+    send_depth: the most sends of a channel that may be under way without a posted receive; None: no limit. With `raise_depth` a walk that
+    stands still is helped on by one more send on the blocked channels that have least, so that the greatest depth in the end is the least
+    that suffices if every channel gets the same.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        seconds: Mapping[tuple[int, Op], float],
+        latency_seconds: float = 0.0,
+        overlap: bool = True,
+        send_depth: int | None = None,
+        raise_depth: bool = False,
+    ) -> None:
+        self.schedule = schedule
+        self.count = schedule.num_microbatches
+        self.seconds, self.latency_seconds, self.overlap = seconds, latency_seconds, overlap
+        self.send_depth, self.raise_depth = send_depth, raise_depth
+        ranks = range(schedule.num_ranks)
+        self.positions = [0] * schedule.num_ranks
+        self.starts: list[list[float]] = [[] for _ in ranks]
+        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.clocks = [0.0] * schedule.num_ranks
+        self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions queue up beside the computation
+        # per channel
+        self.depths: dict[Channel, int] = {}
+        self.sent: dict[Channel, int] = {}
+        self.posted: dict[Channel, int] = {}
+        self.free_at: dict[Channel, float] = {}
+        self.unmatched: dict[int, tuple[float, int, int]] = {}  # value id -> (time, rank, slot) of the send or receive that came first
+        # who stands still, and for what
+        self.waiting_for: dict[int, int] = {}  # value id -> rank
+        self.blocked_on: dict[Channel, int] = {}  # channel -> rank
+        self.times = self._given_times()
+        self.work = {op: [self._resolve(op, direction) for direction in range(self._num_directions)] for op in COMPUTE_OPS}
+        self.others: dict[Op, Callable[[int, Action, float], bool]] = {Op.REDUCE_GRAD: self._reduce}
+        self.others |= dict.fromkeys(SEND_OPS, self._send) | dict.fromkeys(RECV_OPS, self._receive)
+
+    @property
+    def _num_directions(self) -> int:
+        return len(self.schedule.placement.directions)
+
+    # value ids: [made or come by message][kind][stage -1 .. num_stages][microbatch]
+
+    def _base(self, kind: ValueKind, offset: int, by_message: bool) -> int:
+        region = _KINDS.index(kind) + (len(_KINDS) if by_message else 0)
+        return (region * (self.schedule.num_stages + 2) + offset + 1) * self.count
+
+    def value_of(self, identity: int) -> Value:
+        """The value that an id stands for."""
+        rest, microbatch = divmod(identity, self.count)
+        region, stage = divmod(rest, self.schedule.num_stages + 2)
+        return Value(_KINDS[region % len(_KINDS)], stage - 1, microbatch)
+
+    def _given_times(self) -> list[float]:
+        stages = self.schedule.num_stages
+        times = [NEVER] * (2 * len(_KINDS) * (stages + 2) * self.count)
+        for kind, offset in ((ValueKind.ACT, -1), (ValueKind.GRAD, stages)):
+            assert is_given(Value(kind, offset, 0), stages)
+            base = self._base(kind, offset, by_message=False)
+            times[base : base + self.count] = [0.0] * self.count
+        return times
+
+    def _is_far(self, stage: int, offset: int, direction: int) -> bool:
+        ranks = self.schedule.placement.directions[direction]
+        return 0 <= stage + offset < len(ranks) and ranks[stage + offset] != ranks[stage]
+
+    def _resolve(self, op: Op, direction: int) -> list[_Work]:
+        """The entries of `op` for all stages."""
+        entries, lowered = [], self.schedule.is_lowered
+        for stage in range(self.schedule.num_stages):
+            needs = tuple(self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op])
+            makes = tuple(self._base(kind, offset, False) for kind, offset in MAKES[op])
+            arrives = () if lowered else tuple(self._arrival(stage, kind, direction) for kind, _ in MAKES[op] if kind in TRAVELS)
+            entries.append(_Work(needs, makes, tuple(filter(None, arrives)), self.seconds.get((stage, op), 0.0)))
+        return entries
+
+    def _arrival(self, stage: int, kind: ValueKind, direction: int) -> tuple[int, float] | None:
+        send, _, step = TRAVELS[kind]
+        if not self._is_far(stage, step, direction):
+            return None
+        return self._base(kind, 0, True), self.seconds.get((stage, send), 0.0) + self.latency_seconds
+
+    def run(self) -> bool:
+        """Walk until every row is at its end (True) or all ranks stand still (False)."""
+        self.ready = list(range(self.schedule.num_ranks))[::-1]
+        while True:
+            while self.ready:
+                self._advance(self.ready.pop())
+            if not (self.raise_depth and self._raise_least_depth()):
+                break
+        return all(position == len(row) for position, row in zip(self.positions, self.schedule.rows, strict=True))
+
+    def _advance(self, rank: int) -> None:
+        """Execute the row of `rank` up to its end or to an action that cannot run yet."""
+        row, clock, times, count = self.schedule.rows[rank], self.clocks[rank], self.times, self.count
+        work, others, directions, waiting_for = self.work, self.others, self._num_directions, self.waiting_for
+        add_start, add_end = self.starts[rank].append, self.ends[rank].append
+        position = self.positions[rank]
+        while position < len(row):
+            action = row[position]
+            stage, op, microbatch = action
+            if op not in work:
+                self.positions[rank] = position
+                if not others[op](rank, action, clock):
+                    break
+                clock = self.clocks[rank]
+                position += 1
+                continue
+            needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
+            key = stage * count + microbatch  # type: ignore[operator]
+            start = clock
+            for base in needs:
+                there = times[base + key]
+                if there > start:
+                    start = there
+                elif there < 0:
+                    waiting_for[base + key] = rank
+                    break
+            else:
+                self.clocks[rank] = clock = start + seconds
+                add_start(start)
+                add_end(clock)
+                for base in makes:
+                    times[base + key] = clock
+                for base, delay in arrives:
+                    self._arrive(base + key, clock + delay)
+                position += 1
+                continue
+            break
+        self.positions[rank] = position
+
+    def _arrive(self, identity: int, time: float) -> None:
+        self.times[identity] = time
+        rank = self.waiting_for.pop(identity, None)
+        if rank is not None:
+            self.ready.append(rank)
+
+    def _send(self, rank: int, action: Action, clock: float) -> bool:
+        """A send beside the computation, or on its clock if nothing overlaps; False while its value or room on its channel is missing."""
+        stage, op, microbatch = action
+        kind, offset = NEEDS[op][0]
+        key = stage * self.count + (microbatch or 0)
+        if self.times[self._base(kind, offset, False) + key] < 0:
+            self.waiting_for[self._base(kind, offset, False) + key] = rank
+            return False
+        channel = channel_of(action, self._num_directions)
+        sent = self.sent.get(channel, 0) + 1
+        if self.send_depth is not None and sent - self.posted.get(channel, 0) > self.depths.get(channel, self.send_depth):
+            self.blocked_on[channel] = rank
+            return False
+        self.sent[channel] = sent
+        end = clock if self.overlap else clock + self.seconds.get((stage, op), 0.0)
+        self._log(rank, clock, end)
+        self._meet(self._base(kind, offset, True) + key, channel, end, rank, self.seconds.get((stage, op), 0.0) if self.overlap else 0.0)
+        return True
+
+    def _receive(self, rank: int, action: Action, clock: float) -> bool:
+        """Post a receive; a sender that waited for it goes on."""
+        stage, op, microbatch = action
+        kind, offset = MAKES[op][0]
+        channel = channel_of(action, self._num_directions)
+        self.posted[channel] = self.posted.get(channel, 0) + 1
+        self._log(rank, clock, clock)
+        wire = self.seconds.get((stage + offset, TRAVELS[kind][0]), 0.0) if self.overlap else 0.0
+        self._meet(self._base(kind, offset, True) + stage * self.count + (microbatch or 0), channel, clock, rank, wire)
+        sender = self.blocked_on.pop(channel, None)
+        if sender is not None:
+            self.clocks[sender] = max(self.clocks[sender], clock)
+            self.ready.append(sender)
+        return True
+
+    def _meet(self, identity: int, channel: Channel, time: float, rank: int, wire_seconds: float) -> None:
+        """A message starts once its send and its receive are both there and the one before it on the channel is through."""
+        other = self.unmatched.pop(identity, None)
+        if other is None:
+            self.unmatched[identity] = (time, rank, len(self.starts[rank]) - 1)
+            return
+        other_time, other_rank, other_slot = other
+        through = max(time, other_time, self.free_at.get(channel, 0.0)) + wire_seconds
+        self.free_at[channel] = through
+        arrival = through + self.latency_seconds
+        self.ends[rank][-1] = arrival
+        self.ends[other_rank][other_slot] = arrival
+        self._arrive(identity, arrival)
+
+    def _reduce(self, rank: int, action: Action, clock: float) -> bool:
+        """A reduction beside the computation, or on its clock if nothing overlaps; False if a weight gradient is still missing."""
+        stage, op, _ = action
+        base = self._base(ValueKind.WGRAD, 0, False) + stage * self.count
+        for microbatch in range(self.count):
+            if self.schedule.placement.rank_of(stage, microbatch) == rank and self.times[base + microbatch] < 0:
+                self.waiting_for[base + microbatch] = rank
+                return False
+        start = max(clock, self.reduce_clocks[rank])
+        self.reduce_clocks[rank] = end = start + self.seconds.get((stage, op), 0.0)
+        self._log(rank, start, end)
+        if not self.overlap:
+            self.clocks[rank] = end
+        return True
+
+    def _log(self, rank: int, start: float, end: float) -> None:
+        self.starts[rank].append(start)
+        self.ends[rank].append(end)
+        if not self.overlap:
+            self.clocks[rank] = end
+
+    def _raise_least_depth(self) -> bool:
+        """All ranks stand still: allow one more send on the blocked channels of least depth. False if no send is blocked."""
+        if not self.blocked_on or self.send_depth is None:
+            return False
+        least = min(self.depths.get(channel, self.send_depth) for channel in self.blocked_on)
+        for channel, rank in list(self.blocked_on.items()):
+            if self.depths.get(channel, self.send_depth) == least:
+                self.depths[channel] = least + 1
+                del self.blocked_on[channel]
+                self.ready.append(rank)
+        return True

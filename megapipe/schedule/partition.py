@@ -1,0 +1,291 @@
+"""Layers -> stages: contiguous cuts by cost, by count (Megatron's rules), or written by hand as Megatron's layout string.
+
+Every function returns a Partition that holds each layer exactly once, checked, or raises ConfigError. Stages are in model order: with
+several chunks a rank, stage i is chunk i // num_ranks of pp_rank i % num_ranks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from megapipe.errors import ConfigError
+
+
+class StageLayers(NamedTuple):
+    """Layers first_layer .. last_layer_exclusive - 1 of the model, with the embedding before or the head and loss after them."""
+
+    first_layer: int
+    last_layer_exclusive: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def num_layers(self) -> int:
+        return self.last_layer_exclusive - self.first_layer
+
+
+@dataclass(frozen=True)
+class Partition:
+    """stages[s] is what stage s holds; together all layers once, the embedding on stage 0, the head on the last stage."""
+
+    stages: tuple[StageLayers, ...]
+
+    def __post_init__(self) -> None:
+        last, end = len(self.stages) - 1, 0
+        for index, stage in enumerate(self.stages):
+            if stage.first_layer != end or stage.num_layers < 0:
+                raise ConfigError(f"stage {index} starts at layer {stage.first_layer}, but the stages before it end at layer {end}")
+            if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
+                raise ConfigError(f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each once")
+            end = stage.last_layer_exclusive
+        if not self.stages:
+            raise ConfigError("a model needs at least one stage")
+
+    @property
+    def num_layers(self) -> int:
+        return self.stages[-1].last_layer_exclusive
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        return tuple(stage.num_layers for stage in self.stages)
+
+    def stage_costs(self, layer_costs: Sequence[float], embedding_cost: float, head_cost: float) -> tuple[float, ...]:
+        """The cost of each stage, in the unit of the arguments."""
+        return tuple(
+            sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0) + embedding_cost * s.has_embedding + head_cost * s.has_head
+            for s in self.stages
+        )
+
+    def layout(self) -> str:
+        """Megatron's layout string of this partition: the inverse of parse_layout."""
+        return "|".join("E" * s.has_embedding + "t" * s.num_layers + "L" * s.has_head for s in self.stages)
+
+    def __str__(self) -> str:
+        return " | ".join(
+            "+".join(["embedding"] * s.has_embedding + [_range_text(s)] * (s.num_layers > 0) + ["head"] * s.has_head) or "nothing"
+            for s in self.stages
+        )
+
+
+def _range_text(stage: StageLayers) -> str:
+    last = stage.last_layer_exclusive - 1
+    return str(last) if stage.num_layers == 1 else f"{stage.first_layer}..{last}"
+
+
+def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
+    """The partition with these numbers of layers; ConfigError unless they sum to num_layers."""
+    ends = list(accumulate(layer_counts))
+    if sum(layer_counts) != num_layers or any(count < 0 for count in layer_counts):
+        raise ConfigError(f"the stages hold {list(layer_counts)} layers, {sum(layer_counts)} together; the model has {num_layers}")
+    last = len(ends) - 1
+    return Partition(tuple(StageLayers(end - n, end, i == 0, i == last) for i, (n, end) in enumerate(zip(layer_counts, ends, strict=True))))
+
+
+# by cost
+
+
+def cut_by_cost(
+    layer_costs: Sequence[float],
+    embedding_cost: float,
+    head_cost: float,
+    num_stages: int,
+    stage_bytes: Callable[[int, StageLayers], float] | None = None,
+    limit_bytes: float = float("inf"),
+) -> Partition:
+    """The contiguous cut whose most expensive stage is cheapest; among these the one whose layer counts are most nearly equal.
+
+    Costs are of any one unit (seconds, FLOPs); embedding_cost counts on the first stage, head_cost (with the loss) on the last.
+    stage_bytes(stage, layers) and limit_bytes: a second limit, on the memory of each stage; it has to grow with the layers of a stage.
+    No stage stays without layers unless there are fewer layers than stages. ConfigError if no cut fits.
+    """
+    num_layers = len(layer_costs)
+    if num_stages < 1 or min((*layer_costs, embedding_cost, head_cost), default=0) < 0:
+        raise ConfigError(f"cannot cut {num_layers} layers into {num_stages} stages: stages must be 1 or more and costs 0 or more")
+    fewest = 1 if num_layers >= num_stages else 0
+    prefix = [0.0, *accumulate(layer_costs)]
+
+    def cost(stage: int, first: int, end: int) -> float:
+        layers = StageLayers(first, end, stage == 0, stage == num_stages - 1)
+        if stage_bytes is not None and stage_bytes(stage, layers) > limit_bytes:
+            return float("inf")
+        return prefix[end] - prefix[first] + embedding_cost * layers.has_embedding + head_cost * layers.has_head
+
+    bound = _least_maximum(cost, num_layers, num_stages, fewest)
+    if bound == float("inf"):
+        raise ConfigError(
+            f"no contiguous cut of {num_layers} layers into {num_stages} stages keeps every stage within {limit_bytes:.0f} bytes; "
+            "use more pipeline stages, more tensor parallelism or recompute"
+        )
+    return from_counts(_most_equal_counts(cost, bound, num_layers, num_stages, fewest), num_layers)
+
+
+def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, fewest: int) -> float:
+    """Min-max over contiguous cuts. best[end]: the least maximum of the stages so far if they hold the first `end` layers."""
+    infinite = float("inf")
+    best = [cost(0, 0, end) if end >= fewest else infinite for end in range(num_layers + 1)]
+    for stage in range(1, num_stages):
+        before, best = best, [infinite] * (num_layers + 1)
+        lowest = stage * fewest
+        for end in range(lowest + fewest, num_layers + 1):
+            # `before` grows with the cut and the stage's own cost shrinks: the best cut is where they cross
+            cuts = range(lowest, end - fewest + 1)
+            at = bisect_left(cuts, True, key=lambda cut: before[cut] >= cost(stage, cut, end))
+            best[end] = min(max(before[cut], cost(stage, cut, end)) for cut in cuts[max(0, at - 1) : at + 1])
+    return best[num_layers]
+
+
+def _most_equal_counts(cost: Callable[[int, int, int], float], bound: float, num_layers: int, num_stages: int, fewest: int) -> list[int]:
+    """Of the cuts with no stage above `bound` the counts with the least sum of squares."""
+    least: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # [stages so far][layers so far] -> (sum of squares, cut before)
+    for stage in range(num_stages):
+        reached: dict[int, tuple[int, int]] = {}
+        most = num_layers - fewest * (num_stages - 1 - stage)
+        for first, (squares, _) in least[-1].items():
+            for end in range(first + fewest, most + 1):
+                if cost(stage, first, end) > bound:
+                    break
+                total = squares + (end - first) ** 2
+                if end not in reached or total < reached[end][0]:
+                    reached[end] = (total, first)
+        least.append(reached)
+    counts, end = [], num_layers
+    for reached in reversed(least[1:]):
+        first = reached[end][1]
+        counts.append(end - first)
+        end = first
+    return counts[::-1]
+
+
+# by count
+
+
+def cut_evenly(
+    num_layers: int,
+    num_ranks: int,
+    num_chunks: int = 1,
+    first_rank_layers: int | None = None,
+    last_rank_layers: int | None = None,
+    count_embedding: bool = False,
+    count_head: bool = False,
+) -> Partition:
+    """Megatron's rules of equal counts: the same number of layers on every rank, split evenly over its chunks.
+
+    first_rank_layers, last_rank_layers (--decoder-first/last-pipeline-num-layers): of all chunks of the first and last pp_rank; the others
+    share the rest. count_embedding, count_head (--account-for-embedding/loss-in-pipeline-split): the embedding, the loss takes the place
+    of one layer. ConfigError if something does not divide; `cut_by_cost` takes any number of layers.
+    """
+    if num_layers < 0 or num_ranks < 1 or num_chunks < 1:
+        raise ConfigError(f"cannot cut {num_layers} layers over {num_ranks} pipeline ranks of {num_chunks} chunks")
+    if (first_rank_layers is not None or last_rank_layers is not None) and (count_embedding or count_head):
+        raise ConfigError(
+            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split exclude each other; use one"
+        )
+    slots = num_layers + count_embedding + count_head
+    fixed = {}
+    if first_rank_layers is not None:
+        fixed[0] = first_rank_layers
+    if last_rank_layers is not None:
+        if num_ranks == 1 and first_rank_layers is not None:
+            raise ConfigError(
+                "with one pipeline rank the first rank is the last: give only one of --decoder-first/last-pipeline-num-layers"
+            )
+        fixed[num_ranks - 1] = last_rank_layers
+    per_rank = _per_rank(slots, num_ranks, num_chunks, fixed)
+    counts = [per_rank[stage % num_ranks] // num_chunks for stage in range(num_ranks * num_chunks)]
+    counts[0] -= count_embedding
+    counts[-1] -= count_head
+    if min(counts) < 0:
+        raise ConfigError(f"{num_layers} layers are too few for {len(counts)} stages that also count embedding or loss; use fewer stages")
+    return from_counts(counts, num_layers)
+
+
+def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]) -> list[int]:
+    """Layer slots of each rank: those fixed at the ends, the rest in equal parts."""
+    rest, others = slots - sum(fixed.values()), num_ranks - len(fixed)
+    ways_out = "choose counts that divide, write --pipeline-model-parallel-layout, or let the layers be cut by cost"
+    if rest < 0 or (others == 0 and rest):
+        raise ConfigError(f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}; {ways_out}")
+    if others and rest % (others * num_chunks):
+        raise ConfigError(
+            f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x {num_chunks} chunks; "
+            f"{ways_out}"
+        )
+    uneven = [count for count in fixed.values() if count % num_chunks or count < 0]
+    if uneven:
+        raise ConfigError(f"{uneven[0]} layers on one pipeline rank do not divide into its {num_chunks} chunks; {ways_out}")
+    return [fixed[rank] if rank in fixed else rest // others for rank in range(num_ranks)]
+
+
+# by hand
+
+
+def parse_layout(text: str, num_layers: int, num_ranks: int, num_chunks: int) -> Partition:
+    """Megatron's --pipeline-model-parallel-layout: E embedding, t layer, L loss, | stage border, *n and (...)*n repeat, commas do nothing.
+
+    `Et*3|(tt|)*29,L` has 31 stages of 3, 2, .., 2, 0 layers; entry i is chunk i // num_ranks of pp_rank i % num_ranks. A stage may be
+    written empty. ConfigError names the piece that is wrong.
+    """
+    stages = _expand(text).split("|")
+    wanted = num_ranks * num_chunks
+    if len(stages) != wanted:
+        raise ConfigError(
+            f"pipeline layout {text!r} has {len(stages)} stages; {num_ranks} pipeline ranks x {num_chunks} chunks need {wanted}"
+        )
+    for index, stage in enumerate(stages):
+        expected = "E" * (index == 0) + "t" * stage.count("t") + "L" * (index == wanted - 1)
+        if stage != expected:
+            raise ConfigError(
+                f"pipeline layout {text!r}: stage {index} is {stage!r}, expected {expected!r}; "
+                "E stands once, at the start of the first stage, and L once, at the end of the last"
+            )
+    counts = [stage.count("t") for stage in stages]
+    if sum(counts) != num_layers:
+        raise ConfigError(f"pipeline layout {text!r} holds {sum(counts)} layers (t); the model has {num_layers}")
+    return from_counts(counts, num_layers)
+
+
+def layout_stages(text: str) -> int:
+    """The number of stages a layout string writes down. ConfigError if it cannot be read."""
+    return _expand(text).count("|") + 1
+
+
+def _expand(text: str) -> str:
+    """Write out all repetitions."""
+    plain = "".join(text.split()).replace(",", "")
+    expanded, rest = _expand_sequence(plain, 0, text)
+    if rest != len(plain):
+        raise ConfigError(f"pipeline layout {text!r}: ')' without '(' before {plain[rest:]!r}")
+    return expanded
+
+
+def _expand_sequence(plain: str, at: int, text: str) -> tuple[str, int]:
+    """Expand up to the end or an unmatched ')'. Returns the expansion and where it stopped."""
+    expanded = ""
+    while at < len(plain) and plain[at] != ")":
+        start = at
+        if plain[at] == "(":
+            piece, at = _expand_sequence(plain, at + 1, text)
+            if at == len(plain):
+                raise ConfigError(f"pipeline layout {text!r}: {plain[start:]!r} opens '(' and does not close it")
+        elif plain[at] in "EtL|":
+            piece = plain[at]
+        elif plain[at] == "m":
+            raise ConfigError(
+                f"pipeline layout {text!r}: 'm' is a multi-token prediction layer, which these models do not have; leave it out"
+            )
+        else:
+            raise ConfigError(f"pipeline layout {text!r}: {plain[at:]!r} starts with none of E t L | ( and is no repetition *n")
+        at += 1
+        if at < len(plain) and plain[at] == "*":
+            digits = at + 1
+            while digits < len(plain) and plain[digits].isdecimal():
+                digits += 1
+            if digits == at + 1:
+                raise ConfigError(f"pipeline layout {text!r}: {plain[start : at + 1]!r} lacks the number of repetitions")
+            piece, at = piece * int(plain[at + 1 : digits]), digits
+        expanded += piece
+    return expanded, at

@@ -1,0 +1,99 @@
+"""Schedule: the whole pipeline step as one immutable table of actions, and its CSV text form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, Action, Op, parse_action
+from megapipe.schedule.placement import Placement
+
+Row = tuple[Action, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """rows[pp_rank] is what that rank does, in order. Bubbles are not stored: an action starts when what it needs is there."""
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.rows) != self.placement.num_ranks:
+            raise ScheduleError(f"schedule {self.name} has {len(self.rows)} rows for {self.placement.num_ranks} pipeline ranks")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The ops that occur."""
+        return frozenset(op for row in self.rows for op in {action[1] for action in row})
+
+    @property
+    def is_lowered(self) -> bool:
+        """True once the schedule holds messages or reductions, not only computation."""
+        return not self.ops <= COMPUTE_OPS
+
+    @property
+    def has_backward(self) -> bool:
+        """False for the forward-only rows of evaluation and generation."""
+        return bool(self.ops & BACKWARD_OPS)
+
+    def compute_only(self) -> Schedule:
+        """The same schedule without messages and reductions."""
+        rows = tuple(tuple(action for action in row if action[1] in COMPUTE_OPS) for row in self.rows)
+        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches)"
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One line a pp_rank, one action a cell: the form that torch.distributed.pipelining exchanges."""
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
+
+
+def from_csv(text: str, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None) -> Schedule:
+    """Read rows of actions; empty cells (bubbles, as torch.distributed.pipelining writes them) are skipped.
+
+    Placement and number of microbatches are taken from the forwards unless given. A placement in two directions must be given.
+    ScheduleError names the line and cell that cannot be read. The result is not validated: call `validate`.
+    """
+    rows = tuple(tuple(_read_row(line, pp_rank)) for pp_rank, line in enumerate(text.splitlines()))
+    if num_microbatches is None:
+        num_microbatches = 1 + max((a.microbatch for row in rows for a in row if a.microbatch is not None), default=-1)
+    return Schedule(name, placement or _placement_of(rows, name), num_microbatches, rows)
+
+
+def _read_row(line: str, pp_rank: int) -> Iterator[Action]:
+    for column, cell in enumerate(line.split(",")):
+        if cell.strip():
+            try:
+                yield parse_action(cell)
+            except ScheduleError as error:
+                raise ScheduleError(f"line {pp_rank + 1}, cell {column + 1}: {error}") from None
+
+
+def _placement_of(rows: tuple[Row, ...], name: str) -> Placement:
+    rank_of_stage: dict[int, int] = {}
+    for pp_rank, row in enumerate(rows):
+        for action in row:
+            if action.op is Op.F and rank_of_stage.setdefault(action.stage, pp_rank) != pp_rank:
+                raise ScheduleError(
+                    f"schedule {name}: {action} is on rank {pp_rank}, its stage also runs on rank {rank_of_stage[action.stage]}; "
+                    "give the placement if every stage lies on two ranks"
+                )
+    missing = [stage for stage in range(max(rank_of_stage, default=-1) + 1) if stage not in rank_of_stage]
+    if missing or not rank_of_stage:
+        raise ScheduleError(f"schedule {name}: no rank runs the forward of stage {', '.join(map(str, missing)) or 0}")
+    return Placement(len(rows), tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage))))

@@ -1,0 +1,305 @@
+"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, free of deadlock, collectives in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NoReturn
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.dependencies import MAKES, NEEDS, Channel, Value, channel_of, makes
+from megapipe.schedule.grid import rows_text
+from megapipe.schedule.lower import sends_of
+from megapipe.schedule.machine import Machine
+from megapipe.schedule.schedule import Schedule
+
+Place = tuple[int, int]  # (rank, slot)
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What the proof found out on its way.
+
+    least_send_depth: for each channel of a lowered schedule, how many sends must be allowed under way without a posted receive; 0: even a
+    blocking send would do. The largest of them is the least depth that suffices when all channels get the same.
+    most_posted: for each channel, the most receives posted and not yet used.
+    """
+
+    schedule: str
+    num_actions: int
+    is_lowered: bool
+    least_send_depth: Mapping[Channel, int]
+    most_posted: Mapping[Channel, int]
+
+    @property
+    def send_depth(self) -> int:
+        """The least depth that suffices on every channel."""
+        return max(self.least_send_depth.values(), default=0)
+
+    def __str__(self) -> str:
+        text = f"{self.schedule}: {self.num_actions} actions, valid"
+        if not self.is_lowered:
+            return text
+        posted = max(self.most_posted.values(), default=0)
+        return (
+            f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, at most {posted} receives posted on one"
+        )
+
+
+def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationReport:
+    """Prove `schedule` sound, or raise ScheduleError with the rank x slot grid and the culprit marked.
+
+    Every stage and microbatch has one forward and either none (in a forward-only schedule) or one full or one split backward, on the rank
+    that the placement names; every action finds what it needs, made earlier on its rank or sent there; every channel receives in the
+    order in which it sends; all ranks come to their ends with asynchronous sends, of depth `send_depth` if given; and all ranks that
+    hold a stage issue their reductions in one order.
+    """
+    seen = _check_each_action(schedule)
+    _check_computation(schedule, seen)
+    if schedule.is_lowered:
+        _check_messages(schedule, seen)
+        _check_reductions(schedule)
+    machine = Machine(schedule, {}, send_depth=send_depth if send_depth is not None else 0, raise_depth=send_depth is None)
+    if not machine.run():
+        _explain_standstill(schedule, machine, send_depth)
+    channels = dict.fromkeys(machine.sent, send_depth or 0)
+    return ValidationReport(
+        schedule=str(schedule),
+        num_actions=sum(map(len, schedule.rows)),
+        is_lowered=schedule.is_lowered,
+        least_send_depth=channels | machine.depths,
+        most_posted=_most_posted(schedule),
+    )
+
+
+def _fail(schedule: Schedule, message: str, marks: Sequence[Place] = ()) -> NoReturn:
+    where = ""
+    if marks:
+        rank, slot = marks[0]
+        where = f"rank {rank}, slot {slot}: "
+    raise ScheduleError(f"schedule {schedule}: {where}{message}\n{rows_text(schedule.rows, marks)}")
+
+
+def _check_each_action(schedule: Schedule) -> dict[Op, bytearray]:
+    """Range, rank and duplicates. Returns for each op a flag for each stage x num_microbatches + microbatch."""
+    stages, count, directions = schedule.num_stages, schedule.num_microbatches, schedule.placement.directions
+    seen = {op: bytearray(stages * count) for op in Op}
+    num_directions = len(directions)
+    for rank, row in enumerate(schedule.rows):
+        reduced: set[int] = set()
+        for slot, (stage, op, microbatch) in enumerate(row):
+            if microbatch is None or op is Op.REDUCE_GRAD:
+                _check_whole_step(schedule, rank, slot, reduced)
+                continue
+            if not (0 <= stage < stages and 0 <= microbatch < count):
+                _fail(schedule, f"{row[slot]} is outside stages 0..{stages - 1} and microbatches 0..{count - 1}", [(rank, slot)])
+            if directions[microbatch % num_directions][stage] != rank:
+                _fail(schedule, f"{row[slot]} belongs on rank {schedule.placement.rank_of(stage, microbatch)}", [(rank, slot)])
+            flags = seen[op]
+            if flags[stage * count + microbatch]:
+                first = row.index(row[slot])
+                _fail(schedule, f"{row[slot]} was already done at slot {first}", [(rank, slot)])
+            flags[stage * count + microbatch] = 1
+    return seen
+
+
+def _check_whole_step(schedule: Schedule, rank: int, slot: int, reduced: set[int]) -> None:
+    action = schedule.rows[rank][slot]
+    if action.op is not Op.REDUCE_GRAD or action.microbatch is not None:
+        _fail(schedule, f"{action}: REDUCE_GRAD has no microbatch, every other op has one", [(rank, slot)])
+    if action.stage not in schedule.placement.stages_of(rank):
+        _fail(schedule, f"{action} is on a rank that does not hold stage {action.stage}", [(rank, slot)])
+    if action.stage in reduced:
+        _fail(schedule, f"{action} was already done", [(rank, slot)])
+    reduced.add(action.stage)
+
+
+def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
+    """One F each; no backward at all, or B or else I and W each."""
+    everything = bytearray(b"\1") * (schedule.num_stages * schedule.num_microbatches)
+    whole, inputs, weights = (seen[op] for op in (Op.B, Op.I, Op.W))
+    wanted = everything if schedule.has_backward else bytes(len(everything))
+    if seen[Op.F] == everything and inputs == weights and bytes(map(int.__add__, whole, inputs)) == wanted:
+        return
+    for index, (f, b, i, w) in enumerate(zip(seen[Op.F], whole, inputs, weights, strict=True)):
+        stage, microbatch = divmod(index, schedule.num_microbatches)
+        name = f"stage {stage}, microbatch {microbatch}"
+        rank = schedule.placement.rank_of(stage, microbatch)
+        marks = [
+            (rank, slot) for slot, a in enumerate(schedule.rows[rank]) if a[0] == stage and a[2] == microbatch and a[1] in COMPUTE_OPS
+        ][-1:]
+        if not f:
+            _fail(schedule, f"the forward of {name} is missing on rank {rank}", marks)
+        if b and (i or w):
+            _fail(schedule, f"{name} has a full backward and a split one", marks)
+        if i != w:
+            _fail(schedule, f"the backward of {name} is split, but its {'W' if i else 'I'} is missing on rank {rank}", marks)
+        if b + i != wanted[index]:
+            _fail(schedule, f"the backward of {name} is missing on rank {rank}", marks)
+
+
+def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
+    """Every hop between ranks has one SEND and one RECV, no other hop has any, and each channel receives in the order of its sends."""
+    for op, expected in _expected_messages(schedule, seen).items():
+        if seen[op] == expected:
+            continue
+        index = next(i for i, (is_there, wanted) in enumerate(zip(seen[op], expected, strict=True)) if is_there != wanted)
+        action = Action(index // schedule.num_microbatches, op, index % schedule.num_microbatches)
+        rank = schedule.placement.rank_of(action.stage, action.microbatch or 0)
+        if expected[index]:
+            _fail(schedule, f"{action} is missing on rank {rank}", [(rank, len(schedule.rows[rank]))])
+        _fail(schedule, f"{action} has no peer: nothing crosses to another rank there", [(rank, schedule.rows[rank].index(action))])
+    sent, received = _order(schedule, SEND_OPS), _order(schedule, RECV_OPS)
+    for channel, sends in sent.items():
+        receives = received[channel]
+        for (send, microbatch, _), (receive, received_microbatch, _) in zip(sends, receives, strict=True):
+            if microbatch != received_microbatch:
+                message = f"the channel ({channel}) is first-in first-out: {microbatch} is sent where {received_microbatch} is received"
+                _fail(schedule, message, [receive, send])
+
+
+def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict[Op, bytearray]:
+    stages, count = schedule.num_stages, schedule.num_microbatches
+    expected = {op: bytearray(stages * count) for op in SEND_OPS | RECV_OPS}
+    sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
+    pair = {Op.SEND_F: (Op.RECV_F, +1), Op.SEND_B: (Op.RECV_B, -1)}
+    for op in (Op.F, Op.B) if schedule.has_backward else (Op.F,):  # I sends what B sends
+        for direction, by_stage in enumerate(sends[op]):
+            pattern = bytearray(microbatch % num_directions == direction for microbatch in range(count))
+            for stage, send in enumerate(by_stage):
+                if send is not None:
+                    receive, step = pair[send]
+                    for target, row in ((send, stage), (receive, stage + step)):
+                        place = slice(row * count, (row + 1) * count)
+                        expected[target][place] = bytes(map(int.__or__, expected[target][place], pattern))
+    return expected
+
+
+def _order(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[tuple[Place, int, Op]]]:
+    """Of each channel its messages in the order of the rows: ((rank, slot), microbatch, op)."""
+    order: dict[tuple[int, Op, int], list[tuple[Place, int, Op]]] = {}
+    num_directions = len(schedule.placement.directions)
+    for rank, row in enumerate(schedule.rows):
+        for slot, (stage, op, microbatch) in enumerate(row):
+            if op in ops:
+                key = (stage, op, microbatch % num_directions)  # type: ignore[operator]
+                entry = ((rank, slot), microbatch, op)
+                if key in order:
+                    order[key].append(entry)  # type: ignore[arg-type]
+                else:
+                    order[key] = [entry]  # type: ignore[list-item]
+    return {channel_of(Action(stage, op, direction), num_directions): found for (stage, op, direction), found in order.items()}
+
+
+def _most_posted(schedule: Schedule) -> dict[Channel, int]:
+    """Of each channel the most receives posted and not yet used."""
+    num_directions = len(schedule.placement.directions)
+    most: dict[Channel, int] = {}
+    for row in schedule.rows if schedule.is_lowered else ():
+        open_receives: dict[tuple[int, Op, int], int] = {}
+        used_by = {op: [receive for receive in RECV_OPS if set(MAKES[receive]) & set(NEEDS[op])] for op in COMPUTE_OPS}
+        for stage, op, microbatch in row:
+            if op in RECV_OPS:
+                key = (stage, op, microbatch % num_directions)  # type: ignore[operator]
+                open_receives[key] = now = open_receives.get(key, 0) + 1
+                channel = channel_of(Action(stage, op, key[2]), num_directions)
+                most[channel] = max(most.get(channel, 0), now)
+            elif op in used_by:
+                for receive in used_by[op]:
+                    key = (stage, receive, microbatch % num_directions)  # type: ignore[operator]
+                    if key in open_receives:
+                        open_receives[key] -= 1
+    return most
+
+
+def _check_reductions(schedule: Schedule) -> None:
+    """Every rank reduces each of its stages once, after its last weight gradient (the walk proves that), in an order all holders share."""
+    if not schedule.has_backward:
+        return
+    follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces later, and where
+    for rank, row in enumerate(schedule.rows):
+        order = [(action.stage, slot) for slot, action in enumerate(row) if action.op is Op.REDUCE_GRAD]
+        missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order} - _idle_stages(schedule, rank)
+        if missing:
+            _fail(schedule, f"{Action(min(missing), Op.REDUCE_GRAD, None)} is missing on rank {rank}", [(rank, len(row))])
+        shared = [(stage, slot) for stage, slot in order if len(schedule.placement.ranks_of(stage)) > 1]
+        for (before, _), (after, slot) in pairwise(shared):
+            follows.setdefault(before, {})[after] = (rank, slot)
+    _check_no_cycle(schedule, follows)
+
+
+def _idle_stages(schedule: Schedule, rank: int) -> set[int]:
+    """Stages that the rank holds but never runs: with one microbatch and two directions one direction stays empty."""
+    return set(schedule.placement.stages_of(rank)) - {action.stage for action in schedule.rows[rank] if action.op in COMPUTE_OPS}
+
+
+def _check_no_cycle(schedule: Schedule, follows: Mapping[int, Mapping[int, Place]]) -> None:
+    """The orders of all ranks together must be one order: else two members of a group wait in different collectives."""
+    state: dict[int, bool] = {}  # False: on the path being walked, True: done
+    for root in follows:
+        path = [(root, iter(follows[root].items()))] if root not in state else []
+        state.setdefault(root, False)
+        while path:
+            stage, later = path[-1]
+            step = next(later, None)
+            if step is None:
+                state[stage] = True
+                path.pop()
+            elif step[0] not in state:
+                state[step[0]] = False
+                path.append((step[0], iter(follows.get(step[0], {}).items())))
+            elif not state[step[0]]:
+                message = (
+                    f"stages {stage} and {step[0]} are reduced in this order here and in another order on another rank of their groups"
+                )
+                _fail(schedule, f"{message}; members of a group must issue its collectives in one order", [step[1]])
+
+
+def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | None) -> NoReturn:
+    """Some ranks are not at their ends: name an action whose need no rank can meet, or else the ring of ranks that wait for one another."""
+    waits: dict[int, Value] = {rank: machine.value_of(identity) for identity, rank in machine.waiting_for.items()}
+    maker = _makers(schedule, set(waits.values()))
+    for rank, value in sorted(waits.items()):
+        slot = machine.positions[rank]
+        if maker.get(value, {}).get(rank, -1) >= slot or value not in maker:
+            fate = "no rank makes" if value not in maker else "this rank makes only later"
+            _fail(schedule, f"{schedule.rows[rank][slot]} needs {value}, which {fate}", [(rank, slot)])
+    waits_for = {rank: next(iter(maker[value])) for rank, value in waits.items()}
+    reasons = {rank: f"{schedule.rows[rank][machine.positions[rank]]} needs {value}" for rank, value in waits.items()}
+    for channel, rank in machine.blocked_on.items():
+        action = schedule.rows[rank][machine.positions[rank]]
+        waits_for[rank] = _receiver(schedule, action)
+        reasons[rank] = f"{action} may not be sent before an earlier message is received (send depth {send_depth}, {channel})"
+    ring = _ring(waits_for)
+    message = "deadlock: " + "; ".join(f"rank {rank}, slot {machine.positions[rank]}: {reasons[rank]}" for rank in ring)
+    _fail(schedule, message, [(rank, machine.positions[rank]) for rank in ring])
+
+
+def _makers(schedule: Schedule, values: set[Value]) -> dict[Value, dict[int, int]]:
+    """value -> rank that makes it -> slot; receives count only where nobody computes the value, that is never: a message has a sender."""
+    found: dict[Value, dict[int, int]] = {}
+    for rank, row in enumerate(schedule.rows):
+        for slot, action in enumerate(row):
+            if action.op in COMPUTE_OPS:
+                for value in makes(action):
+                    if value in values:
+                        found.setdefault(value, {})[rank] = slot
+    return found
+
+
+def _receiver(schedule: Schedule, send: Action) -> int:
+    channel = channel_of(send)
+    stage = channel.boundary if send.op is Op.SEND_B else channel.boundary + 1
+    return schedule.placement.rank_of(stage, send.microbatch or 0)
+
+
+def _ring(waits_for: Mapping[int, int]) -> list[int]:
+    """Ranks that wait for one another in a ring."""
+    rank = next(iter(waits_for))
+    seen: list[int] = []
+    while rank not in seen:
+        seen.append(rank)
+        rank = waits_for[rank]
+    return seen[seen.index(rank) :]
