@@ -1,4 +1,4 @@
-"""An fp64 run is fp64 from the tables to the optimizer: no intermediate is ever rounded to less."""
+"""An fp64 run is fp64 from the tables to the optimizer; half types keep what sums or turns angles in fp32."""
 
 from typing import Any
 
@@ -57,3 +57,12 @@ def test_in_adamw_only_the_step_count_is_fp32():
 
 def test_the_recorder_sees_fp32():
     assert len(dtypes_of_two_steps(torch.float32, "sgd", **EVERYTHING)[torch.float32]) > 100
+
+
+def test_bf16_keeps_softmax_norms_rotary_tables_and_loss_in_fp32():
+    seen = dtypes_of_two_steps(torch.bfloat16, "sgd", **EVERYTHING)
+    operations = {dtype: {name.split(".")[1] for name, _ in seen[dtype]} for dtype in (torch.bfloat16, torch.float32)}
+    at_least_fp32 = {"_softmax", "_log_softmax", "rsqrt", "mean", "cos", "sin", "pow", "logsumexp", "linalg_vector_norm"}
+    assert at_least_fp32 <= operations[torch.float32]
+    assert not at_least_fp32 & operations[torch.bfloat16]
+    assert {"mm", "bmm", "silu", "embedding"} <= operations[torch.bfloat16]
