@@ -1,0 +1,142 @@
+"""Hugging Face tokenizers: a `tokenizer.json` or its folder through the `tokenizers` package, which needs neither torch nor a network.
+
+Only a folder without a tokenizer.json, and a name on the hub, go through `transformers`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megapipe.errors import ConfigError, DataError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# ends of document under the names that public vocabularies give them: asked only where no config file says it
+KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
+
+
+def _library(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if error.name != name:
+            raise
+        raise ConfigError(f"{what} needs the package {name!r}, which is not installed: pip install 'megapipe[{name}]'") from None
+
+
+class _Fast:
+    """A tokenizer of the `tokenizers` package, and the special tokens found beside it."""
+
+    def __init__(self, tokenizer: Any, special: dict[str, str], files: Sequence[Path]) -> None:
+        self._tokenizer = tokenizer
+        self._files = tuple(files)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        # ids can have holes: room for the highest is what an embedding needs
+        self.vocab_size: int = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
+        self.eod: int | None = vocabulary.get(special.get("eos_token"))
+        self.bos: int | None = vocabulary.get(special.get("bos_token"))
+        self.pad: int | None = vocabulary.get(special.get("pad_token"))
+        if "eos_token" not in special:
+            self.eod = next((vocabulary[name] for name in KNOWN_EODS if name in vocabulary), None)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in self._files:
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+class HuggingFaceTokenizer(_Fast):
+    """`model`: a tokenizer.json or a folder with one. Encoding adds what its post-processor adds (Llama 3: BOS in front)."""
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, model: str | Path) -> None:
+        path = Path(model) / TOKENIZER_FILE if Path(model).is_dir() else Path(model)
+        library = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+        if not path.is_file():
+            raise DataError(f"no tokenizer file {path}; see --tokenizer-model")
+        try:
+            tokenizer = library.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(f"{path} is not a tokenizer.json: {error}") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        configs = [path.parent / name for name in CONFIG_FILES if (path.parent / name).is_file()]
+        super().__init__(tokenizer, _special_tokens(configs), [path, *configs])
+
+
+def _special_tokens(configs: Sequence[Path]) -> dict[str, str]:
+    """eos_token, bos_token, pad_token by the first file that names them; a value is a string, or an object with "content"."""
+    special: dict[str, str] = {}
+    for path in configs:
+        try:
+            config = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}") from None
+        for key in ("eos_token", "bos_token", "pad_token"):
+            value = config.get(key) if isinstance(config, dict) else None
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                special.setdefault(key, text)
+    return special
+
+
+class GPT2BPETokenizer(_Fast):
+    """GPT-2's byte-level BPE from its vocabulary (JSON) and merges (text) files. <|endoftext|> ends a document."""
+
+    name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
+        library = _library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
+        files = [Path(vocab_file), Path(merge_file)]
+        for flag, path in zip(("--vocab-file", "--merge-file"), files, strict=True):
+            if not path.is_file():
+                raise DataError(f"no file {path}; see {flag}")
+        try:
+            tokenizer = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
+        except Exception as error:  # the package raises plain Exception
+            raise DataError(f"{vocab_file} and {merge_file} are not a vocabulary and its merges: {error}") from None
+        super().__init__(tokenizer, {"eos_token": "<|endoftext|>"}, files)
+        if self.eod is None:
+            raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not a vocabulary of GPT-2")
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, name in zip(self._files, ("vocab.json", "merges.txt"), strict=True):
+            (folder / name).write_bytes(path.read_bytes())
+
+
+class TransformersTokenizer:
+    """Any tokenizer that `transformers` knows, by folder or hub name. Slower, and it imports torch: used where nothing else will do."""
+
+    name = "HuggingFaceTokenizer"
+
+    def __init__(self, model: str | Path) -> None:
+        library = _library("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and")
+        try:
+            self._tokenizer = library.AutoTokenizer.from_pretrained(str(model))
+        except (OSError, ValueError) as error:
+            raise DataError(f"transformers cannot load the tokenizer {model}: {error}") from None
+        self.vocab_size = len(self._tokenizer)
+        self.eod: int | None = self._tokenizer.eos_token_id
+        self.bos: int | None = self._tokenizer.bos_token_id
+        self.pad: int | None = self._tokenizer.pad_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(str(folder))
