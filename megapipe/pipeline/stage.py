@@ -1,0 +1,100 @@
+"""One stage of a pipeline on its rank: what a forward leaves for its backward, and the two halves of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class WeightGradients(Protocol):
+    """Where a stage's linears leave their weight gradients; see tensor_parallel.weight_queue.WeightQueue."""
+
+    def defer(self, key: object) -> None:
+        """From now on queue weight gradients under `key` instead of computing them."""
+
+    def immediate(self) -> None:
+        """From now on compute weight gradients at once."""
+
+    def run(self, key: object) -> None:
+        """Compute what was queued under `key`."""
+
+
+@dataclass
+class _Kept:
+    """What lives from F to B of one microbatch: leaf inputs, and edges into the graph instead of outputs, so that sent tensors can go."""
+
+    inputs: tuple[Tensor, ...]
+    edges: tuple[GradientEdge | None, ...]
+
+
+class StageRunner:
+    """Runs `module(*inputs, microbatch)` and its backward for one stage.
+
+    module: called with the tensors that came from the previous stage (none for the first) and the microbatch; returns a tensor or a
+    tuple of tensors: the message to the next stage, or, on the last stage, whatever `loss` of the engine takes.
+    weight_gradients: needed only by schedules that split the backward (ops I and W).
+    """
+
+    def __init__(self, module: Callable[..., Any], weight_gradients: WeightGradients | None = None) -> None:
+        self.module = module
+        self.weight_gradients = weight_gradients
+        self._kept: dict[int, _Kept] = {}
+
+    def forward(self, microbatch: int, inputs: tuple[Tensor, ...], payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None) -> Any:
+        """Run one forward; what its backward needs is kept under the microbatch's number.
+
+        loss: on the last stage, maps (output, payload) to (scalar to differentiate, report); the report is returned.
+        Elsewhere the detached outputs are returned, a tuple.
+        """
+        training = torch.is_grad_enabled()
+        if training:
+            inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in inputs)
+        output = self.module(*inputs, payload)
+        report = None
+        if loss is not None:
+            output, report = loss(output, payload)
+        outputs = output if isinstance(output, tuple) else (output,)
+        if training:
+            edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
+            self._kept[microbatch] = _Kept(inputs, edges)
+        return report if loss is not None else tuple(t.detach() for t in outputs)
+
+    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Input and weight gradients at once (op B). gradients: those of the outputs. Returns those of the inputs."""
+        kept = self._kept.pop(microbatch)
+        pairs = [(edge, gradient) for edge, gradient in zip(kept.edges, gradients, strict=True) if edge is not None]
+        if pairs:
+            torch.autograd.backward(tuple(edge for edge, _ in pairs), tuple(gradient for _, gradient in pairs))
+        return tuple(t.grad for t in kept.inputs)
+
+    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Input gradients only (op I); the weight gradients of linears, embedding and head are queued for `backward_weight`."""
+        queue = self._queue()
+        queue.defer(microbatch)
+        try:
+            return self.backward(microbatch, gradients)
+        finally:
+            queue.immediate()
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that `backward_input` queued (op W)."""
+        self._queue().run(microbatch)
+
+    def clear(self) -> None:
+        """Forget microbatches whose backward will not come (after an error, say)."""
+        self._kept.clear()
+
+    @property
+    def num_live(self) -> int:
+        """Microbatches between their F and their B."""
+        return len(self._kept)
+
+    def _queue(self) -> WeightGradients:
+        if self.weight_gradients is None:
+            raise ValueError("this schedule splits the backward (I and W): the stage needs `weight_gradients`, the queue its linears use")
+        return self.weight_gradients

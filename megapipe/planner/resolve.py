@@ -1,0 +1,175 @@
+"""Config and a number of ranks -> RunPlan, or one ConfigError that names the rule and a way out.
+
+Everything that depends on more than one section, or on the world, is decided here: derived sizes, the grid, the cut of the layers, the
+batch, the length of the run. Rules inside a section stand in `config.rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megapipe.config.config import Config
+from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.rules import check_rules
+from megapipe.config.training import TrainingConfig
+from megapipe.errors import ConfigError
+from megapipe.planner.batch import BatchSchedule, batch_schedule
+from megapipe.planner.cut import cut_layers, num_chunks
+from megapipe.planner.run_plan import RunPlan
+from megapipe.schedule.build import SCHEDULES
+from megapipe.sharding.audit import audit_slices, audit_stages
+from megapipe.sharding.model_specs import model_specs
+from megapipe.topology import Topology
+
+
+def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
+    """The plan of a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
+
+    config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
+    """
+    check_rules(config)
+    model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
+    topology = _topology(config.parallel, model, world_size, ranks_per_node)
+    training, batch = _batch(config.training, topology)
+    parallel = _parallel(config.parallel, model, topology)
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    schedule_name = _schedule_name(parallel, chunks)
+    placement = SCHEDULES[schedule_name].place(topology.pp, chunks)
+    partition = cut_layers(model, parallel, chunks)
+    specs = model_specs(model, parallel.sequence_parallel and topology.tp > 1)
+    optimizer = _optimizer(config.optimizer, training, batch)
+    data = config.data if config.data.split is not None else dataclasses.replace(config.data, split="969,30,1")
+    resolved = dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data)
+    plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name)
+    audit_slices(specs, topology.tp)
+    audit_stages(specs, dict(enumerate(plan.stage_specs)))
+    for size in batch.sizes:  # a ramp-up changes the number of microbatches: every value must have a schedule
+        plan.schedule(size // batch.samples_per_microbatch)
+    return plan
+
+
+def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
+    """Fill in the sizes that follow from others."""
+    if model.vocab_size is None:
+        raise ConfigError("the size of the vocabulary is not known: give --vocab-size, or --tokenizer-type and --tokenizer-model")
+    multiple = model.make_vocab_size_divisible_by * tp
+    padded = model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple
+    if padded < model.vocab_size or padded % tp:
+        raise ConfigError(
+            f"--padded-vocab-size {padded} must be a multiple of the tensor-parallel size {tp} and at least the vocabulary's "
+            f"{model.vocab_size}; leave it out, or use {-(-model.vocab_size // multiple) * multiple}"
+        )
+    ffn = int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.activation in GATED_ACTIVATIONS else 4 * model.hidden_size
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}; give --kv-channels or change one"
+        )
+    kv_channels = model.kv_channels or model.hidden_size // heads
+    filled = dataclasses.replace(
+        model,
+        padded_vocab_size=padded,
+        ffn_hidden_size=model.ffn_hidden_size or ffn,
+        num_query_groups=model.num_query_groups or heads,
+        kv_channels=kv_channels,
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        softmax_scale=model.softmax_scale or 1.0 / math.sqrt(kv_channels),
+    )
+    _check_tensor_parallel(filled, tp)
+    return filled
+
+
+def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
+    assert model.ffn_hidden_size and model.num_query_groups
+    groups = model.num_query_groups
+    for flag, size in (("--num-attention-heads", model.num_attention_heads), ("--ffn-hidden-size", model.ffn_hidden_size)):
+        if size % tp:
+            ways = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)
+            raise ConfigError(f"--tensor-model-parallel-size {tp} does not divide {flag} {size}; use one of {ways}")
+    if groups % tp and tp % groups:
+        divisors = (n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0)
+        ways = ", ".join(str(n) for n in divisors if groups % n == 0 or n % groups == 0)
+        raise ConfigError(
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each rank holds whole "
+            f"key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+        )
+
+
+def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None) -> Topology:
+    tp, groups = parallel.tensor_model_parallel_size, model.num_query_groups
+    assert groups
+    if parallel.context_parallel_size != 1:
+        raise ConfigError(f"--context-parallel-size {parallel.context_parallel_size}: context parallelism is not there yet; use 1")
+    return Topology.of_world(
+        world_size,
+        tp=tp,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.rank_order,
+        ranks_per_node=ranks_per_node,
+        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
+        kv_replicas=max(1, tp // groups),
+    )
+
+
+def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig, BatchSchedule]:
+    """Global batch and length of the run, each given either way, in both units."""
+    dp = topology.dp
+    full = training.global_batch_size or training.micro_batch_size * dp
+    batch = batch_schedule(full, training.micro_batch_size, dp, training.rampup_batch_size)
+    iters, samples = training.train_iters, training.train_samples
+    if iters is None and samples is not None:
+        iters = batch.steps_for(samples)
+        if iters == 0:
+            raise ConfigError(f"--train-samples {samples} is less than one step of {batch.sizes[0]} sequences")
+    elif iters is not None:
+        samples = batch.samples_after(iters)
+    return dataclasses.replace(training, global_batch_size=full, train_iters=iters, train_samples=samples), batch
+
+
+def _parallel(parallel: ParallelConfig, model: ModelConfig, topology: Topology) -> ParallelConfig:
+    if parallel.sequence_parallel and model.seq_length % topology.tp:
+        near = model.seq_length // topology.tp * topology.tp
+        raise ConfigError(
+            f"--sequence-parallel: --seq-length {model.seq_length} is not divisible by --tensor-model-parallel-size {topology.tp}; "
+            f"use {near or topology.tp} or {near + topology.tp}"
+        )
+    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+        raise ConfigError("--overlap-param-gather gathers what the distributed optimizer sharded; add --use-distributed-optimizer")
+    return dataclasses.replace(
+        parallel,
+        num_virtual_stages_per_pipeline_rank=num_chunks(parallel, model.num_layers),
+        microbatch_group_size_per_virtual_pipeline_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage or topology.pp,
+        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
+    )
+
+
+def _schedule_name(parallel: ParallelConfig, chunks: int) -> str:
+    name = parallel.pipeline_schedule
+    if name == "auto":
+        return "interleaved" if chunks > 1 else "1f1b"
+    if chunks > 1 and not SCHEDULES[name].takes_chunks:
+        raise ConfigError(f"--pipeline-schedule {name} holds one chunk a rank, {chunks} were asked for; use interleaved, or one chunk")
+    return name
+
+
+def _optimizer(optimizer: OptimizerConfig, training: TrainingConfig, batch: BatchSchedule) -> OptimizerConfig:
+    """Decay lengths in samples, whichever unit they were given in; ramps of weight decay with both ends."""
+    return dataclasses.replace(
+        optimizer,
+        lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
+        lr_decay_samples=optimizer.lr_decay_samples or _samples(optimizer.lr_decay_iters, training.train_samples, batch),
+        start_weight_decay=optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay,
+        end_weight_decay=optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay,
+        lr_wsd_decay_samples=optimizer.lr_wsd_decay_samples or _samples(optimizer.lr_wsd_decay_iters, None, batch),
+        lr_warmup_samples=optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch.full,
+        decoupled_lr=optimizer.lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr,
+    )
+
+
+def _samples(iterations: int | None, default: int | None, batch: BatchSchedule) -> int | None:
+    return default if iterations is None else iterations * batch.full

@@ -1,0 +1,90 @@
+"""`RunPlan`: what will happen, for every rank, before anything has been started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megapipe.config.config import Config
+from megapipe.planner.batch import BatchSchedule
+from megapipe.schedule.build import build_forward_only, build_lowered
+from megapipe.schedule.partition import Partition
+from megapipe.schedule.placement import Placement
+from megapipe.schedule.schedule import Schedule
+from megapipe.sharding.buffers import BufferLayout, layout_buffers
+from megapipe.sharding.model_specs import specs_of_stage
+from megapipe.sharding.spec import ParamSpec
+from megapipe.topology import Topology
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A resolved configuration on a grid of ranks. Made by `planner.resolve.resolve`; nothing in it needs torch.
+
+    config: no derived field is None any more. specs: all parameters of the model. partition: layers of each stage. schedule_name: the
+    pipeline schedule that 'auto' came to.
+    """
+
+    config: Config
+    topology: Topology
+    placement: Placement
+    partition: Partition
+    specs: tuple[ParamSpec, ...]
+    batch: BatchSchedule
+    schedule_name: str
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on each pipeline rank."""
+        return self.placement.num_chunks
+
+    @cached_property
+    def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
+        """The parameters of each stage, in model order."""
+        return tuple(
+            specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head) for s in self.partition.stages
+        )
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The lowered training schedule of a step with this many microbatches; made once for each number."""
+        return self._cached(num_microbatches, training=True)
+
+    def forward_schedule(self, num_microbatches: int) -> Schedule:
+        """The lowered forward-only schedule of an evaluation batch."""
+        return self._cached(num_microbatches, training=False)
+
+    @property
+    def num_optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of a parameter: dp x cp with the distributed optimizer, else 1."""
+        return self.topology.dp * self.topology.cp if self.config.parallel.use_distributed_optimizer else 1
+
+    @property
+    def tied_across_ranks(self) -> bool:
+        """The word embedding is also the output layer, and the two lie on different ranks."""
+        ranks = self.placement.rank_of_stage
+        return not self.config.model.untie_embeddings_and_output_weights and ranks[0] != ranks[-1]
+
+    def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
+        """The flat buffers of a stage on this tp_rank."""
+        bucket_size = self.config.parallel.ddp_bucket_size
+        assert bucket_size is not None
+        return layout_buffers(
+            self.stage_specs[stage], tp_rank, self.topology.tp, self.num_optimizer_shards, bucket_size, self.tied_across_ranks
+        )
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[int, bool], Schedule]:
+        return {}
+
+    def _cached(self, num_microbatches: int, training: bool) -> Schedule:
+        key = num_microbatches, training
+        if key not in self._schedules:
+            parallel = self.config.parallel
+            depth = parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
+            if training:
+                chunks = self.num_chunks
+                group = parallel.microbatch_group_size_per_virtual_pipeline_stage if chunks > 1 else None
+                self._schedules[key] = build_lowered(self.schedule_name, self.topology.pp, chunks, num_microbatches, group, depth)
+            else:
+                self._schedules[key] = build_forward_only(self.placement, num_microbatches, depth)
+        return self._schedules[key]

@@ -1,0 +1,11 @@
+"""The training loop and all that stands around a step.
+
+- `step`:        `TrainStep`: one optimizer step through the engine
+- `evaluation`:  the same stages, forwards only
+- `loop`:        `Training`: steps, evaluation, saving, leaving
+- `state`:       what a run is besides tensors: step, samples consumed, tokens, skipped steps
+- `persistence`: state and tensors to checkpoints and back
+- `metrics`:     what a step reports; `writers`: where it goes
+- `signals`:     SIGTERM, SIGUSR1, SIGINT: all ranks leave after the same step
+- `faults`:      NaN and infinity: which rank, stage and microbatch was first
+"""
