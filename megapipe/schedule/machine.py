@@ -29,6 +29,15 @@ class _Work(NamedTuple):
     seconds: float
 
 
+class _Hop(NamedTuple):
+    """A SEND or RECV of one stage with its table entries resolved; ids as in _Work."""
+
+    value: int  # the value on the sender's rank
+    message: int  # the same value once it has come by message
+    channel: int  # index into Machine.channels
+    wire_seconds: float
+
+
 class Machine:
     """State of one walk. After `run`: starts and ends of every executed action, positions, and the depths that sends came to need.
 
@@ -48,6 +57,7 @@ class Machine:
     ) -> None:
         self.schedule = schedule
         self.count = schedule.num_microbatches
+        self._num_directions = len(schedule.placement.directions)
         self.seconds, self.latency_seconds, self.overlap = seconds, latency_seconds, overlap
         self.send_depth, self.raise_depth = send_depth, raise_depth
         ranks = range(schedule.num_ranks)
@@ -57,22 +67,20 @@ class Machine:
         self.clocks = [0.0] * schedule.num_ranks
         self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions queue up beside the computation
         # per channel
-        self.depths: dict[Channel, int] = {}
-        self.sent: dict[Channel, int] = {}
-        self.posted: dict[Channel, int] = {}
-        self.free_at: dict[Channel, float] = {}
-        self.unmatched: dict[int, tuple[float, int, int]] = {}  # value id -> (time, rank, slot) of the send or receive that came first
+        self.channels: list[Channel] = []
+        self.hops = self._resolve_hops()
+        self.depths = [send_depth or 0] * len(self.channels)
+        self.sent = [0] * len(self.channels)
+        self.posted = [0] * len(self.channels)
+        self.free_at = [0.0] * len(self.channels)
+        self.unmatched: dict[int, tuple[float, int, int]] = {}  # message id -> (time, rank, slot) of the send or receive that came first
         # who stands still, and for what
         self.waiting_for: dict[int, int] = {}  # value id -> rank
-        self.blocked_on: dict[Channel, int] = {}  # channel -> rank
+        self.blocked_on: dict[int, int] = {}  # channel -> rank
         self.times = self._given_times()
         self.work = {op: [self._resolve(op, direction) for direction in range(self._num_directions)] for op in COMPUTE_OPS}
         self.others: dict[Op, Callable[[int, Action, float], bool]] = {Op.REDUCE_GRAD: self._reduce}
         self.others |= dict.fromkeys(SEND_OPS, self._send) | dict.fromkeys(RECV_OPS, self._receive)
-
-    @property
-    def _num_directions(self) -> int:
-        return len(self.schedule.placement.directions)
 
     # value ids: [made or come by message][kind][stage -1 .. num_stages][microbatch]
 
@@ -114,6 +122,21 @@ class Machine:
         if not self._is_far(stage, step, direction):
             return None
         return self._base(kind, 0, True), self.seconds.get((stage, send), 0.0) + self.latency_seconds
+
+    def _resolve_hops(self) -> dict[Op, list[list[_Hop]]]:
+        """[op][direction][stage]; numbers the channels. Stages at an end have entries that no checked schedule uses."""
+        index: dict[Channel, int] = {}
+        hops: dict[Op, list[list[_Hop]]] = {op: [[] for _ in range(self._num_directions)] for op in SEND_OPS | RECV_OPS}
+        for kind, (send, receive, _) in TRAVELS.items():
+            for op, table in ((send, NEEDS), (receive, MAKES)):
+                offset = table[op][0][1]
+                for direction, entries in enumerate(hops[op]):
+                    for stage in range(self.schedule.num_stages):
+                        channel = index.setdefault(channel_of(Action(stage, op, direction), self._num_directions), len(index))
+                        wire_seconds = self.seconds.get((stage + offset, send), 0.0)
+                        entries.append(_Hop(self._base(kind, offset, False), self._base(kind, offset, True), channel, wire_seconds))
+        self.channels = list(index)
+        return hops
 
     def run(self) -> bool:
         """Walk until every row is at its end (True) or all ranks stand still (False)."""
@@ -173,50 +196,49 @@ class Machine:
     def _send(self, rank: int, action: Action, clock: float) -> bool:
         """A send beside the computation, or on its clock if nothing overlaps; False while its value or room on its channel is missing."""
         stage, op, microbatch = action
-        kind, offset = NEEDS[op][0]
-        key = stage * self.count + (microbatch or 0)
-        if self.times[self._base(kind, offset, False) + key] < 0:
-            self.waiting_for[self._base(kind, offset, False) + key] = rank
+        value, message, channel, wire_seconds = self.hops[op][microbatch % self._num_directions][stage]  # type: ignore[operator]
+        key = stage * self.count + microbatch  # type: ignore[operator]
+        if self.times[value + key] < 0:
+            self.waiting_for[value + key] = rank
             return False
-        channel = channel_of(action, self._num_directions)
-        sent = self.sent.get(channel, 0) + 1
-        if self.send_depth is not None and sent - self.posted.get(channel, 0) > self.depths.get(channel, self.send_depth):
+        if self.send_depth is not None and self.sent[channel] - self.posted[channel] >= self.depths[channel]:
             self.blocked_on[channel] = rank
             return False
-        self.sent[channel] = sent
-        end = clock if self.overlap else clock + self.seconds.get((stage, op), 0.0)
-        self._log(rank, clock, end)
-        self._meet(self._base(kind, offset, True) + key, channel, end, rank, self.seconds.get((stage, op), 0.0) if self.overlap else 0.0)
+        self.sent[channel] += 1
+        if not self.overlap:
+            self.clocks[rank] = clock = clock + wire_seconds
+            wire_seconds = 0.0
+        self._meet(message + key, channel, clock, rank, wire_seconds)
         return True
 
     def _receive(self, rank: int, action: Action, clock: float) -> bool:
         """Post a receive; a sender that waited for it goes on."""
         stage, op, microbatch = action
-        kind, offset = MAKES[op][0]
-        channel = channel_of(action, self._num_directions)
-        self.posted[channel] = self.posted.get(channel, 0) + 1
-        self._log(rank, clock, clock)
-        wire = self.seconds.get((stage + offset, TRAVELS[kind][0]), 0.0) if self.overlap else 0.0
-        self._meet(self._base(kind, offset, True) + stage * self.count + (microbatch or 0), channel, clock, rank, wire)
-        sender = self.blocked_on.pop(channel, None)
-        if sender is not None:
-            self.clocks[sender] = max(self.clocks[sender], clock)
-            self.ready.append(sender)
+        _, message, channel, wire_seconds = self.hops[op][microbatch % self._num_directions][stage]  # type: ignore[operator]
+        self.posted[channel] += 1
+        self._meet(message + stage * self.count + microbatch, channel, clock, rank, wire_seconds if self.overlap else 0.0)  # type: ignore[operator]
+        if self.blocked_on:
+            sender = self.blocked_on.pop(channel, None)
+            if sender is not None:
+                self.clocks[sender] = max(self.clocks[sender], clock)
+                self.ready.append(sender)
         return True
 
-    def _meet(self, identity: int, channel: Channel, time: float, rank: int, wire_seconds: float) -> None:
+    def _meet(self, message: int, channel: int, time: float, rank: int, wire_seconds: float) -> None:
         """A message starts once its send and its receive are both there and the one before it on the channel is through."""
-        other = self.unmatched.pop(identity, None)
+        other = self.unmatched.pop(message, None)
         if other is None:
-            self.unmatched[identity] = (time, rank, len(self.starts[rank]) - 1)
-            return
-        other_time, other_rank, other_slot = other
-        through = max(time, other_time, self.free_at.get(channel, 0.0)) + wire_seconds
-        self.free_at[channel] = through
-        arrival = through + self.latency_seconds
-        self.ends[rank][-1] = arrival
-        self.ends[other_rank][other_slot] = arrival
-        self._arrive(identity, arrival)
+            self.unmatched[message] = (time, rank, len(self.starts[rank]))
+            arrival = time
+        else:
+            other_time, other_rank, other_slot = other
+            through = max(time, other_time, self.free_at[channel]) + wire_seconds
+            self.free_at[channel] = through
+            arrival = through + self.latency_seconds
+            self.ends[other_rank][other_slot] = arrival
+            self._arrive(message, arrival)
+        self.starts[rank].append(time)
+        self.ends[rank].append(arrival)
 
     def _reduce(self, rank: int, action: Action, clock: float) -> bool:
         """A reduction beside the computation, or on its clock if nothing overlaps; False if a weight gradient is still missing."""
@@ -228,25 +250,20 @@ class Machine:
                 return False
         start = max(clock, self.reduce_clocks[rank])
         self.reduce_clocks[rank] = end = start + self.seconds.get((stage, op), 0.0)
-        self._log(rank, start, end)
-        if not self.overlap:
-            self.clocks[rank] = end
-        return True
-
-    def _log(self, rank: int, start: float, end: float) -> None:
         self.starts[rank].append(start)
         self.ends[rank].append(end)
         if not self.overlap:
             self.clocks[rank] = end
+        return True
 
     def _raise_least_depth(self) -> bool:
         """All ranks stand still: allow one more send on the blocked channels of least depth. False if no send is blocked."""
         if not self.blocked_on or self.send_depth is None:
             return False
-        least = min(self.depths.get(channel, self.send_depth) for channel in self.blocked_on)
+        least = min(self.depths[channel] for channel in self.blocked_on)
         for channel, rank in list(self.blocked_on.items()):
-            if self.depths.get(channel, self.send_depth) == least:
-                self.depths[channel] = least + 1
+            if self.depths[channel] == least:
+                self.depths[channel] += 1
                 del self.blocked_on[channel]
                 self.ready.append(rank)
         return True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NoReturn
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from megapipe.schedule.dependencies import MAKES, NEEDS, Channel, Value, channel_of, makes
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of, makes
 from megapipe.schedule.grid import rows_text
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
@@ -64,12 +65,12 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     machine = Machine(schedule, {}, send_depth=send_depth if send_depth is not None else 0, raise_depth=send_depth is None)
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
-    channels = dict.fromkeys(machine.sent, send_depth or 0)
+    used = {channel: depth for channel, depth, sent in zip(machine.channels, machine.depths, machine.sent, strict=True) if sent}
     return ValidationReport(
         schedule=str(schedule),
         num_actions=sum(map(len, schedule.rows)),
         is_lowered=schedule.is_lowered,
-        least_send_depth=channels | machine.depths,
+        least_send_depth=used,
         most_posted=_most_posted(schedule),
     )
 
@@ -151,20 +152,24 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
         if expected[index]:
             _fail(schedule, f"{action} is missing on rank {rank}", [(rank, len(schedule.rows[rank]))])
         _fail(schedule, f"{action} has no peer: nothing crosses to another rank there", [(rank, schedule.rows[rank].index(action))])
-    sent, received = _order(schedule, SEND_OPS), _order(schedule, RECV_OPS)
-    for channel, sends in sent.items():
-        receives = received[channel]
-        for (send, microbatch, _), (receive, received_microbatch, _) in zip(sends, receives, strict=True):
-            if microbatch != received_microbatch:
-                message = f"the channel ({channel}) is first-in first-out: {microbatch} is sent where {received_microbatch} is received"
-                _fail(schedule, message, [receive, send])
+    orders = _message_orders(schedule)
+    for send, receive, step in TRAVELS.values():
+        for (stage, op, direction), sends in orders.items():
+            receives = orders.get((stage + step, receive, direction), [])
+            if op is send and sends != receives:
+                sent, received = next(pair for pair in zip(sends, receives, strict=True) if pair[0] != pair[1])
+                actions = (Action(stage + step, receive, received), Action(stage, send, sent))
+                ranks = [schedule.placement.rank_of(action.stage, direction) for action in actions]
+                marks = [(rank, schedule.rows[rank].index(action)) for rank, action in zip(ranks, actions, strict=True)]
+                channel = channel_of(actions[0], len(schedule.placement.directions))
+                _fail(schedule, f"the channel ({channel}) is first-in first-out: {sent} is sent where {received} is received", marks)
 
 
 def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict[Op, bytearray]:
     stages, count = schedule.num_stages, schedule.num_microbatches
     expected = {op: bytearray(stages * count) for op in SEND_OPS | RECV_OPS}
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
-    pair = {Op.SEND_F: (Op.RECV_F, +1), Op.SEND_B: (Op.RECV_B, -1)}
+    pair = {send: (receive, step) for send, receive, step in TRAVELS.values()}
     for op in (Op.F, Op.B) if schedule.has_backward else (Op.F,):  # I sends what B sends
         for direction, by_stage in enumerate(sends[op]):
             pattern = bytearray(microbatch % num_directions == direction for microbatch in range(count))
@@ -177,41 +182,37 @@ def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict
     return expected
 
 
-def _order(schedule: Schedule, ops: frozenset[Op]) -> dict[Channel, list[tuple[Place, int, Op]]]:
-    """Of each channel its messages in the order of the rows: ((rank, slot), microbatch, op)."""
-    order: dict[tuple[int, Op, int], list[tuple[Place, int, Op]]] = {}
-    num_directions = len(schedule.placement.directions)
-    for rank, row in enumerate(schedule.rows):
-        for slot, (stage, op, microbatch) in enumerate(row):
-            if op in ops:
-                key = (stage, op, microbatch % num_directions)  # type: ignore[operator]
-                entry = ((rank, slot), microbatch, op)
-                if key in order:
-                    order[key].append(entry)  # type: ignore[arg-type]
-                else:
-                    order[key] = [entry]  # type: ignore[list-item]
-    return {channel_of(Action(stage, op, direction), num_directions): found for (stage, op, direction), found in order.items()}
+def _message_orders(schedule: Schedule) -> dict[tuple[int, Op, int], list[int]]:
+    """(stage, SEND or RECV, direction) -> microbatches in the order of the row."""
+    orders: dict[tuple[int, Op, int], list[int]] = defaultdict(list)
+    num_directions, messages = len(schedule.placement.directions), SEND_OPS | RECV_OPS
+    for stage, op, microbatch in chain.from_iterable(schedule.rows):
+        if op in messages:
+            orders[stage, op, microbatch % num_directions].append(microbatch)  # type: ignore[operator, arg-type]
+    return orders
 
 
 def _most_posted(schedule: Schedule) -> dict[Channel, int]:
     """Of each channel the most receives posted and not yet used."""
+    if not schedule.is_lowered:
+        return {}
     num_directions = len(schedule.placement.directions)
-    most: dict[Channel, int] = {}
-    for row in schedule.rows if schedule.is_lowered else ():
-        open_receives: dict[tuple[int, Op, int], int] = {}
-        used_by = {op: [receive for receive in RECV_OPS if set(MAKES[receive]) & set(NEEDS[op])] for op in COMPUTE_OPS}
-        for stage, op, microbatch in row:
-            if op in RECV_OPS:
-                key = (stage, op, microbatch % num_directions)  # type: ignore[operator]
-                open_receives[key] = now = open_receives.get(key, 0) + 1
-                channel = channel_of(Action(stage, op, key[2]), num_directions)
-                most[channel] = max(most.get(channel, 0), now)
-            elif op in used_by:
-                for receive in used_by[op]:
-                    key = (stage, receive, microbatch % num_directions)  # type: ignore[operator]
-                    if key in open_receives:
-                        open_receives[key] -= 1
-    return most
+    brought_by = {MAKES[receive][0]: receive for receive in RECV_OPS}
+    uses = {op: [brought_by[need] for need in NEEDS[op] if need in brought_by] for op in COMPUTE_OPS}
+    posted: dict[tuple[int, Op, int], int] = {}
+    most: dict[tuple[int, Op, int], int] = {}
+    for stage, op, microbatch in chain.from_iterable(schedule.rows):
+        if op in RECV_OPS:
+            key = (stage, op, microbatch % num_directions)  # type: ignore[operator]
+            posted[key] = now = posted.get(key, 0) + 1
+            if now > most.get(key, 0):
+                most[key] = now
+        elif op in uses:
+            for receive in uses[op]:
+                key = (stage, receive, microbatch % num_directions)  # type: ignore[operator]
+                if key in posted:
+                    posted[key] -= 1
+    return {channel_of(Action(stage, op, direction), num_directions): count for (stage, op, direction), count in most.items()}
 
 
 def _check_reductions(schedule: Schedule) -> None:
@@ -271,7 +272,9 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
     for channel, rank in machine.blocked_on.items():
         action = schedule.rows[rank][machine.positions[rank]]
         waits_for[rank] = _receiver(schedule, action)
-        reasons[rank] = f"{action} may not be sent before an earlier message is received (send depth {send_depth}, {channel})"
+        reasons[rank] = (
+            f"{action} may not be sent before an earlier message is received ({machine.channels[channel]}, send depth {send_depth})"
+        )
     ring = _ring(waits_for)
     message = "deadlock: " + "; ".join(f"rank {rank}, slot {machine.positions[rank]}: {reasons[rank]}" for rank in ring)
     _fail(schedule, message, [(rank, machine.positions[rank]) for rank in ring])

@@ -16,11 +16,15 @@ COLOURS: dict[Op, tuple[str, str, str]] = {
     Op.REDUCE_GRAD: ("#b9534c", "#b9534c", "#ffffff"),
 }
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.REDUCE_GRAD: "gradient reduction"}
+_STROKE = (
+    'stroke="#666666" stroke-width="0.7"',
+    'stroke="#666666" stroke-width="0.7" stroke-opacity="0.3"',
+)  # to a neighbour, across lanes
 LANE, GAP, LEFT, TOP, STRIP = 26, 8, 64, 44, 5  # heights, left margin, title, strip under a lane for reductions; all in px
 
 
 def svg(timeline: Timeline, width: int = 1200) -> str:
-    """The drawing as text, `width` px wide. Every box carries a tooltip with action, start and end; messages are drawn if they take time."""
+    """The drawing as text, `width` px wide. Every box has a tooltip with action, start and end; messages are lines if they take time."""
     schedule = timeline.schedule
     scale = (width - LEFT - 16) / (timeline.makespan_seconds or 1.0)
     height = TOP + schedule.num_ranks * (LANE + GAP) + 52
@@ -94,17 +98,15 @@ def _messages(timeline: Timeline, scale: float) -> list[str]:
                 peer = placement.rank_of(action.stage + (1 if action.op is Op.SEND_F else -1), action.microbatch or 0)
                 ends = (_top(rank) + LANE, _top(peer)) if peer > rank else (_top(rank), _top(peer) + LANE)
                 x1, x2 = LEFT + start * scale, LEFT + end * scale
-                lines.append(f'<line x1="{x1:.2f}" y1="{ends[0]}" x2="{x2:.2f}" y2="{ends[1]}" stroke="#666666" stroke-width="0.7"/>')
+                lines.append(f'<line x1="{x1:.2f}" y1="{ends[0]}" x2="{x2:.2f}" y2="{ends[1]}" {_STROKE[abs(peer - rank) > 1]}/>')
     return lines
 
 
 def _axis(timeline: Timeline, scale: float, y: int) -> list[str]:
     step = _round_step(timeline.makespan_seconds / 10)
     ticks = range(int(timeline.makespan_seconds / step) + 1) if step else range(0)
-    return [
-        f'<text x="{LEFT + tick * step * scale:.2f}" y="{y + 10}" text-anchor="middle" fill="#555555">{tick * step:.4g}{"" if tick else " s"}</text>'
-        for tick in ticks
-    ]
+    labels = [(LEFT + tick * step * scale, f"{tick * step:.4g}" + ("" if tick else " s")) for tick in ticks]
+    return [f'<text x="{x:.2f}" y="{y + 10}" text-anchor="middle" fill="#555555">{label}</text>' for x, label in labels]
 
 
 def _round_step(seconds: float) -> float:
