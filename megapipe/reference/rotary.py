@@ -56,7 +56,7 @@ def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
     """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the channel pairs between beta_fast and beta_slow turns."""
     first = max(math.floor(_yarn_pair_with_turns(config, config.yarn_beta_fast)), 0)
     last = min(math.ceil(_yarn_pair_with_turns(config, config.yarn_beta_slow)), config.rotary_channels - 1)
-    width = last - first if last != first else 0.001  # public implementations agree on this width for a ramp of no length
+    width = (last - first) or 1  # pairs are whole numbers: a ramp of no length is a step, whatever width up to 1 it is given
     pairs = torch.arange(config.rotary_channels // 2, dtype=frequencies.dtype, device=frequencies.device)
     slowed = ((pairs - first) / width).clamp(0.0, 1.0)
     return (1.0 - slowed) * frequencies + slowed * frequencies / config.rope_scaling_factor

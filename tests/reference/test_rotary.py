@@ -36,7 +36,7 @@ SCALINGS: dict[str, tuple[int, float, float, dict[str, Any]]] = {
     "yarn, half of the head": (96, 10000.0, 0.5, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}),
     "yarn, ramp past the last pair": (8, 10.0, 1.0, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}),
     "yarn, ramp of no length": (16, 10000.0, 1.0, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6}),
-    "yarn, no stretch": (16, 10000.0, 1.0, {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 4096}),
+    "yarn, shrunk": (16, 10000.0, 1.0, {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 4096}),
 }
 
 OURS = {
