@@ -1,0 +1,82 @@
+"""`LayerContext`: what all layers of a stage share for one microbatch, and the tables and masks it is made from.
+
+Masks are additive (0 or -inf), made once: one per sequence length for a window, one per microbatch for documents. They cost s^2 (b s^2 with
+documents) elements a stage, not a layer; plain causal attention through the fused kernels has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapipe.config.model import ModelConfig
+from megapipe.model.microbatch import Microbatch
+from megapipe.model.norm import at_least_fp32
+from megapipe.model.rotary import Rotary
+from megapipe.tensor_parallel.random import DropoutKey
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """rotary: cos and sin. mask: [1 or b, 1, s, s] in the activations' dtype, None: causal, by the fused kernel's own rule.
+
+    explicit: attention is written out, because the fused kernels lack soft-capping, keyed dropout and a softmax in a chosen dtype.
+    """
+
+    rotary: tuple[Tensor, Tensor] | None
+    mask: Tensor | None
+    explicit: bool
+    dropout_key: DropoutKey | None
+
+
+class ContextMaker:
+    """Makes the context of each microbatch for one stage."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
+        self._masks: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> LayerContext:
+        """dtype: of the activations."""
+        config, key = self.config, microbatch.dropout_key
+        explicit = config.attn_logit_softcapping is not None or config.attention_softmax_in_fp32
+        explicit = explicit or (config.attention_dropout > 0.0 and key is not None)
+        return LayerContext(self._rotary(microbatch, dtype), self._mask(microbatch, dtype, explicit), explicit, key)
+
+    def _rotary(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        if self.rotary is None:
+            return None
+        if microbatch.position_ids is not None:
+            return self.rotary.tables_at(microbatch.position_ids, at_least_fp32(dtype))
+        tokens = microbatch.tokens
+        return self.rotary.tables(tokens.shape[1], tokens.device, at_least_fp32(dtype))
+
+    def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool) -> Tensor | None:
+        seq, device = microbatch.tokens.shape[1], microbatch.tokens.device
+        window = self.config.window_size
+        documents = microbatch.document_ids
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            return additive(same & causal(seq, window, device), dtype)
+        if not explicit and (window is None or window >= seq):
+            return None
+        key = (seq, device, dtype)
+        if key not in self._masks:
+            self._masks[key] = additive(causal(seq, window, device), dtype)
+        return self._masks[key]
+
+
+def causal(seq: int, window: int | None, device: torch.device) -> Tensor:
+    """[1, 1, s, s]: True where the query (row) i sees the key (column) j: j in (i - window, i]."""
+    visible = torch.ones(seq, seq, dtype=torch.bool, device=device).tril_()
+    if window is not None:
+        visible.triu_(1 - window)
+    return visible[None, None]
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where visible, -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)

@@ -1,0 +1,108 @@
+"""LayerNorm (Ba et al. 2016, arXiv:1607.06450) and RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension.
+
+Statistics and products are computed in at least fp32. Kept for the backward: the input, and per row of it the statistics (LayerNorm
+mean and 1 / deviation, RMSNorm 1 / rms) in at least fp32. A zero-centred weight ("layernorm-1p") scales by weight + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.config.model import ModelConfig
+
+
+class Norm(nn.Module):
+    """The norm that the configuration asks for: weight [size], and for LayerNorm bias [size]."""
+
+    bias: Tensor | None
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(size, device="meta"))
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.empty(size, device="meta"))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size], any strides. Returns a new contiguous tensor of x's dtype."""
+        if x.is_cuda:
+            return self._fused(x)
+        if self.bias is None:
+            return _RMSNorm.apply(x, self.weight, self.epsilon, self.zero_centered)
+        return _LayerNorm.apply(x, self.weight, self.bias, self.epsilon, self.zero_centered)
+
+    @torch.no_grad()
+    def again(self, x: Tensor) -> Tensor:
+        """The same numbers without a graph: how a linear makes its input again in the backward."""
+        return self.forward(x)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """torch's CUDA kernels compute and keep statistics in fp32 for every input dtype; the CPU ones do not for half types."""
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.bias is None:
+            return F.rms_norm(x, weight.shape, weight, self.epsilon)
+        return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums and statistics: fp32 for half types, else the dtype itself, so that fp64 stays fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
+    weight = weight.to(at_least_fp32(weight.dtype))
+    return weight + 1 if zero_centered else weight
+
+
+class _LayerNorm(torch.autograd.Function):
+    """torch's CPU kernel with weights in at least fp32: given half weights it would keep its statistics in the half type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, zero_centered: bool) -> Tensor:
+        ctx.zero_centered = zero_centered
+        scale = _scale(weight, zero_centered)
+        output, mean, inverse = torch.native_layer_norm(x, weight.shape, scale, bias.to(scale.dtype), epsilon)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        scale = _scale(weight, ctx.zero_centered)
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, mean, inverse, scale, bias.to(scale.dtype), list(ctx.needs_input_grad[:3])
+        )
+        grads = (None if g is None else g.to(p.dtype) for g, p in ((grad_x, x), (grad_weight, weight), (grad_bias, bias)))
+        return (*grads, None, None)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon). torch's CPU composite would keep four tensors instead of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:
+        ctx.zero_centered = zero_centered
+        dtype = at_least_fp32(x.dtype)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+        inverse = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        output = torch.mul(x.to(dtype), inverse, out=torch.empty(x.shape, dtype=dtype, device=x.device))
+        return output.mul_(_scale(weight, zero_centered)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, inverse = ctx.saved_tensors
+        grad = grad.to(inverse.dtype)
+        normed = torch.mul(x.to(inverse.dtype), inverse)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_normed = grad * _scale(weight, ctx.zero_centered)
+        along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(inverse)
+        return grad_x.to(x.dtype), grad_weight, None, None

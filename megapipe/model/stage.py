@@ -1,0 +1,140 @@
+"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank. Built by build/, run by pipeline/ and inference/."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.groups import Group
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.model.block import Block
+from megapipe.model.context import ContextMaker, LayerContext
+from megapipe.model.embedding import Embedding
+from megapipe.model.head import Loss, LossConfig, capped_logits
+from megapipe.model.microbatch import Microbatch, StageLoss
+from megapipe.model.norm import Norm
+from megapipe.model.recompute import checkpoint, layer_groups, selected_modules
+from megapipe.schedule.partition import StageLayers
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.weight_queue import WeightQueue
+
+
+class Decoder(nn.Module):
+    """The stage's blocks under their global layer numbers, and on the last stage the final norm."""
+
+    def __init__(self, blocks: dict[int, Block], final_layernorm: Norm | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self.final_layernorm = final_layernorm
+
+
+class TiedHead(nn.Module):
+    """The head's linear under the word embedding's name: the tied copy of a last stage that does not hold the embedding."""
+
+    def __init__(self, linear: ColumnParallelLinear) -> None:
+        super().__init__()
+        self.word_embeddings = linear
+
+
+class GPTStage(nn.Module):
+    """Embedding if it is the first stage, blocks, final norm and head if it is the last.
+
+    Parameters have this rank's shapes, stand on the meta device until materialised (`init.materialize_plain`, data_parallel's buffers), and
+    carry the global Megatron names of `sharding.model_specs` in named_parameters(). A tied head uses embedding.word_embeddings.weight: the same
+    Parameter where the stage has both ends, else a copy under that name.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,  # derived sizes filled in
+        layers: StageLayers,
+        tp: Group,
+        *,
+        sequence_parallel: bool,
+        recompute: RecomputeConfig,
+        loss: LossConfig,
+        weight_queue: WeightQueue | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.stage_layers, self.tp = config, layers, tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.weight_queue = weight_queue
+        self.loss = Loss(config, loss, tp) if layers.has_head else None
+        self._make_context = ContextMaker(config)
+        numbers = range(layers.first_layer, layers.last_layer_exclusive)
+        self._groups = layer_groups(recompute, numbers)
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding: Embedding | TiedHead | None = None
+        if layers.has_embedding:
+            self.embedding = Embedding(config, tp, sequence_parallel=self.sequence_parallel, queue=weight_queue)
+        modules = selected_modules(recompute)
+        blocks = {
+            number: Block(config, number, tp, sequence_parallel=self.sequence_parallel, recompute=modules, queue=weight_queue)
+            for number in numbers
+        }
+        self.decoder = Decoder(blocks, Norm(config, config.hidden_size) if layers.has_head else None)
+        self.output_layer: ColumnParallelLinear | None = None
+        if layers.has_head:
+            self._add_head(tied)
+
+    def _add_head(self, tied: bool) -> None:
+        config = self.config
+        assert config.padded_vocab_size is not None
+        head = ColumnParallelLinear(
+            config.hidden_size,
+            config.padded_vocab_size,
+            bias=False,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            queue=self.weight_queue,
+        )
+        if tied and self.embedding is None:
+            self.embedding = TiedHead(head)
+            return
+        self.output_layer = head
+        if tied:
+            assert isinstance(self.embedding, Embedding)
+            head.weight = self.embedding.word_embeddings.weight
+
+    def forward(self, *hidden_and_microbatch: Tensor | None | Microbatch, return_logits: bool = False) -> Tensor | StageLoss:
+        """`stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
+
+        hidden: [s, b, h] from the stage before, [s / tp, b, h] under sequence parallelism. Returns the hidden states for the next stage; on
+        the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp] (padding included).
+        """
+        *inputs, microbatch = hidden_and_microbatch
+        assert isinstance(microbatch, Microbatch)
+        hidden = inputs[0] if inputs else None
+        assert hidden is None or isinstance(hidden, Tensor)
+        if self.stage_layers.has_embedding:
+            assert isinstance(self.embedding, Embedding)
+            hidden = self.embedding(microbatch)
+        if hidden is None:
+            raise ValueError(f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the stage before")
+        context = self._make_context(microbatch, hidden.dtype)
+        for layers, is_checkpointed in self._groups:
+            run = partial(self._run_layers, layers=layers, context=context)
+            hidden = checkpoint(run, hidden) if is_checkpointed else run(hidden)
+        if self.loss is None:
+            return hidden
+        logits = self._logits(hidden)
+        return logits if return_logits else self.loss(logits, microbatch)
+
+    def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
+        for layer in layers:
+            hidden = self.decoder.layers[str(layer)](hidden, context)
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[s, b, V / tp]: final norm, gather of the sequence where it is sliced, the head's GEMM, soft-cap."""
+        assert self.decoder.final_layernorm is not None
+        hidden = self.decoder.final_layernorm(hidden)
+        if self.output_layer is not None:
+            logits = self.output_layer(hidden)
+        else:
+            assert isinstance(self.embedding, TiedHead)
+            logits = self.embedding.word_embeddings(hidden)
+        return capped_logits(logits, self.config.final_logit_softcapping)
