@@ -1,6 +1,6 @@
 """The tp axis: one layer's matrices cut over a few neighbouring ranks. Layout [s, b, h]; under sequence parallelism [s / tp, b, h].
 
-    mappings         f and g (Shoeybi et al. 2019, arXiv:1909.08053), their sequence-parallel pair (Korthikanti et al. 2022, arXiv:2205.05198)
+    mappings         f, g (Shoeybi et al. 2019, arXiv:1909.08053), their sequence-parallel pair (Korthikanti et al. 2022, arXiv:2205.05198)
     linear           ColumnParallelLinear, RowParallelLinear and the function form; hand-written backwards, communication under the GEMMs
     weight_gradient  the weight's half of a linear's or embedding's backward, as an object that can wait
     weight_queue     where those objects wait when the backward is split (I now, W later)

@@ -3,11 +3,11 @@
 Shapes per rank; sp = sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198), [.] = what is kept for the backward.
 
     column     weight [out / tp, in]    bias [out / tp]
-               forward   y [s, b, out / tp] = whole(x) W^T + bias              x [s, b, in], sp: [s / tp, b, in], gathered here; [x as it came]
+               forward   y [s, b, out / tp] = whole(x) W^T + bias              x [s, b, in], sp: [s / tp, b, in], gathered; [x as it came]
                dgrad     dx = sum over tp of dy W                             all-reduce, sp: reduce-scatter to [s / tp, b, in]
                wgrad     dW = dy^T whole(x)                                   sp: x gathered again
     row        weight [out, in / tp]    bias [out]
-               forward   y = (sum over tp of x W^T) + bias                    x [s, b, in / tp]; y [s, b, out], sp: reduce-scattered to [s / tp, b, out]
+               forward   y = (sum over tp of x W^T) + bias                    [x [s, b, in / tp]]; y [s, b, out], sp: [s / tp, b, out]
                dgrad     dx = whole(dy) W                                     sp: dy gathered
                wgrad     dW = whole(dy)^T x; bias: sum of dy over this rank's positions (sp: a partial gradient)
 
@@ -16,6 +16,7 @@ Under the GEMMs: column's second gather of x runs under dgrad, its all-reduce or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class _Kept:
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.slots = slots
         self.queue = queue
-        self.function, self.arguments = remake if remake is not None else (None, ())
+        self.function: Callable[..., Tensor] | None = None if remake is None else remake[0]
+        self.arguments: tuple[Any, ...] = () if remake is None else remake[1]
         self.tensors_at: tuple[int, ...] = ()
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -87,6 +89,12 @@ class _Kept:
         return self.queue is not None and self.queue.is_deferring
 
 
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias. No view of another tensor: autograd would forbid in-place work on it (rotation, residual sum)."""
+    y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+
+
 def _input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:
     """grad_output [s, b, out] @ weight [out, in] -> [s, b, in]."""
     return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
@@ -96,7 +104,7 @@ class _ColumnParallel(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
         kept.save(ctx, x, weight, bias)
-        return functional.linear(gathered(x, kept.tp) if kept.sequence_parallel else x, weight, bias)
+        return _affine(gathered(x, kept.tp) if kept.sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,8 +134,8 @@ class _RowParallel(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
         kept.save(ctx, x, weight, bias)
         if kept.tp.size == 1:
-            return functional.linear(x, weight, bias)
-        y = functional.linear(x, weight)
+            return _affine(x, weight, bias)
+        y = _affine(x, weight)
         if kept.sequence_parallel:
             y = reduce_scattered(y, kept.tp)
         else:

@@ -33,17 +33,22 @@ def gathered(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scattered(x: Tensor, group: Group) -> Tensor:
-    """The sum over the group, this rank's slice of dim 0, outside autograd: [n, ...] -> [n / tp, ...]."""
+    """The sum over the group, this rank's slice of dim 0, outside autograd: [n, ...] -> [n / tp, ...]. x is used up."""
     output = x.new_empty((slice_length(x, group), *x.shape[1:]))
-    reduce_scatter(output, x.contiguous(), group)
+    reduce_scatter(output, x, group)
     return output
 
 
 def reduced(x: Tensor, group: Group) -> Tensor:
     """The sum over the group as a new tensor, outside autograd."""
-    output = x.clone(memory_format=torch.contiguous_format)
+    output = _copy(x)
     all_reduce(output, group)
     return output
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Contiguous and ours: what the collectives below may overwrite."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def own_slice(x: Tensor, group: Group) -> Tensor:
@@ -91,14 +96,14 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scattered(grad, ctx.group), None
+        return reduce_scattered(_copy(grad), ctx.group), None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return reduce_scattered(x, group)
+        return reduce_scattered(_copy(x), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +144,7 @@ def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """All-gather the sequence: [s / tp, b, h] -> [s, b, h]. Backward: reduce-scatter, for a result used with sliced weights (partial gradients)."""
+    """All-gather the sequence: [s / tp, b, h] -> [s, b, h]. Backward: reduce-scatter (the result is used with sliced weights)."""
     return x if group.size == 1 else _Gather.apply(x, group)
 
 

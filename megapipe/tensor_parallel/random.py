@@ -1,4 +1,4 @@
-"""Dropout from keyed streams: a mask is a function of (seed, step, global microbatch, layer, site, tp_rank where sliced), not of call order.
+"""Dropout from keyed streams: a mask depends on (seed, step, global microbatch, layer, site, tp_rank where sliced), not on call order.
 
 So all schedules and grids agree with dropout on, and recompute replays a mask by calling again. Nothing here keeps state.
 """
@@ -57,7 +57,7 @@ def keyed_mask(
     if not 0.0 <= p < 1.0:
         raise ConfigError(f"a dropout probability of {p} is outside [0, 1)")
     stream, size, device = key.stream(layer, site, tp_rank), int(np.prod(shape)), torch.device(device)
-    num_words = -(-size // 2)
+    num_words = max(-(-size // 2), 1)
     if device.type == "cpu":
         words = torch.from_numpy(np.random.Philox(key=stream).random_raw(num_words).view(np.int64))
     else:

@@ -42,7 +42,7 @@ class VocabularySlice:
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Refuse ids outside [0, size): on several tp ranks they would silently be nobody's row. Raises DataError on CPU; asserts on the device."""
+    """Refuse ids outside [0, size): they would silently be nobody's row. Raises DataError; on CUDA a device assertion."""
     if ids.is_cuda:
         torch._assert_async(((ids >= 0) & (ids < size)).all())  # no synchronisation
     elif ids.numel() and ids.device.type == "cpu":

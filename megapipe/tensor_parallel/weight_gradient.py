@@ -53,8 +53,8 @@ class LinearWeightGradient:
     """weight += grad_output^T @ input, bias += sum of grad_output over its positions, for one use of one linear.
 
     inputs: [s, b, in] or, with gather_input, [s / tp, b, in]; with remake, None: made again by fn(*args) when launched.
-    grad_output: Gathering to [s, b, out]. grad_bias_from: the output gradient to sum for the bias, this rank's positions only ([s / tp, b, out]
-    in a row-parallel linear under sequence parallelism: a partial gradient, declared as such in the ParamSpec).
+    grad_output: Gathering to [s, b, out]. grad_bias_from: the output gradient to sum for the bias, this rank's positions only
+    ([s / tp, b, out] in a row-parallel linear under sequence parallelism: a partial gradient, declared as such in the ParamSpec).
     """
 
     def __init__(

@@ -1,0 +1,180 @@
+"""Vocabulary-parallel cross entropy against torch's in one process: labels on any rank, padding, smoothing, z-loss, precision, memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
+from megapipe.comm.groups import Group
+from megapipe.errors import ConfigError, DataError
+from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
+from megapipe.tensor_parallel.linear import column_parallel_linear
+from tests.harness import RankPool
+from tests.tensor_parallel.ranks import Storages, close, part, ranks, tp_group
+
+__all__ = ["ranks"]
+S, B, PADDED = 8, 3, 32
+
+
+def plain_loss(logits: Tensor, labels: Tensor, true_size: int, label_smoothing: float, z_loss: float) -> Tensor:
+    """The same loss by torch's own cross entropy on whole logits, in fp64."""
+    logits = logits[..., :true_size].double()
+    smoothing = label_smoothing * true_size / (true_size - 1)
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
+    return losses.view(labels.shape) + z_loss * logits.logsumexp(-1).square()
+
+
+def draw(true_size: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    """(logits [S, B, PADDED], labels [S, B], loss gradients [S, B]), the same on all ranks; every word of the vocabulary's ends occurs."""
+    generator = torch.Generator().manual_seed(true_size)
+    logits = scale * torch.randn(S, B, PADDED, generator=generator, dtype=torch.float64)
+    labels = torch.randint(true_size, (S, B), generator=generator)
+    labels[0, 0], labels[-1, -1] = 0, true_size - 1
+    return logits, labels, torch.rand(S, B, generator=generator, dtype=torch.float64)
+
+
+def run_loss(rank: int, world_size: int, true_size: int, soft_cap: bool) -> None:
+    group = tp_group(rank, world_size) if world_size > 1 else Group.alone("tp")
+    drawn, labels, weights = draw(true_size)
+
+    def capped(logits: Tensor) -> Tensor:
+        return 5.0 * torch.tanh(logits / 5.0) if soft_cap else logits * 1.0
+
+    for label_smoothing, z_loss in itertools.product((0.0, 0.1), (0.0, 1e-2)):
+        whole = drawn.clone().requires_grad_()
+        expected = plain_loss(capped(whole), labels, true_size, label_smoothing, z_loss)
+        (expected * weights).sum().backward()
+        ours = part(drawn, 2, group).requires_grad_()
+        losses = vocab_parallel_cross_entropy(capped(ours), labels, group, true_size, label_smoothing, z_loss)
+        (losses * weights).sum().backward()
+        close(losses, expected.detach())
+        close(ours.grad, part(whole.grad, 2, group))
+        assert torch.equal(losses, vocab_parallel_cross_entropy(capped(ours.detach()), labels, group, true_size, label_smoothing, z_loss))
+
+
+# 20 of 32: with tp 4 the last rank holds padding only
+@pytest.mark.parametrize("true_size", [32, 29, 20], ids=["no_padding", "padding", "a_rank_of_padding"])
+@pytest.mark.parametrize("soft_cap", [False, True], ids=["plain", "soft_cap"])
+def test_loss_and_gradient_equal_one_process(ranks: RankPool, true_size: int, soft_cap: bool) -> None:
+    ranks.run(run_loss, true_size, soft_cap)
+
+
+@pytest.mark.parametrize("true_size", [32, 20], ids=["no_padding", "padding"])
+def test_a_group_of_one_is_the_plain_loss(true_size: int) -> None:
+    run_loss(0, 1, true_size, True)
+
+
+def run_low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for block in (1, 64, 1 << 21):  # row by row, in blocks, whole
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cross_entropy_module, "BLOCK_ELEMENTS", block)
+            compare_low_precision(tp_group(rank, world_size), dtype)
+
+
+def compare_low_precision(group: Group, dtype: torch.dtype) -> None:
+    drawn, labels, weights = draw(29)
+    drawn = drawn.to(dtype)
+    whole = drawn.double().requires_grad_()
+    expected = plain_loss(whole, labels, 29, 0.1, 1e-2)
+    (expected * weights).sum().backward()
+    ours = part(drawn, 2, group).requires_grad_()
+    losses = vocab_parallel_cross_entropy(ours * 1.0, labels, group, 29, 0.1, 1e-2)
+    assert losses.dtype == torch.float32
+    (losses * weights.float()).sum().backward()
+    assert ours.grad.dtype == dtype
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)  # statistics in fp32
+    # a gradient is rounded once, by half a unit of its dtype; below normal numbers by half the least step
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.grad.double(), part(whole.grad, 2, group), rtol=0.51 * torch.finfo(dtype).eps, atol=max(smallest, 2e-8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_precision_logits_lose_only_their_own_rounding(ranks: RankPool, dtype: torch.dtype) -> None:
+    ranks.run(run_low_precision, dtype)
+
+
+def run_extreme(rank: int, world_size: int) -> None:
+    group = tp_group(rank, world_size)
+    drawn, labels, _ = draw(29, scale=1e4)
+    whole = drawn.clone().requires_grad_()
+    plain_loss(whole, labels, 29, 0.0, 0.0).sum().backward()
+    ours = part(drawn, 2, group).float().requires_grad_()
+    losses = vocab_parallel_cross_entropy(ours * 1.0, labels, group, 29)
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    torch.testing.assert_close(ours.grad.double(), part(whole.grad, 2, group), rtol=1e-2, atol=1e-2)
+
+
+def test_extreme_logits_stay_finite(ranks: RankPool) -> None:
+    ranks.run(run_extreme)
+
+
+def run_no_full_logits(rank: int, world_size: int) -> None:
+    group = tp_group(rank, world_size)
+    hidden, vocabulary, seq = 4, 512, 16
+    embedding = VocabParallelEmbedding(vocabulary, hidden, group, True, true_vocab_size=500)
+    embedding.weight = nn.Parameter(torch.randn(vocabulary // world_size, hidden))
+    tokens = torch.arange(seq * B).view(B, seq) % 500
+    full = seq * B * vocabulary
+    with Storages() as storages:
+        x = embedding(tokens)
+        logits = column_parallel_linear(x, embedding.weight, tp=group, sequence_parallel=True)
+        vocab_parallel_cross_entropy(logits, tokens.t(), group, 500, 0.1, 1e-3).sum().backward()
+    assert storages.largest == full // world_size, (storages.largest, full)
+
+
+def test_no_rank_ever_holds_full_logits(ranks: RankPool) -> None:
+    ranks.run(run_no_full_logits)
+
+
+@pytest.mark.parametrize("options", [(0.0, 0.0), (0.1, 1e-3)], ids=["plain", "smoothing+z"])
+def test_nothing_of_the_logits_size_is_allocated(options: tuple[float, float]) -> None:
+    logits = torch.randn(16, 2, 512, requires_grad=True) * 1.0
+    storages = Storages()
+    storages.known.add(logits.untyped_storage().data_ptr())
+    labels = torch.zeros(16, 2, dtype=torch.int64)
+    with storages:
+        losses = vocab_parallel_cross_entropy(logits, labels, Group.alone("tp"), 500, *options)
+        (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert storages.largest < logits.numel() // 8
+
+
+def test_a_second_backward_is_refused() -> None:
+    logits = torch.randn(4, 1, 8, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, torch.zeros(4, 1, dtype=torch.int64), Group.alone("tp"), 8).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second"):
+        loss.backward()
+
+
+def test_an_operation_that_kept_the_logits_is_told() -> None:
+    logits = torch.tanh(torch.randn(4, 1, 8, requires_grad=True))  # tanh keeps its output
+    loss = vocab_parallel_cross_entropy(logits, torch.zeros(4, 1, dtype=torch.int64), Group.alone("tp"), 8).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_leaf_logits_survive() -> None:
+    logits = torch.randn(4, 1, 8, requires_grad=True)
+    before = logits.detach().clone()
+    vocab_parallel_cross_entropy(logits, torch.zeros(4, 1, dtype=torch.int64), Group.alone("tp"), 8).sum().backward()
+    assert torch.equal(logits, before)
+    assert logits.grad is not None
+
+
+@pytest.mark.parametrize("label", [-100, 7], ids=["negative", "padding_row"])
+def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
+    with pytest.raises(DataError, match=f"label {label} lies outside the vocabulary of 7"):
+        vocab_parallel_cross_entropy(torch.randn(1, 1, 8), torch.tensor([[label]]), Group.alone("tp"), 7)
+
+
+def test_a_true_vocabulary_larger_than_the_padded_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="true vocabulary size 9"):
+        vocab_parallel_cross_entropy(torch.randn(1, 1, 8), torch.tensor([[0]]), Group.alone("tp"), 9)

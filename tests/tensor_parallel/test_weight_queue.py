@@ -1,0 +1,66 @@
+"""The weight queue: order, keys, and that communication of the next runs under the GEMM of the current one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.tensor_parallel.weight_queue import WeightQueue
+
+
+class Recorded:
+    """A weight gradient that writes down what is asked of it."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def launch(self) -> None:
+        self.events.append(f"launch {self.name}")
+
+    def accumulate(self) -> None:
+        self.events.append(f"add {self.name}")
+
+
+def test_without_deferring_everything_runs_at_once() -> None:
+    queue, events = WeightQueue(), []
+    queue.submit(Recorded("a", events))
+    assert events == ["launch a", "add a"]
+    assert queue.keys == ()
+
+
+def test_deferred_gradients_wait_for_their_key_and_launch_one_ahead() -> None:
+    queue, events = WeightQueue(), []
+    for key, names in ((0, "ab"), (1, "cde")):
+        queue.defer(key)
+        for name in names:
+            queue.submit(Recorded(name, events))
+        queue.immediate()
+    assert events == []
+    assert queue.keys == (0, 1)
+    queue.run(1)
+    assert events == ["launch c", "launch d", "add c", "launch e", "add d", "add e"]
+    assert queue.keys == (0,)
+    del events[:]
+    queue.run(0)
+    assert events == ["launch a", "launch b", "add a", "add b"]
+
+
+def test_a_backward_without_weight_gradients_may_be_run() -> None:
+    queue = WeightQueue()
+    queue.defer("k")
+    queue.immediate()
+    queue.run("k")
+    assert queue.keys == ()
+
+
+def test_misuse_is_refused() -> None:
+    queue = WeightQueue()
+    with pytest.raises(RuntimeError, match="no weight gradients wait under 3"):
+        queue.run(3)
+    queue.defer(0)
+    with pytest.raises(RuntimeError, match="deferring already"):
+        queue.defer(1)
+    queue.immediate()
+    with pytest.raises(RuntimeError, match="still wait"):
+        queue.defer(0)
+    queue.clear()
+    queue.defer(0)
