@@ -17,9 +17,8 @@ from megapipe.data.text_source import is_json_lines, read_records
 from megapipe.errors import ConfigError, DataError
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib"})
-TEXT_SUFFIXES = frozenset(
-    ".py .pyi .txt .md .rst .tex .html .css .js .ts .c .h .cc .cpp .hpp .cu .java .go .rs .rb .sh .sql .toml .yaml .yml .csv".split()
-)
+SUFFIX_NAMES = "py pyi txt md rst tex html css js ts c h cc cpp hpp cu java go rs rb sh sql toml yaml yml csv"
+TEXT_SUFFIXES = frozenset(f".{name}" for name in SUFFIX_NAMES.split())
 PIECE_CHARACTERS = 4000  # a single long text is cut into documents of about this length
 MIN_DOCUMENTS = 20  # fewer cannot be split into train and valid
 
@@ -74,7 +73,7 @@ def _single(path: Path) -> Iterator[tuple[str, str]]:
     for line in text.splitlines(keepends=True):
         piece.append(line)
         size += len(line)
-        if size >= PIECE_CHARACTERS and not line.strip() or size >= 4 * PIECE_CHARACTERS:
+        if (size >= PIECE_CHARACTERS and not line.strip()) or size >= 4 * PIECE_CHARACTERS:
             yield str(number), "".join(piece)
             piece, size, number = [], 0, number + 1
     if piece:

@@ -184,7 +184,10 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
     lengths: dict[str, list[int]] = {key: [] for key in keys}
     for record in batch:
         for key, text in zip(keys, record.texts(keys), strict=True):
-            ids = encoder.encode(text) if text else []
+            try:
+                ids = encoder.encode(text) if text else []
+            except DataError as error:
+                raise DataError(f"{record.origin}: {error}") from None
             if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
                 raise DataError(f"{record.origin}: token {bad} lies outside of the vocabulary of {encoder.vocab_size} tokens")

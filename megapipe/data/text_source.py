@@ -45,7 +45,9 @@ class Record:
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.origin} is not JSON: {error.msg} at column {error.colno}: {text.strip()[:80]!r}") from None
+            raise DataError(
+                f"{self.origin} is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}: {text.strip()[:80]!r}"
+            ) from None
         if not isinstance(value, dict):
             raise DataError(
                 f"{self.origin} holds a JSON {type(value).__name__}; each line must be an object with the keys {', '.join(keys)}"
@@ -56,7 +58,10 @@ class Record:
                     f"{type(value[key]).__name__} under {key!r}" if key in value else f"the keys {', '.join(map(repr, value)) or 'none'}"
                 )
                 raise DataError(f"{self.origin} has no text under the key {key!r} (it has {found}); see --json-keys")
-        return [value[key] for key in keys]
+        texts: list[str] = [value[key] for key in keys]
+        if b"\\u" in self.content and any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            raise DataError(f"{self.origin}: an escape \\ud800 .. \\udfff without its other half is not a character")
+        return texts
 
 
 def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path]:

@@ -1,0 +1,40 @@
+"""What Megatron-Core drew from the token files in tests/fixtures/megatron_data, and small files to draw from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapipe.data.build_datasets import DatasetRequest
+from megapipe.data.indexed_file import IndexedFile, IndexedWriter
+
+FOLDER = Path(__file__).resolve().parent.parent / "fixtures" / "megatron_data"
+RUNS = ("single_1epoch", "single_2p5epoch", "blend_weights")
+
+
+def expected(run: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"expect_{run}.json").read_text())
+
+
+def request_of(run: str, cache: Path) -> DatasetRequest:
+    """The flags that Megatron was given."""
+    told = expected(run)
+    names, weights = told["blend"]
+    prefixes = [str(FOLDER / name) for name in names]
+    path = prefixes if weights is None else [word for pair in zip(weights, prefixes, strict=True) for word in map(str, pair)]
+    return DatasetRequest(
+        told["seq"], told["seed"], tuple(told["sizes"]), data_path=path, split=told["split"], data_cache_path=str(cache)
+    )
+
+
+def write_file(prefix: Path, lengths: list[int], dtype: str = "u2") -> IndexedFile:
+    """Documents of the given lengths; the tokens count up from 0 through all of them."""
+    start = 0
+    with IndexedWriter(prefix, dtype) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(start, start + length))
+            start += length
+    return IndexedFile(prefix)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.data.gpt_dataset import GPTDataset
+from megapipe.data.index_cache import IndexCache
+from megapipe.errors import ConfigError, DataError
+from tests.data.fixtures import write_file
+
+ARRAYS = {"numbers": np.arange(1000, dtype=np.uint32)}
+
+
+def entries(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+
+
+def test_second_use_maps_what_the_first_stored(tmp_path):
+    cache, built = IndexCache(tmp_path, True), []
+
+    def build():
+        built.append(1)
+        return ARRAYS
+
+    first, second = (cache.arrays("kind", {"seed": 1}, build)["numbers"] for _ in range(2))
+    assert len(built) == 1
+    assert isinstance(second, np.memmap)
+    np.testing.assert_array_equal(first, second)
+    cache.arrays("kind", {"seed": 2}, build)
+    assert len(built) == 2
+    assert len(entries(tmp_path)) == 2
+
+
+def build_and_sum(folder: str, gate, results) -> None:
+    gate.wait()
+    cached = IndexCache(Path(folder), True).arrays("kind", {"seed": 1}, lambda: ARRAYS)
+    results.put(int(cached["numbers"].sum()))
+
+
+def test_processes_building_at_once_all_succeed_and_one_entry_stays(tmp_path):
+    context = multiprocessing.get_context("fork")
+    gate, results = context.Barrier(4), context.Queue()
+    workers = [context.Process(target=build_and_sum, args=(str(tmp_path), gate, results)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    sums = [results.get(timeout=30) for _ in workers]
+    for worker in workers:
+        worker.join(30)
+    assert sums == [499500] * 4
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert len(entries(tmp_path)) == 1
+
+
+def test_a_race_without_locks_still_ends_in_one_whole_entry(tmp_path, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    cache = IndexCache(tmp_path, True)
+
+    def build():  # another process stores the same entry while this one builds
+        return cache.arrays("kind", {"seed": 1}, lambda: ARRAYS) if not entries(tmp_path) else ARRAYS
+
+    np.testing.assert_array_equal(cache.arrays("kind", {"seed": 1}, build)["numbers"], ARRAYS["numbers"])
+    assert len(entries(tmp_path)) == 1
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") and path.is_dir()]
+
+
+def test_folder_asked_for_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(ConfigError, match=r"--data-cache-path .*taken cannot be written"):
+        IndexCache.at(str(tmp_path / "taken"), "x").arrays("kind", {}, lambda: ARRAYS)
+
+
+def test_folder_beside_the_data_that_cannot_be_written_keeps_the_index_in_memory(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    cache = IndexCache.at(None, str(tmp_path / "x"))
+    assert cache.folder == tmp_path / "cache"
+    assert cache.arrays("kind", {}, lambda: ARRAYS) is ARRAYS
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_damaged_entry_is_named_and_never_used(damage, tmp_path):
+    cache = IndexCache(tmp_path, True)
+    cache.arrays("kind", {}, lambda: ARRAYS)
+    entry = tmp_path / entries(tmp_path)[0]
+    if damage == "cut":
+        os.truncate(entry / "numbers.npy", 200)
+    elif damage == "gone":
+        (entry / "numbers.npy").unlink()
+    else:
+        content = json.loads((entry / "description.json").read_text())
+        (entry / "description.json").write_text(json.dumps({**content, "description": "another"}))
+    with pytest.raises(DataError, match=r"kind-.* is a damaged index .*delete this folder"):
+        cache.arrays("kind", {}, lambda: ARRAYS)
+
+
+def test_changed_data_meets_no_old_index(tmp_path):
+    def samples(lengths):
+        file = write_file(tmp_path / "x", lengths)
+        dataset = GPTDataset(file, (0, len(file)), num_samples=5, seq_length=4, seed=1, cache=IndexCache(tmp_path / "c", True))
+        return [dataset[i].tolist() for i in range(len(dataset))]
+
+    first = samples([9, 9, 9])
+    assert samples([3, 9, 15]) != first  # same number of tokens, same size of both files
+    assert len(entries(tmp_path / "c")) == 2
