@@ -1,0 +1,10 @@
+"""Data parallelism: what the replicas of a stage do together.
+
+- `buffers`:  `StageBuffers`: one flat parameter and one flat gradient tensor per buffer layout; the module's parameters are views of them
+- `reducer`:  `GradientReducer`: sums gradients over replicas bucket by bucket, under the remaining backward
+- `gather`:   `ParameterGather`: collects parameters that the distributed optimizer updated shard by shard, under the next forward
+
+A step: `reducer.begin_step(m)`, forwards and backwards with `gather.wait(stage)` before a stage's first forward and
+`reducer.reduce(stage)` after its last backward, `reducer.finish()`, the optimizer's update, which starts the gather.
+Main gradients are raw sums over microbatches and replicas; the optimizer applies the one factor.
+"""

@@ -1,0 +1,180 @@
+"""`StageBuffers`: the parameters and main gradients of one stage as views of flat tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.sharding.buffers import Bucket, BufferLayout, Slot
+from megapipe.sharding.spec import ParamSpec
+
+ALIGNMENT_BYTES = 64  # kernels may change their bits with alignment
+
+Draw = Callable[[ParamSpec], Tensor]
+
+
+class SlotFactory(Protocol):
+    """Makes the object through which a hand-written backward accumulates: tensor_parallel's GradientSlot."""
+
+    def __call__(self, main_grad: Tensor, uses: int, on_ready: Callable[[Any], None]) -> Any: ...
+
+
+class FlatBuffer:
+    """One buffer layout made of tensors.
+
+    parameters: [layout.numel] in the parameters' dtype. gradients: [layout.numel], fp32 (fp64 in fp64 runs), None without training.
+    Padding between slots is and stays zero.
+    """
+
+    def __init__(self, layout: BufferLayout, device: torch.device, param_dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
+        self.layout = layout
+        self.parameters = _aligned_zeros(layout.numel, param_dtype, device)
+        self._gradients = None if grad_dtype is None else _aligned_zeros(layout.numel, grad_dtype, device)
+
+    @property
+    def gradients(self) -> Tensor:
+        if self._gradients is None:
+            raise RuntimeError("these buffers were made without gradients (grad_dtype=None)")
+        return self._gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._gradients is not None
+
+    def shard_range(self, bucket: Bucket, index: int) -> tuple[int, int]:
+        """Elements of the buffer that member `index` of the replica group updates: its shard, or the whole bucket if there is one shard."""
+        return bucket.shard(index if self.layout.num_shards > 1 else 0, self.layout.num_shards)
+
+
+class StageBuffers:
+    """Flat buffers of one stage on one rank.
+
+    layouts: what lies where (sharding.buffers). param_dtype: of the module's parameters. grad_dtype: of the main gradients, None for
+    inference. `listener`, if set, is called with a parameter's name whenever one microbatch's gradient of it has been added.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[BufferLayout],
+        device: torch.device | str = "cpu",
+        param_dtype: torch.dtype = torch.float32,
+        grad_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        device = torch.device(device)
+        self.buffers = tuple(FlatBuffer(layout, device, param_dtype, grad_dtype) for layout in layouts)
+        self.listener: Callable[[str], None] | None = None
+        self.unpredictable: frozenset[str] = frozenset()  # notified an unknown number of times in one microbatch
+        self._parameters: dict[str, Tensor] = {}
+        self._main_grads: dict[str, Tensor] = {}
+        for buffer, slot in self._slots():
+            self._parameters[slot.spec.name] = buffer.parameters[slot.start : slot.stop].view(slot.shape)
+            if buffer.has_gradients:
+                self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._parameters)
+
+    def parameter(self, name: str) -> Tensor:
+        """The values of one parameter, local shape, a view of the flat buffer."""
+        return self._parameters[name]
+
+    def main_grad(self, name: str) -> Tensor:
+        """The main gradient of one parameter, local shape, a view of the flat buffer."""
+        return self._main_grads[name]
+
+    def zero_gradients(self) -> None:
+        for buffer in self.buffers:
+            buffer.gradients.zero_()
+
+    def fill(self, draw: Draw) -> None:
+        """Set every parameter to draw(spec), its local values in any floating dtype."""
+        for _, slot in self._slots():
+            values = draw(slot.spec)
+            if values.shape != slot.shape:
+                raise ValueError(f"{slot.spec.name}: drawn values have shape {tuple(values.shape)}, its slot {slot.shape}")
+            self._parameters[slot.spec.name].copy_(values)
+
+    def materialize(self, module: nn.Module, draw: Draw | None = None, slot_factory: SlotFactory | None = None) -> None:
+        """Swap the module's (meta) parameters for views of the buffers, filled by draw, and route their gradients into them.
+
+        Names are those of module.named_parameters(); a Parameter that two submodules share stays one. Submodules with a dict `slots`
+        (hand-written backwards) get a slot made by slot_factory for each of their own parameters; every parameter also gets a hook that
+        adds what autograd leaves in .grad to the main gradient and drops it.
+        Raises ValueError if the module's names or shapes are not those of the layouts.
+        """
+        self._check(module)
+        if draw is not None:
+            self.fill(draw)
+        holders = _holders(module)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        unpredictable = set()
+        for old, places in holders:
+            name = names[id(old)]
+            new = nn.Parameter(self._parameters[name], requires_grad=old.requires_grad)
+            for owner, attribute in places:
+                owner._parameters[attribute] = new
+            if self._main_grads and new.requires_grad:
+                uses = self._install_slots(name, places, slot_factory)
+                if 0 < uses < len(places):  # partly by autograd, which speaks once a backward, partly by hand
+                    unpredictable.add(name)
+                new.register_post_accumulate_grad_hook(functools.partial(self._add_autograd, name))
+        self.unpredictable = frozenset(unpredictable)
+
+    def _install_slots(self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None) -> int:
+        """Give the submodules that accumulate by hand one common slot; returns how many they are."""
+        found = [(getattr(owner, "slots", None), attribute) for owner, attribute in places]
+        by_hand = [(slots, attribute) for slots, attribute in found if isinstance(slots, dict)]
+        if slot_factory is None or not by_hand:
+            return 0
+        slot = slot_factory(self._main_grads[name], len(by_hand), lambda _: self._added(name))
+        for slots, attribute in by_hand:
+            slots[attribute] = slot
+        return len(by_hand)
+
+    def _add_autograd(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is None:  # the hook also fires for a backward that returned None
+            return
+        self._main_grads[name].add_(parameter.grad)
+        parameter.grad = None
+        self._added(name)
+
+    def _added(self, name: str) -> None:
+        if self.listener is not None:
+            self.listener(name)
+
+    def _slots(self) -> Iterator[tuple[FlatBuffer, Slot]]:
+        for buffer in self.buffers:
+            for slot in buffer.layout.slots:
+                yield buffer, slot
+
+    def _check(self, module: nn.Module) -> None:
+        wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        held = {slot.spec.name: slot.shape for _, slot in self._slots()}
+        if wanted.keys() != held.keys():
+            raise ValueError(
+                f"only in the module: {sorted(wanted.keys() - held.keys())}; only in the buffers: {sorted(held.keys() - wanted.keys())}"
+            )
+        for name, shape in held.items():
+            if wanted[name] != shape:
+                raise ValueError(f"{name}: the module has shape {wanted[name]}, its slot {shape}")
+
+
+def _holders(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
+    """Each distinct parameter with the (submodule, attribute) pairs that hold it, in model order."""
+    found: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
+    for submodule in module.modules():
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (parameter, []))[1].append((submodule, attribute))
+    return list(found.values())
+
+
+def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    raw = torch.zeros(numel + ALIGNMENT_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    start = -raw.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
+    return raw[start : start + numel]

@@ -1,0 +1,241 @@
+"""`GradientReducer`: sums main gradients over the replicas of their stage, bucket by bucket, while the backward still runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapipe.comm.collectives import Work, all_reduce, reduce_scatter
+from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
+from megapipe.sharding.buffers import Bucket, Slot
+from megapipe.sharding.slicing import Interval
+
+
+@dataclass(eq=False)
+class _BucketState:
+    """missing: additions each parameter still lacks; launched: this step's reduction has been started."""
+
+    buffer: FlatBuffer
+    bucket: Bucket
+    missing: dict[str, int]
+    launched: bool = False
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A reduction under way. `reduced` is copied into `target` when done, where they differ (bf16 on the wire)."""
+
+    work: Work
+    reduced: Tensor
+    target: Tensor
+
+
+class GradientReducer:
+    """Reduces the gradients of the stages this rank holds. Afterwards a rank's shard of each bucket (all of it without the distributed
+    optimizer) holds raw sums over microbatches and replicas; the rest of the buffer is undefined.
+
+    stages: buffers by stage index; stage 0 holds the embedding. groups: this rank's process groups (tp, dp_cp, kv, embedding are used).
+    overlap: start a bucket's reduction when its last gradient has come; otherwise everything happens in finish().
+    reduce_in_bf16: what travels over dp_cp is a bf16 copy, and so is the sum.
+
+    Every member of a replica group starts the same reductions in the same order: within a stage always bucket by bucket, and stages in
+    the order of the schedule's row, which replicas share.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, StageBuffers], groups: ProcessGroups, *, overlap: bool = True, reduce_in_bf16: bool = False
+    ) -> None:
+        self._stages = dict(sorted(stages.items()))
+        self._groups = groups
+        self._overlap = overlap
+        self._reduce_in_bf16 = reduce_in_bf16
+        self._plain = {stage: _states(buffers, "plain") for stage, buffers in self._stages.items()}
+        self._partial = {stage: _states(buffers, "partial") for stage, buffers in self._stages.items()}
+        self._tied = [state for buffers in self._stages.values() for state in _states(buffers, "tied")]
+        self._replica_sums = {stage: self._plan_replica_sums(stage) for stage in self._stages}
+        self._state_of = {
+            stage: {slot.spec.name: state for state in states for slot in state.bucket.slots} for stage, states in self._plain.items()
+        }
+        self._armed: set[int] = set()
+        self._reduced: list[int] = []
+        self._pending: list[_Pending] = []
+        self._check()
+        if overlap:
+            for stage, buffers in self._stages.items():
+                buffers.listener = functools.partial(self._added, stage)
+
+    def begin_step(self, num_microbatches: int) -> None:
+        """Zero all gradients and expect num_microbatches additions to each parameter. Works for any schedule, split backwards included."""
+        self._forget()
+        for stage, buffers in self._stages.items():
+            buffers.zero_gradients()
+            self.arm(stage, num_microbatches)
+
+    def arm(self, stage: int, num_additions: int = 1) -> None:
+        """From now on each parameter of the stage gets num_additions more gradients; a bucket that has them all is reduced at once."""
+        self._armed.add(stage)
+        for state in self._plain[stage]:
+            state.launched = False
+            state.missing = {slot.spec.name: num_additions for slot in state.bucket.slots}
+
+    def reduce(self, stage: int) -> None:
+        """All gradients of the stage have been added (REDUCE_GRAD): start the reductions that have not been started.
+
+        Partial gradients are first summed over their tp replicas. Without overlap this waits for finish(). The tied embedding is never
+        part of it.
+        """
+        if stage in self._reduced:
+            raise RuntimeError(f"stage {stage} was reduced already in this step")
+        self._reduced.append(stage)
+        if self._overlap:
+            self._launch_rest(stage)
+
+    def finish(self) -> None:
+        """Complete every reduction of the step, then sum the tied embedding: over dp_cp first, then over the embedding group."""
+        for stage in self._stages:
+            if stage not in self._reduced:
+                self.reduce(stage)
+        if not self._overlap:
+            for stage in self._reduced:
+                self._launch_rest(stage)
+        for state in self._tied:
+            self._launch(state)
+        for pending in self._pending:
+            pending.work.wait()
+            if pending.reduced is not pending.target:
+                pending.target.copy_(pending.reduced)
+        self._sum_tied()
+        self._forget()
+
+    def num_launched(self, stage: int) -> int:
+        """Buckets of the stage whose reduction has been started in this step."""
+        return sum(state.launched for state in (*self._plain[stage], *self._partial[stage]))
+
+    def _forget(self) -> None:
+        self._armed.clear()
+        self._reduced = []
+        self._pending = []
+        for state in (*self._tied, *(state for states in (*self._plain.values(), *self._partial.values()) for state in states)):
+            state.launched = False
+
+    def _added(self, stage: int, name: str) -> None:
+        """One microbatch's gradient of a parameter has been added: reduce the buckets that are now complete, in order."""
+        state = self._state_of[stage].get(name)
+        if stage not in self._armed or state is None or name in self._stages[stage].unpredictable:
+            return
+        if state.launched:
+            raise RuntimeError(
+                f"{name} got a gradient after the reduction of its bucket had started: it is used more often in a microbatch than its "
+                "module says, or more microbatches run than were announced"
+            )
+        state.missing[name] -= 1
+        if state.missing[name] == 0:
+            for earlier in self._plain[stage]:
+                if any(count > 0 for count in earlier.missing.values()):
+                    break
+                if not earlier.launched:
+                    self._launch(earlier)
+
+    def _launch_rest(self, stage: int) -> None:
+        for state in self._plain[stage]:
+            if not state.launched:
+                self._launch(state)
+        for group, gradients in self._replica_sums[stage]:
+            _sum_over(group, gradients)
+        for state in self._partial[stage]:
+            self._launch(state)
+
+    def _launch(self, state: _BucketState) -> None:
+        state.launched = True
+        group, buffer, bucket = self._groups.dp_cp, state.buffer, state.bucket
+        if group.size == 1:
+            return
+        gradients = buffer.gradients[bucket.start : bucket.stop]
+        travelling = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
+        if buffer.layout.num_shards == 1:
+            work = all_reduce(travelling, group, async_op=True)
+            self._pending.append(_Pending(work, travelling, gradients))
+            return
+        low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
+        target = gradients[low:high]
+        reduced = travelling[low:high] if self._reduce_in_bf16 else target
+        work = reduce_scatter(reduced, travelling, group, async_op=True)
+        self._pending.append(_Pending(work, reduced, target))
+
+    def _sum_tied(self) -> None:
+        """Both holders of the tied embedding get the sum of their gradients; two copies on one rank are one contribution."""
+        embedding = self._groups.embedding
+        if not self._tied or embedding is None:
+            return
+        shards = []
+        for state in self._tied:
+            low, high = state.buffer.shard_range(state.bucket, self._groups.dp_cp.rank)
+            shards.append(state.buffer.gradients[low:high])
+        num_copies = sum(any(buffer.layout.kind == "tied" for buffer in buffers.buffers) for buffers in self._stages.values())
+        copies = [shards[i : i + len(shards) // num_copies] for i in range(0, len(shards), len(shards) // num_copies)]
+        for same in zip(*copies, strict=True):
+            for other in same[1:]:
+                same[0].add_(other)
+            all_reduce(same[0], embedding)
+            for other in same[1:]:
+                other.copy_(same[0])
+
+    def _plan_replica_sums(self, stage: int) -> list[tuple[Group, list[Tensor]]]:
+        """The rows of this stage's gradients that are summed over tp replicas, by group: all of tp, or the ranks that share k and v."""
+        tp, kv = self._groups.tp, self._groups.kv
+        over_tp: list[Tensor] = []
+        over_kv: list[Tensor] = []
+        for state in self._partial[stage]:
+            for slot in state.bucket.slots:
+                gradient = state.buffer.gradients[slot.start : slot.stop].view(slot.shape)
+                for interval, rows in _replicated_rows(slot, gradient, tp.rank, tp.size):
+                    members = tuple(tp.ranks[replica] for replica in interval.replicas)
+                    if members == tuple(tp.ranks):
+                        over_tp.append(rows)
+                    elif members == tuple(kv.ranks):
+                        over_kv.append(rows)
+                    else:
+                        raise ValueError(f"{slot.spec.name}: no process group consists of its replicas, ranks {members}")
+        return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
+
+    def _check(self) -> None:
+        size = self._groups.dp_cp.size
+        for stage, buffers in self._stages.items():
+            for buffer in buffers.buffers:
+                if buffer.layout.num_shards not in (1, size):
+                    raise ValueError(
+                        f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; it must be 1 or {size}"
+                    )
+        if self._tied and self._groups.embedding is None:
+            raise ValueError("this rank holds a tied embedding and is in no embedding group")
+
+
+def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
+    return [
+        _BucketState(buffer, bucket, {}) for buffer in buffers.buffers if buffer.layout.kind == kind for bucket in buffer.layout.buckets
+    ]
+
+
+def _replicated_rows(slot: Slot, gradient: Tensor, tp_rank: int, tp: int) -> list[tuple[Interval, Tensor]]:
+    """The parts of a local gradient that lie on several tp_ranks, each of which has only a part of the sum."""
+    summed = slot.spec.summed_over_replicas(tp_rank, tp)
+    dim, position, found = slot.spec.slicing.dim or 0, 0, []
+    for interval in slot.spec.intervals(tp_rank, tp):
+        rows = interval.stop - interval.start
+        if interval in summed:
+            found.append((interval, gradient.narrow(dim, position, rows)))
+        position += rows
+    return found
+
+
+def _sum_over(group: Group, gradients: Sequence[Tensor]) -> None:
+    """One all-reduce for many small tensors."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    all_reduce(flat, group)
+    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(summed.view(gradient.shape))

@@ -1,0 +1,54 @@
+"""Global norms and counts over the model, in which every element counts once.
+
+Each rank adds up what it owns (shards.Ranges); sums then go over the replicas' shards, if the optimizer is sharded, and over tp and pp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group
+
+# fp32 sums of more elements than this drift: 40 million squares in one accumulator are wrong by 2e-3
+SUM_BLOCK = 4096
+
+
+def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of flat tensors as an fp64 scalar: blocks in the tensors' own dtype (at least fp32), then fp64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        whole = tensor.numel() // SUM_BLOCK * SUM_BLOCK
+        if whole:
+            total += torch.linalg.vector_norm(tensor[:whole].view(-1, SUM_BLOCK), dim=1).double().square_().sum()
+        if whole < tensor.numel():
+            total += torch.linalg.vector_norm(tensor[whole:]).double().square_()
+    return total
+
+
+def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Number of elements that are exactly zero, as an fp64 scalar (exact up to 2^53)."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        total += tensor.numel() - torch.count_nonzero(tensor)
+    return total
+
+
+def sum_over_model(values: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
+    """Sum scalars over the groups, one after the other, in one message each."""
+    summed = torch.stack(list(values))
+    for group in groups:
+        all_reduce(summed, group)
+    return [float(value) for value in summed.tolist()]
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied with so that their norm is at most max_norm; 1 if it is already, or if max_norm is 0 (no clipping)."""
+    if max_norm <= 0 or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

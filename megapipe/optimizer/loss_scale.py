@@ -1,0 +1,65 @@
+"""The loss scale of fp16: the backward starts from loss x scale, so that small gradients do not vanish.
+
+Micikevicius et al. 2018, arXiv:1710.03740.
+"""
+
+from __future__ import annotations
+
+from megapipe.config.precision import PrecisionConfig
+
+
+class LossScaler:
+    """Constant or dynamic loss scale.
+
+    window: None keeps the scale constant. Else: `hysteresis` overflows, counted since the scale last grew, halve it, and so does every
+    further one, never below `minimum`; `window` good steps in a row double it.
+    """
+
+    def __init__(self, initial: float, *, window: int | None = None, hysteresis: int = 1, minimum: float = 1.0) -> None:
+        self.scale = initial
+        self._window = window
+        self._hysteresis = hysteresis
+        self._minimum = minimum
+        self._good_steps = 0
+        self._overflows_left = hysteresis
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig) -> LossScaler:
+        """Scale 1 unless fp16; fp16: --loss-scale if set, else dynamic."""
+        if precision.dtype != "fp16":
+            return cls(1.0)
+        if precision.loss_scale is not None:
+            return cls(precision.loss_scale)
+        return cls(
+            precision.initial_loss_scale,
+            window=precision.loss_scale_window,
+            hysteresis=precision.hysteresis,
+            minimum=precision.min_loss_scale,
+        )
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step; overflow: some gradient on some rank was infinite or NaN, so that the step was skipped."""
+        if self._window is None:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale / 2, self._minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps == self._window:
+            self._good_steps = 0
+            self._overflows_left = self._hysteresis
+            self.scale *= 2
+
+    def state(self) -> dict[str, float | int]:
+        """Plain values for a checkpoint."""
+        return {"scale": self.scale, "good_steps": self._good_steps, "overflows_left": self._overflows_left}
+
+    def load_state(self, state: dict[str, float | int]) -> None:
+        """Go on from a checkpoint; a constant scale stays what the configuration says."""
+        if self._window is not None:
+            self.scale = float(state["scale"])
+            self._good_steps = int(state["good_steps"])
+            self._overflows_left = int(state["overflows_left"])

@@ -1,0 +1,135 @@
+"""`Shard`: the part of one bucket whose master weights and moments this rank holds and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
+from megapipe.sharding.boxes import Piece
+from megapipe.sharding.buffers import Bucket, shard_pieces
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, stop) of a shard that are updated alike. Zero padding inside is harmless: its gradient and weight stay zero."""
+
+    start: int
+    stop: int
+    weight_decay: bool
+    decoupled_lr: bool
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Element ranges of a shard that this rank counts, so that every element of the model counts once over tp and pp.
+
+    exact: without padding, the vocabulary's included. merged: with padding inside, fewer and longer: for sums of gradients, where
+    padding is zero.
+    """
+
+    exact: tuple[tuple[int, int], ...]
+    merged: tuple[tuple[int, int], ...]
+
+
+class Shard:
+    """Elements [start, stop) of a flat buffer.
+
+    parameter, gradient: [stop - start] views of the buffer. master: the same memory as parameter where the dtype is that of the gradients
+    (fp32, fp64), else a copy in the gradients' dtype. moments: by name, like master.
+    is_copy: another stage owns these parameters (the tied embedding at the head), so that they count for nothing in norms.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        buffer: FlatBuffer,
+        bucket: Bucket,
+        replica: int,
+        coordinate: tuple[int, int],  # tp_rank, tp
+        moment_names: tuple[str, ...],
+    ) -> None:
+        self.stage = stage
+        self.bucket = bucket
+        self.start, self.stop = buffer.shard_range(bucket, replica)
+        self.is_copy = buffer.layout.kind == "tied" and stage != 0
+        self._tp_rank, self._tp = coordinate
+        self.parameter = buffer.parameters[self.start : self.stop]
+        self.gradient = buffer.gradients[self.start : self.stop]
+        self.master = self.parameter if self.parameter.dtype == self.gradient.dtype else self.parameter.to(self.gradient.dtype)
+        self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
+        self.runs = tuple(self._runs())
+        self.counted = Ranges((), ()) if self.is_copy else _counted(bucket, self._tp_rank, self._tp, self.start, self.stop)
+
+    @property
+    def has_own_master(self) -> bool:
+        return self.master is not self.parameter
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """What the shard's elements mean: (position in the shard, piece) in order."""
+        for position, piece in shard_pieces(self.bucket, self._tp_rank, self._tp, self.start, self.stop):
+            yield position - self.start, piece
+
+    def _runs(self) -> Iterator[Run]:
+        run: Run | None = None
+        for slot in self.bucket.slots:
+            low, high = max(slot.start, self.start) - self.start, min(slot.stop, self.stop) - self.start
+            if low >= high:
+                continue
+            following = Run(low, high, slot.spec.weight_decay, slot.spec.decoupled_lr)
+            if run is not None and (run.weight_decay, run.decoupled_lr) == (following.weight_decay, following.decoupled_lr):
+                run = Run(run.start, high, run.weight_decay, run.decoupled_lr)
+                continue
+            if run is not None:
+                yield run
+            run = following
+        if run is not None:
+            yield run
+
+
+def make_shards(
+    stages: Mapping[int, StageBuffers], replica: int, tp_rank: int, tp: int, moment_names: tuple[str, ...]
+) -> tuple[Shard, ...]:
+    """This rank's shard of every bucket of its stages. replica: its rank in the dp_cp group."""
+    return tuple(
+        Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names)
+        for stage, buffers in sorted(stages.items())
+        for buffer in buffers.buffers
+        for bucket in buffer.layout.buckets
+    )
+
+
+def _counted(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -> Ranges:
+    exact: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
+    foreign = False  # elements of another owner since the last counted range
+    for position, piece in shard_pieces(bucket, tp_rank, tp, start, stop):
+        if not piece.owned:
+            foreign = True
+            continue
+        low, high = position - start, position - start + piece.box.num_elements
+        _append(exact, low, low + _meaningful(piece), touching=True)
+        _append(merged, low, high, touching=foreign)
+        foreign = False
+    return Ranges(tuple(exact), tuple(merged))
+
+
+def _append(ranges: list[tuple[int, int]], low: int, high: int, touching: bool) -> None:
+    """Add a range, as part of the last one if nothing lies between (touching: only if no padding does either)."""
+    if low == high:
+        return
+    if ranges and (ranges[-1][1] == low or not touching):
+        ranges[-1] = (ranges[-1][0], high)
+    else:
+        ranges.append((low, high))
+
+
+def _meaningful(piece: Piece) -> int:
+    """Elements of a piece that are not vocabulary padding; they come first."""
+    true_rows = piece.spec.true_rows
+    if true_rows is None:
+        return piece.box.num_elements
+    rows = min(max(true_rows - piece.box.offset[0], 0), piece.box.shape[0])
+    return piece.box.num_elements // piece.box.shape[0] * rows

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
+
+
+class Shared(nn.Module):
+    """Two submodules hold one Parameter; `by_hand` of them accumulate their gradient themselves."""
+
+    def __init__(self, by_hand: int) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.first = nn.Linear(3, 3, bias=False)
+            self.second = nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        for module in (self.first, self.second)[:by_hand]:
+            module.slots = {}
+
+
+SHARED_SPECS = (ParamSpec("first.weight", (3, 3), owner=0),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_parameters_are_aligned_views_with_the_drawn_values(dtype: torch.dtype) -> None:
+    buffers, module = stage_buffers(toy_specs(), param_dtype=dtype), Toy()
+    buffers.materialize(module, draw)
+    for spec in toy_specs():
+        parameter = module.get_parameter(spec.name)
+        assert parameter.data_ptr() % 64 == 0
+        assert parameter.requires_grad
+        assert torch.equal(parameter, draw(spec).to(dtype))
+    assert len(buffers.buffers[0].layout.buckets) > 2
+    for buffer in buffers.buffers:
+        buffer.parameters.zero_()
+    assert all(not parameter.any() for parameter in module.parameters())
+
+
+def test_autograd_gradients_add_up_in_the_main_gradients_and_are_dropped() -> None:
+    buffers, module = stage_buffers(toy_specs(), param_dtype=torch.float32), Toy()
+    buffers.materialize(module, draw)
+    heard = []
+    buffers.listener = heard.append
+    expected = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in module.named_parameters()}
+    for microbatch in range(3):
+        loss = module(tokens_of(0, microbatch))
+        for (name, _), gradient in zip(module.named_parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True):
+            expected[name] += gradient
+        module(tokens_of(0, microbatch)).backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is None
+        assert torch.equal(buffers.main_grad(name), expected[name])
+        assert heard.count(name) == 3
+    buffers.zero_gradients()
+    assert not any(buffer.gradients.any() for buffer in buffers.buffers)
+
+
+class ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, slot):
+        ctx.slot = slot
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.slot.add(torch.ones(3, 3))
+        ctx.slot.ready()
+        return grad, None, None
+
+
+def test_gradient_added_by_hand_is_heard_once() -> None:
+    buffers, module = stage_buffers(SHARED_SPECS), Shared(by_hand=2)
+    buffers.materialize(module, draw, GradientSlot)
+    heard = []
+    buffers.listener = heard.append
+    slot = module.first.slots["weight"]
+    assert slot is module.second.slots["weight"]
+    x = ByHand.apply(torch.ones(3, requires_grad=True), module.first.weight, slot)
+    ByHand.apply(x, module.second.weight, slot).sum().backward()
+    assert heard == ["first.weight"]  # both uses done; the hook of a backward that returned None says nothing
+    assert torch.equal(buffers.main_grad("first.weight"), torch.full((3, 3), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("by_hand", "unpredictable"), [(0, False), (1, True), (2, False)], ids=["autograd", "one by hand", "both by hand"])
+def test_parameter_shared_by_two_modules_stays_one(by_hand: int, unpredictable: bool) -> None:
+    buffers, module = stage_buffers(SHARED_SPECS), Shared(by_hand)
+    buffers.materialize(module, draw, GradientSlot)
+    assert module.first.weight is module.second.weight
+    assert module.first.weight.data_ptr() == buffers.parameter("first.weight").data_ptr()
+    assert ("first.weight" in buffers.unpredictable) == unpredictable
+
+
+def test_module_that_is_not_the_layout_is_refused() -> None:
+    specs = toy_specs()
+    with pytest.raises(ValueError, match=r"only in the module: \['embedding.weight'\]"):
+        stage_buffers(specs[1:]).materialize(Toy())
+    wrong = (ParamSpec("embedding.weight", (12, 7), owner=0), *specs[1:])
+    with pytest.raises(ValueError, match=r"embedding.weight: the module has shape \(11, 7\), its slot \(12, 7\)"):
+        stage_buffers(wrong).materialize(Toy())
+
+
+def test_inference_buffers_hold_no_gradients() -> None:
+    buffers, module = stage_buffers(toy_specs(), grad_dtype=None), Toy()
+    buffers.materialize(module, draw)
+    assert not buffers.buffers[0].has_gradients
+    with pytest.raises(RuntimeError, match="without gradients"):
+        buffers.zero_gradients()

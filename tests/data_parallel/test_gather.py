@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapipe.comm.groups import build_process_groups
+from megapipe.comm.trace import Tracer
+from megapipe.data_parallel.gather import ParameterGather
+from megapipe.sharding.spec import ParamSpec
+from megapipe.topology import Topology
+from tests.data_parallel.toy import groups_of, stage_buffers
+from tests.harness import RankPool
+
+NUM_STAGES = 3
+
+
+def specs_of(stage: int) -> tuple[ParamSpec, ...]:
+    return tuple(ParamSpec(f"{stage}.{index}", (3 + stage, 7), owner=stage) for index in range(5))
+
+
+def gather(rank: int, world: int, order: list[int], overlap: bool) -> tuple[list[tuple[int, ...]], bool, list[int]]:
+    """Every rank writes its number into its shards; then all are gathered, and stages are waited for in order."""
+    groups = groups_of(rank, dp=world)
+    stages = {stage: stage_buffers(specs_of(stage), world) for stage in range(NUM_STAGES)}
+    expected = {}
+    for stage, buffers in stages.items():
+        for buffer in buffers.buffers:
+            whole = torch.zeros_like(buffer.parameters)
+            for bucket in buffer.layout.buckets:
+                for replica in range(world):
+                    low, high = buffer.shard_range(bucket, replica)
+                    whole[low:high] = 1 + replica
+                low, high = buffer.shard_range(bucket, rank)
+                buffer.parameters[low:high] = 1 + rank
+            expected[stage] = whole
+    gathering = ParameterGather(stages, order, groups.dp_cp, overlap=overlap)
+    gathering.start()
+    pending = [gathering.pending]
+    correct = True
+    for stage in order:
+        gathering.wait(stage)
+        pending.append(gathering.pending)
+        correct &= torch.equal(stages[stage].buffers[0].parameters, expected[stage])
+    return pending, correct, [len(buffers.buffers[0].layout.buckets) for buffers in stages.values()]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["model order", "another order"])
+def test_stages_are_complete_when_waited_for_in_order_of_first_use(two_ranks: RankPool, order: list[int]) -> None:
+    for pending, correct, num_buckets in two_ranks.run(gather, order, True):
+        assert pending == [tuple(order[i:]) for i in range(NUM_STAGES + 1)]
+        assert correct
+        assert min(num_buckets) > 1
+
+
+def test_without_overlap_all_is_there_at_once(two_ranks: RankPool) -> None:
+    for pending, correct, _ in two_ranks.run(gather, [0, 1, 2], False):
+        assert set(pending) == {()}
+        assert correct
+
+
+def unsharded(rank: int, world: int) -> int:
+    tracer = Tracer()
+    groups = build_process_groups(Topology(dp=world), rank, "gloo", 30.0, tracer)
+    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], groups.dp_cp)
+    gathering.start()
+    gathering.finish()
+    return len(tracer.events)
+
+
+def test_unsharded_parameters_are_not_sent(two_ranks: RankPool) -> None:
+    assert two_ranks.run(unsharded) == [0, 0]
+
+
+def test_order_must_name_the_stages() -> None:
+    from megapipe.comm.groups import Group
+
+    with pytest.raises(ValueError, match=r"names stages \[0, 2\], this rank holds \[0\]"):
+        ParameterGather({0: stage_buffers(specs_of(0))}, [0, 2], Group.alone("dp_cp"))

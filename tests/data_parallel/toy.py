@@ -1,0 +1,74 @@
+"""A small model of odd shapes, its specs and buffers: what the tests of data_parallel and optimizer train."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.groups import ProcessGroups, build_process_groups
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.sharding.buffers import layout_buffers
+from megapipe.sharding.spec import ParamSpec
+from megapipe.topology import Topology
+
+
+class Toy(nn.Module):
+    """tokens [n] -> scalar loss; parameters on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(11, 7)
+            self.norm = nn.LayerNorm(7)
+            self.up = nn.Linear(7, 13)
+            self.down = nn.Linear(13, 5, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(self.embedding(tokens))))).square().sum()
+
+
+def toy_specs() -> tuple[ParamSpec, ...]:
+    """One spec for each parameter of Toy; the embedding takes the decoupled learning rate, vectors no weight decay."""
+    return tuple(
+        ParamSpec(
+            name,
+            tuple(parameter.shape),
+            owner=0,
+            weight_decay=parameter.ndim > 1,
+            decoupled_lr=name.startswith("embedding"),
+        )
+        for name, parameter in Toy().named_parameters()
+    )
+
+
+def draw(spec: ParamSpec) -> Tensor:
+    """Whole initial values in fp64, from the name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+    return torch.randn(spec.shape, generator=generator, dtype=torch.float64) * 0.3
+
+
+def stage_buffers(
+    specs: Sequence[ParamSpec],
+    num_shards: int = 1,
+    bucket_size: int = 60,
+    *,
+    tp_rank: int = 0,
+    tp: int = 1,
+    split_tied: bool = False,
+    param_dtype: torch.dtype = torch.float64,
+    grad_dtype: torch.dtype = torch.float64,
+) -> StageBuffers:
+    layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, split_tied)
+    return StageBuffers(layouts, "cpu", param_dtype, grad_dtype)
+
+
+def groups_of(rank: int, **axes: int) -> ProcessGroups:
+    return build_process_groups(Topology(**axes), rank, "gloo", 30.0)
+
+
+def tokens_of(step: int, microbatch: int) -> Tensor:
+    """The tokens of one microbatch, counted over all dp ranks."""
+    return torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(1000 * step + microbatch))

@@ -1,0 +1,223 @@
+"""One process: the optimizer against torch's own, precision, overflow, norms, state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.groups import ProcessGroups
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.precision import PrecisionConfig
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.optimizer.optimizer import Optimizer, StepReport
+from megapipe.sharding.slicing import Fused
+from megapipe.sharding.spec import ParamSpec
+from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
+
+ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_beta2=0.99, adam_eps=1e-3)
+SGD = OptimizerConfig(lr=0.01, clip_grad=0.5, optimizer="sgd", sgd_momentum=0.8)
+PLAIN_SGD = OptimizerConfig(lr=0.01, clip_grad=0.0, optimizer="sgd", sgd_momentum=0.0)
+CONFIGS = pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adamw", "sgd with momentum", "sgd, unclipped"])
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """One rank training Toy; the reference for all others."""
+
+    def __init__(self, config: OptimizerConfig, precision: PrecisionConfig = PrecisionConfig(dtype="fp64")) -> None:  # noqa: B008
+        dtype = DTYPES[precision.dtype]
+        self.module = Toy()
+        self.buffers = stage_buffers(toy_specs(), param_dtype=dtype, grad_dtype=torch.promote_types(dtype, torch.float32))
+        self.buffers.materialize(self.module, draw)
+        self.reducer = GradientReducer({0: self.buffers}, ProcessGroups.alone())
+        self.optimizer = Optimizer({0: self.buffers}, ProcessGroups.alone(), config, precision)
+
+    def step(self, step: int, num_microbatches: int = 4, scale: float = 1.0, **options: bool) -> StepReport:
+        self.reducer.begin_step(num_microbatches)
+        for microbatch in range(num_microbatches):
+            (self.module(tokens_of(step, microbatch)) * (scale * self.optimizer.loss_scale)).backward()
+        self.reducer.finish()
+        return self.optimizer.step(1 / num_microbatches, 0.01, 0.1, 0.003, **options)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+
+
+def plain_training(config: OptimizerConfig, steps: int, num_microbatches: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and gradient norms of a plain torch loop in fp64: the oracle."""
+    module = Toy().to_empty(device="cpu").double()
+    with torch.no_grad():
+        for spec in toy_specs():
+            module.get_parameter(spec.name).copy_(draw(spec))
+    groups = [
+        {
+            "params": [module.get_parameter(spec.name)],
+            "lr": 0.003 if spec.decoupled_lr else 0.01,
+            "weight_decay": 0.1 if spec.weight_decay else 0.0,
+        }
+        for spec in toy_specs()
+    ]
+    if config.optimizer == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    else:
+        optimizer = torch.optim.SGD(groups, momentum=config.sgd_momentum)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for microbatch in range(num_microbatches):
+            (module(tokens_of(step, microbatch)) / num_microbatches).backward()
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), config.clip_grad or math.inf).item())
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}, norms
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert (found[name].double() - values.double()).abs().max() <= tolerance * values.abs().max(), name
+
+
+@CONFIGS
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-12), ("fp32", 1e-5)], ids=["fp64", "fp32"])
+def test_weights_and_norms_equal_torchs_own_optimizer(config: OptimizerConfig, dtype: str, tolerance: float) -> None:
+    trainer = Trainer(config, PrecisionConfig(dtype=dtype))
+    reports = [trainer.step(step) for step in range(4)]
+    weights, norms = plain_training(config, 4, 4)
+    assert_close(trainer.weights(), weights, tolerance)
+    assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=tolerance)
+    assert any(report.clip_coefficient < 1 for report in reports) == (config.clip_grad > 0)
+    assert trainer.optimizer.masters_are_parameters
+
+
+def test_clip_coefficient_is_megatrons() -> None:
+    report = Trainer(ADAM).step(0)
+    assert report.grad_norm > 0.5
+    assert report.clip_coefficient == 0.5 / (report.grad_norm + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_parameters_are_the_rounded_fp32_masters(dtype: str) -> None:
+    config = OptimizerConfig(lr=0.01, clip_grad=0.0)
+    trainer = Trainer(config, PrecisionConfig(dtype=dtype, initial_loss_scale=4.0))
+    drawn = trainer.weights()
+    for step in range(3):
+        assert not trainer.step(step).skipped
+    masters = master_weights(trainer)
+    weights = trainer.weights()
+    assert not trainer.optimizer.masters_are_parameters
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(weights[name].flatten(), master.to(DTYPES[dtype]))
+    changed_below_rounding = 0
+    for name, master in masters.items():
+        changed_below_rounding += int(((weights[name] == drawn[name]).flatten() & (master != drawn[name].float().flatten())).sum())
+    assert changed_below_rounding > 0  # small updates are kept where the parameter cannot show them
+
+
+def master_weights(trainer: Trainer) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {}
+    for state in trainer.optimizer.state():
+        if state.key == "master":
+            found.setdefault(state.piece.spec.name, []).append(state.values)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def test_overflow_skips_the_step_and_backs_off() -> None:
+    trainer = Trainer(ADAM, PrecisionConfig(dtype="fp16", initial_loss_scale=16.0, hysteresis=2, loss_scale_window=2))
+    before = trainer.weights()
+    scales = []
+    for step in range(2):
+        report = trainer.step(step, scale=1e6)
+        scales.append((report.loss_scale, trainer.optimizer.loss_scale))
+        assert report.skipped
+        assert not math.isfinite(report.grad_norm)
+        assert trainer.optimizer.nonfinite_gradients()
+    assert scales == [(16.0, 16.0), (16.0, 8.0)]
+    assert all(torch.equal(values, before[name]) for name, values in trainer.weights().items())
+    assert trainer.optimizer.plain_state()["num_steps"] == 0
+    assert not trainer.step(2).skipped
+    assert not trainer.step(3).skipped
+    assert trainer.optimizer.loss_scale == 16.0
+    assert trainer.optimizer.plain_state()["num_steps"] == 2
+
+
+def test_loss_scale_leaves_norm_and_update_unchanged() -> None:
+    reports, weights = [], []
+    for scale in (1.0, 2.0**10):
+        trainer = Trainer(ADAM, PrecisionConfig(dtype="fp16", loss_scale=scale))
+        trainer.buffers.fill(draw)
+        reports.append(trainer.step(0))
+        weights.append(trainer.weights())
+    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=2e-2)  # fp16 gradients
+    assert_close(weights[1], weights[0], 1e-2)
+
+
+def test_nan_gradient_updates_nothing_and_is_named() -> None:
+    trainer = Trainer(ADAM)
+    before = trainer.weights()
+    trainer.buffers.main_grad("up.bias")[3] = math.nan
+    report = trainer.optimizer.step(1.0, 0.01, 0.1)
+    assert math.isnan(report.grad_norm)
+    assert report.skipped
+    assert trainer.optimizer.nonfinite_gradients() == ["up.bias"]
+    assert all(torch.equal(values, before[name]) for name, values in trainer.weights().items())
+
+
+def test_zeros_and_norms_leave_padding_out() -> None:
+    spec = ParamSpec("embedding.weight", (8, 5), owner="embedding", slicing=Fused(0), true_rows=6)
+    buffers = stage_buffers((spec, ParamSpec("bias", (3,), owner=0, weight_decay=False)))
+    buffers.fill(lambda spec: torch.full(spec.shape, 2.0))
+    optimizer = Optimizer({0: buffers}, ProcessGroups.alone(), OptimizerConfig(lr=0.0001), PrecisionConfig(dtype="fp64"))
+    assert optimizer.parameters_norm() == pytest.approx(math.sqrt(33 * 4.0))
+    buffers.main_grad("bias").copy_(torch.tensor([3.0, 0.0, 4.0]))
+    report = optimizer.step(1.0, 0.0, 0.0, count_zero_gradients=True)
+    assert report.grad_norm == pytest.approx(5.0)
+    assert report.num_zeros == 31
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
+def test_training_resumed_through_pieces_is_equal_to_the_bit(config: OptimizerConfig, dtype: str) -> None:
+    precision = PrecisionConfig(dtype=dtype)
+    straight, first, second = (Trainer(config, precision) for _ in range(3))
+    for step in range(4):
+        straight.step(step)
+    for step in range(2):
+        first.step(step)
+    second.buffers.fill(lambda spec: torch.zeros(spec.shape))
+    saved = {(state.key, state.piece.spec.name, state.piece.box): state.values.clone() for state in first.optimizer.state()}
+    for state in second.optimizer.state():
+        state.values.copy_(saved.pop((state.key, state.piece.spec.name, state.piece.box)))
+    assert not saved
+    second.optimizer.load_plain_state(first.optimizer.plain_state())
+    second.optimizer.masters_to_parameters()
+    for step in range(2, 4):
+        second.step(step)
+    for name, values in straight.weights().items():
+        assert torch.equal(second.weights()[name], values), name
+
+
+def test_weights_loaded_without_state_become_masters() -> None:
+    trainer = Trainer(ADAM, PrecisionConfig(dtype="bf16"))
+    trainer.buffers.fill(lambda spec: torch.ones(spec.shape))
+    trainer.optimizer.parameters_to_masters()
+    trainer.optimizer.masters_to_parameters()
+    assert all((values == 1).all() for values in trainer.weights().values())
+
+
+def test_sum_of_squares_of_many_elements_does_not_drift() -> None:
+    from megapipe.optimizer.gradient_norm import sum_of_squares
+
+    values = torch.randn(3_000_017, generator=torch.Generator().manual_seed(0))
+    exact = values.double().square().sum().item()
+    assert sum_of_squares([values], values.device).item() == pytest.approx(exact, rel=3e-7)
+
+
+def test_sharded_buffers_need_a_gather() -> None:
+    buffers: StageBuffers = stage_buffers(toy_specs(), 2)
+    with pytest.raises(ValueError, match="need a ParameterGather"):
+        Optimizer({0: buffers}, ProcessGroups.alone(), ADAM, PrecisionConfig())
