@@ -103,8 +103,7 @@ def _messages(schedule: Schedule) -> dict[tuple[ValueKind, int, int], list[int]]
 def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]]) -> Row:
     row = schedule.rows[rank]
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
-    completes = {stage: index for index, (stage, op, _) in enumerate(row) if op is Op.B or op is Op.W}
-    reduce_after = {index: Action(stage, Op.REDUCE_GRAD, None) for stage, index in completes.items()}
+    reductions = _plan_reductions(schedule, rank)
     lowered: list[Action] = []
     for index, action in enumerate(row):
         if index in receives:
@@ -114,6 +113,25 @@ def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]])
         send = sends[op][microbatch % num_directions][stage]  # type: ignore[operator]
         if send is not None:
             lowered.append(Action(stage, send, microbatch))
-        if index in reduce_after:
-            lowered.append(reduce_after[index])
+        if index in reductions:
+            lowered += reductions[index]
     return tuple(lowered)
+
+
+def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
+    """[index of a compute action] -> reductions to start right after it: those of the stages whose last B or W it is.
+
+    Stages that lie on two ranks are reduced in one order by both, the last of the model first, although each rank completes them in its
+    own order; a rank takes part even if it ran no microbatch of the stage.
+    """
+    plan: dict[int, list[Action]] = {}
+    if not schedule.has_backward:
+        return plan
+    completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op is Op.B or op is Op.W}
+    not_before = 0
+    for stage in reversed(schedule.placement.stages_of(rank)):
+        index = completed_at.get(stage, 0)
+        if len(schedule.placement.ranks_of(stage)) > 1:
+            index = not_before = max(not_before, index)
+        plan.setdefault(index, []).append(Action(stage, Op.REDUCE_GRAD, None))
+    return plan

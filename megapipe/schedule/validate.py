@@ -222,18 +222,13 @@ def _check_reductions(schedule: Schedule) -> None:
     follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces later, and where
     for rank, row in enumerate(schedule.rows):
         order = [(action.stage, slot) for slot, action in enumerate(row) if action.op is Op.REDUCE_GRAD]
-        missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order} - _idle_stages(schedule, rank)
+        missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order}
         if missing:
             _fail(schedule, f"{Action(min(missing), Op.REDUCE_GRAD, None)} is missing on rank {rank}", [(rank, len(row))])
         shared = [(stage, slot) for stage, slot in order if len(schedule.placement.ranks_of(stage)) > 1]
         for (before, _), (after, slot) in pairwise(shared):
             follows.setdefault(before, {})[after] = (rank, slot)
     _check_no_cycle(schedule, follows)
-
-
-def _idle_stages(schedule: Schedule, rank: int) -> set[int]:
-    """Stages that the rank holds but never runs: with one microbatch and two directions one direction stays empty."""
-    return set(schedule.placement.stages_of(rank)) - {action.stage for action in schedule.rows[rank] if action.op in COMPUTE_OPS}
 
 
 def _check_no_cycle(schedule: Schedule, follows: Mapping[int, Mapping[int, Place]]) -> None:
@@ -264,8 +259,8 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
     maker = _makers(schedule, set(waits.values()))
     for rank, value in sorted(waits.items()):
         slot = machine.positions[rank]
-        if maker.get(value, {}).get(rank, -1) >= slot or value not in maker:
-            fate = "no rank makes" if value not in maker else "this rank makes only later"
+        fate = _own_fault(schedule, rank, slot, value, maker.get(value, {}))
+        if fate:
             _fail(schedule, f"{schedule.rows[rank][slot]} needs {value}, which {fate}", [(rank, slot)])
     waits_for = {rank: next(iter(maker[value])) for rank, value in waits.items()}
     reasons = {rank: f"{schedule.rows[rank][machine.positions[rank]]} needs {value}" for rank, value in waits.items()}
@@ -280,8 +275,20 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
     _fail(schedule, message, [(rank, machine.positions[rank]) for rank in ring])
 
 
+def _own_fault(schedule: Schedule, rank: int, slot: int, value: Value, makers: Mapping[int, int]) -> str:
+    """Why `value` cannot come before `slot`, whatever the other ranks do; empty if it is for another rank to bring it."""
+    if not makers:
+        return "no rank makes"
+    if rank in makers:
+        return "this rank makes only later"
+    _, receive, step = TRAVELS[value.kind]
+    if Action(value.stage + step, receive, value.microbatch) in schedule.rows[rank][slot:]:
+        return "this rank receives only later"
+    return ""
+
+
 def _makers(schedule: Schedule, values: set[Value]) -> dict[Value, dict[int, int]]:
-    """value -> rank that makes it -> slot; receives count only where nobody computes the value, that is never: a message has a sender."""
+    """value -> rank that computes it -> slot."""
     found: dict[Value, dict[int, int]] = {}
     for rank, row in enumerate(schedule.rows):
         for slot, action in enumerate(row):

@@ -1,0 +1,70 @@
+"""An executor that shares nothing with the package's own: ranks take turns, messages really travel through queues. The oracle of validate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megapipe.schedule.schedule import Schedule
+
+
+def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
+    """True if a lowered schedule comes to its end, every message is the expected one, and all work is done exactly once."""
+    last, m = schedule.num_stages - 1, schedule.num_microbatches
+    have: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]
+    sent: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    posted: dict[tuple[str, int, int], list[tuple[int, int]]] = defaultdict(list)
+    position, lanes = [0] * schedule.num_ranks, len(schedule.placement.directions)
+    done: dict[tuple[int, str, int | None], int] = defaultdict(int)
+
+    def try_one(rank: int) -> bool:
+        stage, op, mb = schedule.rows[rank][position[rank]]
+        here, name = have[rank], op.value
+        if name == "F":
+            if stage > 0 and ("act", stage - 1, mb) not in here:
+                return False
+            here.add(("act", stage, mb))
+        elif name in "BI":
+            if ("act", stage, mb) not in here or (stage < last and ("grad", stage + 1, mb) not in here):
+                return False
+            here |= {("grad", stage, mb), ("wgrad" if name == "B" else "left", stage, mb)}
+        elif name == "W":
+            if ("left", stage, mb) not in here:
+                return False
+            here.add(("wgrad", stage, mb))
+        elif name in ("SEND_F", "SEND_B"):
+            kind, boundary = ("act", stage) if name == "SEND_F" else ("grad", stage - 1)
+            channel = (kind, boundary, mb % lanes)
+            if (kind, stage, mb) not in here or len(sent[channel]) + 1 - len(posted[channel]) > send_depth:
+                return False
+            sent[channel].append(mb)
+        elif name in ("RECV_F", "RECV_B"):
+            channel = ("act", stage - 1, mb % lanes) if name == "RECV_F" else ("grad", stage, mb % lanes)
+            posted[channel].append((rank, mb))
+        else:
+            wanted = [k for k in range(m) if schedule.placement.rank_of(stage, k) == rank]
+            if any(("wgrad", stage, k) not in here for k in wanted):
+                return False
+        done[stage, name, mb] += 1
+        position[rank] += 1
+        return True
+
+    delivered: dict[tuple[str, int, int], int] = defaultdict(int)
+    progress = True
+    while progress:
+        progress = any([try_one(rank) for rank in range(schedule.num_ranks) if position[rank] < len(schedule.rows[rank])])
+        for channel, messages in sent.items():
+            while delivered[channel] < min(len(messages), len(posted[channel])):
+                rank, expected = posted[channel][delivered[channel]]
+                if expected != messages[delivered[channel]]:
+                    return False
+                kind, boundary, _ = channel
+                have[rank].add((kind, boundary if kind == "act" else boundary + 1, expected))
+                delivered[channel] += 1
+    finished = all(position[rank] == len(row) for rank, row in enumerate(schedule.rows))
+    matched = all(len(messages) == len(posted[channel]) for channel, messages in sent.items())
+    once = all(
+        done[stage, "F", k] == 1 and done[stage, "B", k] + done[stage, "I", k] == 1 and done[stage, "W", k] == done[stage, "I", k]
+        for stage in range(last + 1)
+        for k in range(m)
+    )
+    return finished and matched and once

@@ -1,0 +1,64 @@
+"""Schedules to test with: all shapes of the named families, and random valid ones over any placement, with full and split backwards."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import strategies as st
+
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.build import build_schedule
+from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
+from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.simulate import Costs
+
+
+@st.composite
+def named_schedules(draw: st.DrawFn) -> Schedule:
+    """gpipe, 1f1b or interleaved with p 1..8, m 1..24, v 1..4 and any group size."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
+    p, m = draw(st.integers(1, 8)), draw(st.integers(1, 24))
+    if name != "interleaved":
+        return build_schedule(name, p, 1, m)
+    group_size = draw(st.none() | st.integers(p, p + 9))
+    return build_schedule(name, p, draw(st.integers(1, 4)), m, group_size)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    p = draw(st.integers(1, 4))
+    kind = draw(st.sampled_from(["linear", "loop", "v", "two_directions", "random"]))
+    if kind == "random":
+        order = [*range(p), *draw(st.lists(st.integers(0, p - 1), max_size=4))]
+        return Placement(p, tuple(draw(st.permutations(order))))
+    built = {"linear": linear(p), "loop": loop(p, draw(st.integers(1, 3))), "v": v_shape(p), "two_directions": two_directions(p)}
+    return built[kind]
+
+
+@st.composite
+def random_schedules(draw: st.DrawFn) -> Schedule:
+    """Any order that the dependencies allow: actions that are ready are picked at random until none is left."""
+    placement, m = draw(placements()), draw(st.integers(1, 5))
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    last = placement.num_stages - 1
+    ready = [Action(0, Op.F, mb) for mb in range(m)]
+    while ready:
+        action = ready.pop(rng.randrange(len(ready)))
+        stage, op, mb = action
+        rows[placement.rank_of(stage, mb)].append(action)
+        if op is Op.F and stage < last:
+            ready.append(Action(stage + 1, Op.F, mb))
+        elif op is Op.F:
+            ready.append(Action(stage, rng.choice([Op.B, Op.I]), mb))
+        if op is Op.I:
+            ready.append(Action(stage, Op.W, mb))
+        if op in (Op.B, Op.I) and stage > 0:
+            ready.append(Action(stage - 1, rng.choice([Op.B, Op.I]), mb))
+    return Schedule("random", placement, m, tuple(map(tuple, rows)))
+
+
+@st.composite
+def uneven_costs(draw: st.DrawFn, num_stages: int) -> Costs:
+    seconds = st.floats(0.01, 5.0, allow_nan=False)
+    return Costs({(stage, op): draw(seconds) for stage in range(num_stages) for op in (Op.F, Op.B, Op.I, Op.W)})

@@ -1,0 +1,50 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.errors import ScheduleError
+from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.dependencies import MAKES, NEEDS, Value, ValueKind, makes, needs
+
+actions = st.builds(
+    lambda stage, op, mb: Action(stage, op, None if op is Op.REDUCE_GRAD else mb),
+    st.integers(0, 5000),
+    st.sampled_from(Op),
+    st.integers(0, 5000),
+)
+
+
+@given(actions)
+def test_parsing_the_text_of_an_action_gives_the_action(action):
+    assert parse_action(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        pytest.param(Action(2, Op.F, 0), "2F0", id="forward"),
+        pytest.param(Action(12, Op.SEND_F, 3), "12SEND_F3", id="send"),
+        pytest.param(Action(2, Op.REDUCE_GRAD, None), "2REDUCE_GRAD", id="reduce"),
+    ],
+)
+def test_text_form(action, text):
+    assert str(action) == text
+    assert parse_action(f" {text} ") == action
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "2F0 3", "2REDUCE_GRAD0", "-1F0", "2F-1", "2UNSHARD", "٣F0"])
+def test_other_text_is_refused_by_name(text):
+    with pytest.raises(ScheduleError, match="is not an action"):
+        parse_action(text)
+
+
+def test_every_op_states_what_it_needs_and_makes():
+    assert set(NEEDS) == set(MAKES) == set(Op)
+
+
+def test_a_split_backward_makes_what_a_full_one_makes():
+    full = set(makes(Action(3, Op.B, 1)))
+    halves = set(makes(Action(3, Op.I, 1))) | set(makes(Action(3, Op.W, 1)))
+    assert halves - full == set(needs(Action(3, Op.W, 1))) == {Value(ValueKind.LEFT, 3, 1)}
+    assert full <= halves
+    assert needs(Action(3, Op.B, 1)) == needs(Action(3, Op.I, 1))

@@ -1,0 +1,157 @@
+from itertools import combinations, combinations_with_replacement
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.partition import Partition, StageLayers, cut_by_cost, cut_evenly, from_counts, parse_layout
+
+costs = st.integers(0, 40).map(float)
+
+
+def brute_force(layer_costs, embedding, head, num_stages):
+    """(least maximum, least sum of squares of the counts) over all contiguous cuts."""
+    n = len(layer_costs)
+    cuts = combinations(range(1, n), num_stages - 1) if n >= num_stages else combinations_with_replacement(range(n + 1), num_stages - 1)
+    best = []
+    for cut in cuts:
+        edges = [0, *cut, n]
+        sums = [sum(layer_costs[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        sums[0] += embedding
+        sums[-1] += head
+        best.append((max(sums), sum((b - a) ** 2 for a, b in zip(edges, edges[1:], strict=False))))
+    return min(best)
+
+
+@given(st.lists(costs, max_size=9), costs, costs, st.integers(1, 5))
+@settings(max_examples=150)
+def test_the_cut_by_cost_is_the_best_there_is_and_covers_every_layer_once(layer_costs, embedding, head, num_stages):
+    partition = cut_by_cost(layer_costs, embedding, head, num_stages)
+    assert [k for s in partition.stages for k in range(s.first_layer, s.last_layer_exclusive)] == list(range(len(layer_costs)))
+    squares = sum(n * n for n in partition.layer_counts)
+    assert (max(partition.stage_costs(layer_costs, embedding, head)), squares) == brute_force(layer_costs, embedding, head, num_stages)
+    if len(layer_costs) >= num_stages:
+        assert min(partition.layer_counts) >= 1
+
+
+def test_contiguous_cuts_of_the_textbook_example_reach_40_not_30():
+    times = [10.0] * 4 + [20.0] * 4
+    assert max(cut_by_cost(times, 0, 0, 4).stage_costs(times, 0, 0)) == 40
+
+
+def test_a_heavy_head_moves_layers_to_the_first_stage():
+    assert cut_by_cost([1.0] * 4, 0.0, 2.3, 2).layer_counts == (3, 1)
+
+
+def test_equal_layers_are_cut_equally():
+    assert cut_by_cost([1.0] * 12, 0, 0, 4).layer_counts == (3, 3, 3, 3)
+    assert sorted(cut_by_cost([0.1] * 10, 0, 0, 4).layer_counts) == [2, 2, 3, 3]
+
+
+def test_memory_is_a_second_limit():
+    def size(stage, layers):
+        return layers.num_layers * (3 if stage == 0 else 1)
+
+    assert cut_by_cost([1.0] * 6, 0, 0, 2, size, 6).layer_counts == (2, 4)
+    with pytest.raises(ConfigError, match="within 3 bytes"):
+        cut_by_cost([1.0] * 6, 0, 0, 2, size, 3)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.booleans(), st.booleans())
+@settings(max_examples=60)
+def test_equal_counts_count_embedding_and_loss_as_layers(p, v, each, embedding, head):
+    layers = p * v * each - embedding - head
+    if layers < 0 or (each == 1 and p * v == 1 and embedding and head):
+        return
+    counts = cut_evenly(layers, p, v, count_embedding=embedding, count_head=head).layer_counts
+    expected = [each] * (p * v)
+    expected[0] -= embedding
+    expected[-1] -= head
+    assert list(counts) == expected
+
+
+def test_first_and_last_rank_may_hold_other_counts():
+    assert cut_evenly(16, 4, first_rank_layers=3, last_rank_layers=1).layer_counts == (3, 6, 6, 1)
+    assert cut_evenly(22, 4, 2, first_rank_layers=4).layer_counts == (2, 3, 3, 3, 2, 3, 3, 3)
+    assert cut_evenly(5, 1, last_rank_layers=5).layer_counts == (5,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        pytest.param({"num_layers": 5, "num_ranks": 2}, "5 layers .* do not divide over 2 ranks", id="odd"),
+        pytest.param({"num_layers": 6, "num_ranks": 2, "num_chunks": 2}, "2 ranks x 2 chunks", id="chunks"),
+        pytest.param({"num_layers": 8, "num_ranks": 2, "num_chunks": 2, "first_rank_layers": 3}, "do not divide", id="first rank chunks"),
+        pytest.param({"num_layers": 4, "num_ranks": 2, "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too many"),
+        pytest.param({"num_layers": 8, "num_ranks": 2, "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too few"),
+        pytest.param({"num_layers": 8, "num_ranks": 2, "first_rank_layers": 3, "count_head": True}, "exclude each other", id="both rules"),
+        pytest.param({"num_layers": 3, "num_ranks": 1, "first_rank_layers": 1, "last_rank_layers": 2}, "only one", id="one rank"),
+        pytest.param({"num_layers": 0, "num_ranks": 1, "count_head": True}, "", id="no layers"),
+    ],
+)
+def test_counts_that_do_not_divide_are_refused(arguments, complaint):
+    if arguments["num_layers"] == 0:
+        assert cut_evenly(**arguments | {"count_head": False}).layer_counts == (0,)
+        return
+    with pytest.raises(ConfigError, match=complaint):
+        cut_evenly(**arguments)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
+def test_a_layout_string_there_and_back_is_the_identity(counts):
+    partition = from_counts(counts, sum(counts))
+    assert parse_layout(partition.layout(), sum(counts), len(counts), 1) == partition
+
+
+def test_llama_3_405b_is_128_slots_less_one_at_each_end():
+    partition = parse_layout("E,t*7|(t*8|)*14,t*7,L", 126, 16, 1)
+    assert partition.layer_counts == (7, *[8] * 14, 7)
+    assert partition == cut_evenly(126, 16, count_embedding=True, count_head=True)
+    interleaved = parse_layout("E|(t|)*126,L", 126, 16, 8)
+    assert interleaved.layer_counts == (0, *[1] * 126, 0)
+    assert interleaved == cut_evenly(126, 16, 8, count_embedding=True, count_head=True)
+
+
+def test_a_layout_may_repeat_groups_within_groups():
+    assert parse_layout("Et*3|(tt|)*29,L", 61, 31, 1).layer_counts == (3, *[2] * 29, 0)
+    assert parse_layout("E((t)*2|)*3 t L", 7, 2, 2).layer_counts == (2, 2, 2, 1)
+    assert parse_layout("Et||tL", 2, 3, 1).layer_counts == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        pytest.param("Et|tt", "stage 1 is 'tt', expected 'ttL'", id="no loss"),
+        pytest.param("tE|ttL", "stage 0 is 'tE', expected 'Et'", id="embedding late"),
+        pytest.param("Et|EttL", "stage 1 is 'EttL'", id="embedding twice"),
+        pytest.param("EtttL", "has 1 stages", id="stages"),
+        pytest.param("Et|tL", "holds 2 layers", id="layers"),
+        pytest.param("Et|(ttL", r"'\(ttL' opens", id="open group"),
+        pytest.param("Et|tt)L", r"'\)' without", id="close group"),
+        pytest.param("Et*|ttL", r"'t\*' lacks", id="no count"),
+        pytest.param("Et|xtL", "'xtL' starts with none", id="letter"),
+        pytest.param("Et|ttmL", "multi-token", id="mtp"),
+    ],
+)
+def test_a_wrong_layout_names_its_piece(text, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse_layout(text, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param((StageLayers(0, 2, True, False), StageLayers(3, 4, False, True)), id="gap"),
+        pytest.param((StageLayers(0, 2, True, False), StageLayers(1, 4, False, True)), id="overlap"),
+        pytest.param((StageLayers(0, 2, True, True), StageLayers(2, 4, False, True)), id="two heads"),
+        pytest.param((), id="nothing"),
+    ],
+)
+def test_a_partition_that_loses_something_cannot_be_made(stages):
+    with pytest.raises(ConfigError):
+        Partition(stages)
+
+
+def test_the_text_of_a_partition_shows_layers_embedding_and_head():
+    assert str(from_counts([2, 1, 0], 3)) == "embedding+0..1 | 2 | head"

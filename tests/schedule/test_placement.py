@@ -1,0 +1,35 @@
+import pytest
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "held"),
+    [
+        pytest.param(linear(4), (0, 1, 2, 3), [(0,), (1,), (2,), (3,)], id="linear"),
+        pytest.param(loop(2, 3), (0, 1, 0, 1, 0, 1), [(0, 2, 4), (1, 3, 5)], id="loop"),
+        pytest.param(v_shape(3), (0, 1, 2, 2, 1, 0), [(0, 5), (1, 4), (2, 3)], id="v"),
+        pytest.param(two_directions(4), (0, 1, 2, 3), [(0, 3), (1, 2), (1, 2), (0, 3)], id="two directions"),
+    ],
+)
+def test_stages_lie_where_the_drawing_says(placement, ranks, held):
+    assert placement.rank_of_stage == ranks
+    assert [placement.stages_of(rank) for rank in range(placement.num_ranks)] == held
+    for stage in range(placement.num_stages):
+        assert held[ranks[stage]][placement.chunk_of(stage)] == stage
+
+
+def test_odd_microbatches_take_the_second_direction():
+    placement = two_directions(4)
+    assert [placement.rank_of(0, m) for m in range(4)] == [0, 3, 0, 3]
+    assert placement.ranks_of(1) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [pytest.param(3, (0, 1), id="idle rank"), pytest.param(2, (0, 1, 2), id="no such rank"), pytest.param(0, (), id="none")],
+)
+def test_impossible_placements_are_refused(ranks, stages):
+    with pytest.raises(ConfigError):
+        Placement(ranks, stages)
