@@ -7,7 +7,6 @@ The engine waits only where an action needs what a peer makes.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import Channel, MessageSpec, PendingReceive, PendingSend
+from megapipe.comm.channels import Channel, MessageSpec, PendingReceive
 from megapipe.comm.trace import Tracer
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.action import Action, Op
@@ -69,8 +68,8 @@ class Engine:
     """Runs this rank's row of `schedule` (lowered: with sends, receives and reductions).
 
     stages: the runner of each stage on this rank. channels: by (boundary, 'activation' | 'gradient'); boundary s lies behind stage s.
-    send_depth: sends a channel may have under way before the engine waits for the oldest; the schedule's proof says how many it needs.
-    tracer: records start and end of every action under its text form.
+    They bound the sends under way, at no less than the depth the schedule's proof asks for. tracer: records start and end of every
+    action under its text form.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Engine:
         stages: Mapping[int, StageRunner],
         channels: Mapping[tuple[int, str], Channel],
         hooks: Hooks = Hooks(),  # noqa: B008 - frozen
-        send_depth: int = 2,
         tracer: Tracer | None = None,
     ) -> None:
         placement = schedule.placement
@@ -92,11 +90,9 @@ class Engine:
         self._stages = stages
         self._channels = channels
         self._hooks = hooks
-        self._send_depth = send_depth
         self._tracer = tracer
         self._local = {s for s in range(self.last_stage) if placement.rank_of_stage[s] == placement.rank_of_stage[s + 1]}
         self._first_forward = _first_forwards(self.row)
-        self._sends: dict[tuple[int, str], deque[PendingSend]] = {key: deque() for key in channels}
         self._handlers: dict[Op, Callable[[_Run, Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -122,9 +118,8 @@ class Engine:
                     self._handlers[action.op](run, action)
                 else:
                     self._traced(self._tracer, run, action)
-        for pending in self._sends.values():
-            while pending:
-                pending.popleft().wait()
+        for channel in self._channels.values():
+            channel.drain()
         return [run.reports[m] for m in sorted(run.reports)]
 
     def _traced(self, tracer: Tracer, run: _Run, action: Action) -> None:
@@ -158,10 +153,10 @@ class Engine:
         self._stages[action.stage].backward_weight(_number(action))
 
     def _send_forward(self, run: _Run, action: Action) -> None:
-        self._send((action.stage, "activation"), run.outputs.pop((action.stage, _number(action))))
+        self._channels[action.stage, "activation"].send(run.outputs.pop((action.stage, _number(action))))
 
     def _send_backward(self, run: _Run, action: Action) -> None:
-        self._send((action.stage - 1, "gradient"), run.input_gradients.pop((action.stage, _number(action))))
+        self._channels[action.stage - 1, "gradient"].send(run.input_gradients.pop((action.stage, _number(action))))
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
         boundary = action.stage - 1
@@ -197,12 +192,6 @@ class Engine:
         tensors = pending.wait()
         self._tracer.event(str(Action(stage, op, microbatch)), "wait", start, time.perf_counter_ns())
         return tensors
-
-    def _send(self, key: tuple[int, str], tensors: Tensors) -> None:
-        pending = self._sends[key]
-        while pending and (len(pending) >= self._send_depth or pending[0].done()):
-            pending.popleft().wait()
-        pending.append(self._channels[key].send(tensors))
 
 
 def _number(action: Action) -> int:

@@ -11,6 +11,7 @@ from megapipe.schedule.build import build_forward_only, build_lowered
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferLayout, layout_buffers
 from megapipe.sharding.model_specs import specs_of_stage
 from megapipe.sharding.spec import ParamSpec
@@ -52,6 +53,13 @@ class RunPlan:
     def forward_schedule(self, num_microbatches: int) -> Schedule:
         """The lowered forward-only schedule of an evaluation batch."""
         return self._cached(num_microbatches, training=False)
+
+    @cached_property
+    def send_depth(self) -> int:
+        """Sends a channel must be able to have under way, for every number of microbatches of the run; proven by `validate`."""
+        counts = {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
+        schedules = [made for m in counts for made in (self.schedule(m), self.forward_schedule(m))]
+        return max(validate(schedule).send_depth for schedule in schedules)
 
     @property
     def num_optimizer_shards(self) -> int:

@@ -56,7 +56,7 @@ def _embedding(model: ModelConfig, sequence_parallel: bool) -> Iterator[ParamSpe
     if model.position_embedding_type == "learned_absolute":
         shape = (_known(model.max_position_embeddings), model.hidden_size)
         name = "embedding.position_embeddings.weight"
-        yield ParamSpec(name, shape, owner="embedding", init=normal, partial_gradient=sequence_parallel, decoupled_lr=True)
+        yield ParamSpec(name, shape, owner="embedding", init=normal, partial_gradient=sequence_parallel)
 
 
 def _head(model: ModelConfig, sequence_parallel: bool) -> Iterator[ParamSpec]:

@@ -1,0 +1,73 @@
+"""One step's microbatches on this rank: read when the engine first asks for one, on the device, with their dropout keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megapipe.data.batch import Batch
+from megapipe.model.microbatch import Microbatch
+from megapipe.tensor_parallel.random import DropoutKey
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where a step's dropout streams come from; microbatch k of dp rank d is number k x dp + d of the global batch."""
+
+    seed: int
+    step: int
+    dp_rank: int
+    dp: int
+
+    def of(self, k: int) -> DropoutKey:
+        return DropoutKey(self.seed, self.step, k * self.dp + self.dp_rank)
+
+
+class Microbatches(Sequence[Microbatch]):
+    """read: microbatch number -> Batch. keys: None for evaluation, without dropout. All stages of a rank share what is read."""
+
+    def __init__(self, count: int, read: Callable[[int], Batch], keys: Keys | None, device: torch.device) -> None:
+        self._count = count
+        self._read = read
+        self._keys = keys
+        self._device = device
+        self._made: dict[int, Microbatch] = {}
+        self.sample_ids: dict[int, tuple[int, ...]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Microbatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Microbatch]: ...
+    def __getitem__(self, index: int | slice) -> Microbatch | Sequence[Microbatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if index not in self._made:
+            batch = self._read(index)
+            self.sample_ids[index] = batch.sample_ids
+            self._made[index] = to_microbatch(batch, self._device, None if self._keys is None else self._keys.of(index))
+        return self._made[index]
+
+
+def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) -> Microbatch:
+    """Arrays -> tensors on the device. A mask of ones and positions 0 .. s-1 stay implicit."""
+
+    def tensor(array: np.ndarray) -> Tensor:
+        made = torch.from_numpy(array)
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+    return Microbatch(
+        tokens=tensor(batch.tokens),
+        labels=tensor(batch.labels),
+        loss_mask=None if batch.loss_mask is None else tensor(batch.loss_mask),
+        position_ids=None if batch.position_ids is None else tensor(batch.position_ids),
+        document_ids=None if batch.document_ids is None else tensor(batch.document_ids),
+        dropout_key=key,
+    )
