@@ -1,0 +1,11 @@
+"""The door to other ranks: the only room that calls torch.distributed, so that everything sent has a name, a time-out and a trace.
+
+- `bootstrap`:   `start` joins the world (gloo on CPU, NCCL on GPUs), `shutdown` leaves it
+- `groups`:      `Group` is a named list of ranks with its process group; `build_process_groups` makes all of them from a topology
+- `collectives`: all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; a group of one is a no-op everywhere
+- `channels`:    `Channel`, one direction of one stage boundary between two pipeline ranks, first-in first-out
+- `failures`:    what a RuntimeError of a backend means, as a `CommunicationError` that names group, operation and peer
+- `trace`:       `Tracer`, launch and completion of all of this, when asked
+
+Groups are arguments: no rank, group or backend stands in a module's globals.
+"""

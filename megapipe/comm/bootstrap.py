@@ -1,0 +1,132 @@
+"""Joining the world and leaving it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megapipe.errors import CommunicationError, ConfigError
+
+
+class Launch(Protocol):
+    """What a launcher says about this process; megapipe.environment reads it."""
+
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all."""
+
+    global_rank: int
+    world_size: int
+    local_rank: int
+    backend: str  # 'gloo' or 'nccl'
+    device: torch.device
+    timeout_seconds: float
+
+
+def start(launch: Launch, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto") -> World:
+    """Choose backend and device, and meet the other ranks; a world of one meets nobody.
+
+    backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu', 'cuda'.
+    Raises ConfigError for a backend or device that is not there, CommunicationError if the others do not come.
+    """
+    chosen, place = choose_backend(backend, device, launch.local_rank)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (launch.global_rank, launch.world_size):
+            raise CommunicationError(
+                f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"the launcher says rank {launch.global_rank} of {launch.world_size}"
+            )
+    elif launch.world_size > 1:
+        _meet(launch, chosen, timeout_seconds)
+    return World(launch.global_rank, launch.world_size, launch.local_rank, chosen, place, timeout_seconds)
+
+
+def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
+    """(backend, device) of this process; never another than asked for."""
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cpu" and device == "auto" and backend == "nccl":
+        raise ConfigError("--distributed-backend nccl needs GPUs and torch sees none; use gloo")
+    if kind == "cpu":
+        if backend == "nccl":
+            raise ConfigError("--distributed-backend nccl moves tensors of GPUs, but --device is cpu; use gloo or --device cuda")
+        return "gloo", torch.device("cpu")
+    if kind != "cuda":
+        raise ConfigError(f"--device {device!r} is none of auto, cpu, cuda")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch sees no GPU (a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES); use --device cpu"
+        )
+    if backend == "gloo":
+        raise ConfigError("--distributed-backend gloo moves tensors of CPUs, but the device is cuda; use nccl or --device cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}; start at most one rank a GPU, "
+            "or use --device cpu"
+        )
+    return "nccl", torch.device("cuda", local_rank)
+
+
+def _meet(launch: Launch, backend: str, timeout_seconds: float) -> None:
+    try:
+        # no device_id: it would make every new group a collective split of the world's communicator, non-members included
+        dist.init_process_group(
+            backend,
+            init_method="env://",
+            rank=launch.global_rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except ValueError as error:  # MASTER_ADDR or MASTER_PORT missing
+        raise ConfigError(
+            f"rank {launch.global_rank} of {launch.world_size} cannot find the others: {error}; start it with torchrun"
+        ) from error
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {launch.global_rank} of {launch.world_size} could not join the others over {backend} "
+            f"(time-out {timeout_seconds:g} s): {error}"
+        ) from error
+
+
+def shutdown(code: int = 0) -> None:
+    """Leave the world and end the process with `code`; without a process group, return.
+
+    Order matters: gloo can abort at interpreter exit after all went well. With code 0 all ranks first meet, so that none takes the store
+    away from another; if one does not come, the code becomes 1. With another code nobody is waited for: the launcher ends the others.
+    """
+    if not dist.is_initialized():
+        return
+    if code == 0:
+        try:
+            devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=devices)
+        except RuntimeError as error:
+            print(f"rank {dist.get_rank()}: the other ranks did not come to the end: {error}", file=sys.stderr)
+            code = 1
+    gc.collect()
+    if code == 0:
+        dist.destroy_process_group()
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Flush what was printed and end the process at once, without the destructors of threads and communicators."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

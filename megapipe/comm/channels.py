@@ -1,0 +1,342 @@
+"""Messages between pipeline ranks: one `Channel` for each stage boundary and kind, first-in first-out.
+
+Two peers order their sends and receives differently even in plain 1F1B, and with pp = 2 and chunks the previous and the next rank are
+the same one: a single in-order connection a pair would hang or hand over the wrong tensor. So every (boundary, kind) has its own order:
+
+    gloo   a tag for each message: channel, fingerprint of shapes and dtypes, running number
+    NCCL   a communicator of its own, two ranks and one direction (streams keep its order)
+
+Both ends declare what a message holds. At the first message, and whenever the declaration changes, the sender's declaration travels ahead
+and the receiver compares: different shapes raise instead of killing the receiver, as gloo does when a message is longer than its buffer.
+If only one end changes its declaration, gloo's tags no longer match and the wait times out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapipe.comm.failures import communication_error
+from megapipe.comm.groups import Group, new_handle
+from megapipe.errors import CommunicationError, ScheduleError
+from megapipe.schedule.placement import Placement
+
+KINDS = ("activation", "gradient")  # over boundary s: from stage s to s + 1; from stage s + 1 to s
+
+# gloo's 31 bits of tag, from the highest: channel, fingerprint, header or data, running number
+CHANNEL_BITS, FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS = 11, 8, 1, 11
+DECLARATION_BYTES = 256
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """One tensor of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> MessageSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class PendingSend:
+    """A message on its way; holds its tensors until it has arrived."""
+
+    def __init__(self, channel: Channel, tensors: tuple[Tensor, ...], handles: list[Any], start_ns: int) -> None:
+        self._channel = channel
+        self._tensors = tensors
+        self._handles = handles
+        self._start_ns = start_ns
+
+    def done(self) -> bool:
+        """Whether the message is known to have arrived. gloo knows it only after `wait`; NCCL when the kernel has ended."""
+        return all(handle.is_completed() for handle in self._handles)
+
+    def wait(self) -> None:
+        """Return when the receiver has the message (on a GPU: order the current stream after it). May be called again."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            self._channel.wait_for(handle, self._start_ns, self._tensors)
+        if handles:
+            self._channel.trace("send", self._start_ns)
+        self._tensors = ()
+
+
+class PendingReceive:
+    """A posted receive."""
+
+    def __init__(self, channel: Channel, tensors: tuple[Tensor, ...], handles: list[Any], headers: list[_Header], start_ns: int) -> None:
+        self._channel = channel
+        self._tensors = tensors
+        self._handles = handles
+        self._headers = headers
+        self._start_ns = start_ns
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The message, once it is there (on a GPU: the current stream is ordered after it). May be called again.
+
+        Raises CommunicationError if the sender declared something else, is lost, or is silent for the group's time-out.
+        """
+        headers, self._headers = self._headers, []
+        for header in headers:
+            self._channel.compare(header, self._start_ns, self._tensors)
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            self._channel.wait_for(handle, self._start_ns, self._tensors)
+        if handles:
+            self._channel.trace("receive", self._start_ns)
+        return self._tensors
+
+
+@dataclass
+class _Header:
+    """The sender's declaration under way, and what is expected here."""
+
+    buffer: Tensor  # [DECLARATION_BYTES], uint8
+    expected: str
+    handle: Any
+    compared: bool = False
+
+
+class Channel:
+    """One direction over one stage boundary, as seen from one of its two ranks.
+
+    boundary s lies between stages s and s + 1; kind is 'activation' or 'gradient'. sends: whether this rank is the sending end.
+    max_in_flight: messages sent and not known to have arrived; at the limit `send` first waits for the oldest. None: the caller bounds
+    them by waiting. Messages are matched in the order of `send` and `post_receive`.
+    """
+
+    def __init__(
+        self,
+        boundary: int,
+        kind: str,
+        *,
+        sends: bool,
+        group: Group,
+        peer: int,
+        handle: Any,
+        handle_peer: int,
+        device: torch.device,
+        max_in_flight: int | None = None,
+    ) -> None:
+        self.boundary = boundary
+        self.kind = kind
+        self.sends = sends
+        self.peer = peer  # global rank
+        self.device = device
+        self.max_in_flight = max_in_flight
+        self._group = group
+        self._handle = handle
+        self._handle_peer = handle_peer  # the peer's index in the handle's group
+        self._number = 0
+        self._declared: str | None = None
+        self._headers: list[_Header] = []  # not yet compared
+        self._in_flight: deque[PendingSend] = deque()
+
+    def __str__(self) -> str:
+        route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
+        return f"{self.kind} from stage {route[0]} to {route[1]}"
+
+    def send(self, tensors: tuple[Tensor, ...]) -> PendingSend:
+        """Start to send one message; returns at once. The tensors must not be changed before the send is complete."""
+        self._check_end("send", sends=True)
+        if any(not isinstance(tensor, Tensor) for tensor in tensors):
+            raise ValueError(f"{self}: a message holds tensors, got {tuple(type(tensor).__name__ for tensor in tensors)}")
+        while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) == self.max_in_flight):
+            self._in_flight.popleft().wait()
+        start_ns = perf_counter_ns()
+        tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
+        text = _declaration(tuple(MessageSpec.of(tensor) for tensor in tensors))
+        handles = []
+        kept = tensors
+        if text != self._declared:
+            self._declared = text
+            header = _encode(text).to(self.device)
+            handles.append(self._post(dist.isend, header, "", header=True))
+            kept = (*tensors, header)
+        handles += [self._post(dist.isend, tensor, text) for tensor in tensors]
+        pending = PendingSend(self, kept, handles, start_ns)
+        self._in_flight.append(pending)
+        return pending
+
+    def post_receive(self, messages: tuple[MessageSpec, ...]) -> PendingReceive:
+        """Start to receive one message into new tensors. On a GPU it occupies the device until the peer sends."""
+        self._check_end("post_receive", sends=False)
+        start_ns = perf_counter_ns()
+        text = _declaration(messages)
+        self._headers = [header for header in self._headers if not header.compared]
+        if text != self._declared:
+            self._declared = text
+            buffer = torch.zeros(DECLARATION_BYTES, dtype=torch.uint8, device=self.device)
+            self._headers.append(_Header(buffer, text, self._post(dist.irecv, buffer, "", header=True)))
+        tensors = tuple(torch.empty(message.shape, dtype=message.dtype, device=self.device) for message in messages)
+        handles = [self._post(dist.irecv, tensor, text) for tensor in tensors]
+        return PendingReceive(self, tensors, handles, list(self._headers), start_ns)
+
+    def drain(self) -> None:
+        """Wait for all sends."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()
+
+    def wait_for(self, handle: Any, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
+        """Wait once for one of torch's handles, a failure told as CommunicationError."""
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise self._failed(error, start_ns, tensors) from error
+
+    def compare(self, header: _Header, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
+        """Raise CommunicationError unless the sender declared what is expected here. Once a header, by whichever message waits first."""
+        if header.compared:
+            return
+        self.wait_for(header.handle, start_ns, tensors)
+        header.compared = True
+        declared = bytes(header.buffer.cpu().tolist()).rstrip(b"\0").decode()
+        if declared != _encode_text(header.expected).decode():
+            raise CommunicationError(
+                f"{self}: global rank {self.peer} sends ({declared}), global rank {self._group.global_rank} expects ({header.expected})"
+            )
+
+    def trace(self, kind: str, start_ns: int) -> None:
+        if self._group.tracer is not None:
+            self._group.tracer.event(f"boundary {self.boundary} {self.kind}", kind, start_ns)
+
+    def _post(self, operation: Any, tensor: Tensor, text: str, header: bool = False) -> Any:
+        end = "group_dst" if operation is dist.isend else "group_src"
+        try:
+            return operation(tensor, group=self._handle, tag=self._tag(text, header), **{end: self._handle_peer})
+        except RuntimeError as error:
+            raise self._failed(error, perf_counter_ns(), (tensor,)) from error
+
+    def _tag(self, text: str, header: bool) -> int:
+        """The tag of the next tensor: both ends count alike. NCCL ignores it."""
+        number = self._number
+        self._number += 1
+        tag = self.boundary * len(KINDS) + KINDS.index(self.kind)
+        tag = tag << FINGERPRINT_BITS | zlib.crc32(text.encode()) & (1 << FINGERPRINT_BITS) - 1
+        tag = tag << HEADER_BITS | header
+        return tag << NUMBER_BITS | number & (1 << NUMBER_BITS) - 1
+
+    def _failed(self, error: Exception, start_ns: int, tensors: tuple[Tensor, ...]) -> CommunicationError:
+        verb = "sending" if self.sends else "receiving"
+        what = f"{verb} {self} ({_declaration(tuple(MessageSpec.of(tensor) for tensor in tensors))})"
+        end = "to" if self.sends else "from"
+        who = f"global rank {self._group.global_rank} {end} global rank {self.peer} in group {self._group}"
+        return communication_error(what, who, error, (perf_counter_ns() - start_ns) / 1e9, self._group.timeout_seconds)
+
+    def _check_end(self, operation: str, sends: bool) -> None:
+        if self.sends != sends:
+            raise ScheduleError(f"global rank {self._group.global_rank} cannot {operation} {self}: it is the other end of that channel")
+
+
+class Channels(Mapping[tuple[int, str], Channel]):
+    """The channels that begin or end on this rank, by (boundary, kind)."""
+
+    def __init__(self, channels: dict[tuple[int, str], Channel]) -> None:
+        self._channels = channels
+
+    @classmethod
+    def build(cls, placement: Placement, pp: Group, device: torch.device | str = "cpu", max_in_flight: int | None = None) -> Channels:
+        """The channels of this rank's pipeline; called by all ranks of the world at one time (NCCL makes communicators here).
+
+        placement: which pp_rank holds which stage. pp: this rank's pipeline. A boundary inside one rank has no channel. For
+        max_in_flight see Channel. Raises ScheduleError if the placement is for another number of ranks or runs in two directions.
+        """
+        if placement.num_ranks != pp.size:
+            raise ScheduleError(f"the placement is for {placement.num_ranks} pipeline ranks, the group {pp} has {pp.size}")
+        if placement.second_direction is not None:
+            raise ScheduleError("channels of a placement with two directions are not there yet: use a schedule with one direction")
+        if placement.num_stages - 1 > (1 << CHANNEL_BITS) // len(KINDS):
+            raise ScheduleError(f"{placement.num_stages} stages: channels count at most {(1 << CHANNEL_BITS) // len(KINDS)} boundaries")
+        device = torch.device(device)
+        own_communicators = pp.handle is not None and dist.get_backend(pp.handle) == "nccl"
+        channels: dict[tuple[int, str], Channel] = {}
+        for boundary, kind, sender, receiver in _routes(placement):
+            handle = _communicator(pp, boundary, kind, sender, receiver) if own_communicators else pp.handle
+            if pp.rank not in (sender, receiver):
+                continue
+            peer = receiver if pp.rank == sender else sender
+            channels[boundary, kind] = Channel(
+                boundary,
+                kind,
+                sends=pp.rank == sender,
+                group=pp,
+                peer=pp.ranks[peer],
+                handle=handle,
+                handle_peer=int(peer > pp.rank) if own_communicators else peer,
+                device=device,
+                max_in_flight=max_in_flight,
+            )
+        built = cls(channels)
+        if own_communicators:
+            built._connect()
+        return built
+
+    def drain(self) -> None:
+        """Wait for all sends of all channels."""
+        for channel in self._channels.values():
+            channel.drain()
+
+    def _connect(self) -> None:
+        """Make NCCL's connections in one order on all ranks: left to the first messages they block, in an order that may circle."""
+        for channel in self._channels.values():
+            token = torch.zeros(1, device=channel.device)
+            operation = dist.isend if channel.sends else dist.irecv
+            channel.wait_for(channel._post(operation, token, ""), perf_counter_ns(), (token,))
+        torch.cuda.synchronize()
+
+    def __getitem__(self, key: tuple[int, str]) -> Channel:
+        return self._channels[key]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._channels)
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+
+def _routes(placement: Placement) -> Iterator[tuple[int, str, int, int]]:
+    """(boundary, kind, sending pp_rank, receiving pp_rank) of every hop between ranks, in the one order of all ranks."""
+    for boundary in range(placement.num_stages - 1):
+        before, behind = placement.rank_of_stage[boundary], placement.rank_of_stage[boundary + 1]
+        if before != behind:
+            yield boundary, "activation", before, behind
+            yield boundary, "gradient", behind, before
+
+
+def _communicator(pp: Group, boundary: int, kind: str, sender: int, receiver: int) -> Any:
+    """One communicator of two ranks, ascending, in every pipeline of the world; returns that of this rank's pipeline."""
+    mine = None
+    for pipeline in pp.siblings:
+        ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
+        handle = new_handle(ranks, f"pp channel {boundary} {kind}", "nccl", pp.timeout_seconds)
+        if pipeline == pp.ranks:
+            mine = handle
+    return mine
+
+
+def _declaration(messages: tuple[MessageSpec, ...]) -> str:
+    return ", ".join(map(str, messages))
+
+
+def _encode_text(text: str) -> bytes:
+    encoded = text.encode()
+    if len(encoded) <= DECLARATION_BYTES:
+        return encoded
+    return encoded[: DECLARATION_BYTES - 12] + f"... {zlib.crc32(encoded):08x}".encode()
+
+
+def _encode(text: str) -> Tensor:
+    return torch.tensor(list(_encode_text(text).ljust(DECLARATION_BYTES, b"\0")), dtype=torch.uint8)

@@ -1,0 +1,122 @@
+"""Process groups: named lists of ranks with the backend's handle, built once from a topology and passed as arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megapipe.comm.trace import Tracer
+from megapipe.errors import CommunicationError
+from megapipe.topology import GROUP_NAMES, Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks that take part in one kind of operation, and this rank's place among them.
+
+    name: of topology.GROUP_NAMES. ranks: global, ascending. rank: this rank's index in `ranks`. handle: torch's process group; None for a
+    group of one, where every operation is a no-op. siblings: all groups of this kind in the world, this one included. timeout_seconds:
+    after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog).
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    handle: Any = field(default=None, repr=False)
+    tracer: Tracer | None = field(default=None, repr=False)
+    timeout_seconds: float | None = None
+    siblings: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def alone(cls, name: str, global_rank: int = 0, tracer: Tracer | None = None) -> Group:
+        """A group of one: needs no torch.distributed."""
+        return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
+
+    def __str__(self) -> str:
+        shown = [str(rank) for rank in self.ranks]
+        return f"{self.name} (ranks {' '.join(shown if len(shown) <= 8 else [*shown[:4], '...', *shown[-2:]])})"
+
+
+@dataclass(frozen=True, eq=False)
+class ProcessGroups:
+    """All groups of one rank. `embedding` is None on ranks inside a pipeline; kv holds the tp neighbours with the same KV heads."""
+
+    world: Group
+    tp: Group
+    cp: Group
+    pp: Group
+    dp: Group
+    dp_cp: Group
+    model: Group
+    embedding: Group | None
+    kv: Group
+
+    @classmethod
+    def alone(cls, global_rank: int = 0, tracer: Tracer | None = None) -> ProcessGroups:
+        """The groups of a world of one."""
+        return cls(**{name: Group.alone(name, global_rank, tracer) for name in GROUP_NAMES})
+
+
+def build_process_groups(
+    topology: Topology, global_rank: int, backend: str, timeout_seconds: float, tracer: Tracer | None = None
+) -> ProcessGroups:
+    """Make every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
+
+    All ranks make all groups in one order, members or not: torch names a group by a counter that must agree on its members. (Its local
+    synchronisation names by the number of groups that the rank already has, which differs within a group when only the ends of a pipeline
+    hold an embedding group; and a foreign group costs 0.05 ms, so ten thousand cost half a second.)
+    Raises CommunicationError if torch.distributed was started with another world.
+    """
+    if topology.world_size == 1:
+        return ProcessGroups.alone(global_rank, tracer)
+    _check_world(topology, global_rank)
+    made = {name: _build(name, topology, global_rank, backend, timeout_seconds, tracer) for name in GROUP_NAMES if name != "dp_cp"}
+    # without context parallelism dp_cp is dp: one communicator, not two
+    made["dp_cp"] = (
+        _renamed(made["dp"], "dp_cp") if topology.cp == 1 else _build("dp_cp", topology, global_rank, backend, timeout_seconds, tracer)
+    )
+    return ProcessGroups(**made)  # type: ignore[arg-type]
+
+
+def new_handle(ranks: tuple[int, ...], description: str, backend: str | None, timeout_seconds: float | None) -> Any:
+    """torch's process group of these ranks; to be called by every rank of the world in one order. Meaningless on ranks outside it."""
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=description)
+
+
+def _build(name: str, topology: Topology, global_rank: int, backend: str, timeout_seconds: float, tracer: Tracer | None) -> Group | None:
+    siblings = topology.groups(name)
+    mine: Group | None = None
+    for ranks in siblings:
+        handle = new_handle(ranks, name, backend, timeout_seconds) if len(ranks) > 1 else None
+        if global_rank in ranks:
+            mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings)
+    return mine
+
+
+def _renamed(group: Group | None, name: str) -> Group:
+    assert group is not None
+    return Group(name, group.ranks, group.rank, group.handle, group.tracer, group.timeout_seconds, group.siblings)
+
+
+def _check_world(topology: Topology, global_rank: int) -> None:
+    if not dist.is_initialized():
+        raise CommunicationError(
+            f"a topology of {topology.world_size} ranks needs a world: call comm.bootstrap.start before building groups"
+        )
+    if (dist.get_world_size(), dist.get_rank()) != (topology.world_size, global_rank):
+        raise CommunicationError(
+            f"the topology says rank {global_rank} of {topology.world_size}, torch.distributed was started as rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}"
+        )

@@ -1,0 +1,38 @@
+"""A record of what ran when: collectives and messages here, actions in the engine. No tracer, no cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """Something with a start and an end. Nanoseconds of time.perf_counter_ns: one clock for all ranks of a machine."""
+
+    name: str  # "dp_cp reduce_scatter", "boundary 1 activation", "2F0"
+    kind: str  # 'collective', 'send', 'receive' from launch to completion; 'wait' while a rank stands still; 'action'
+    start_ns: int
+    end_ns: int
+
+
+@dataclass
+class Tracer:
+    """Events in the order in which they ended.
+
+    A collective ends when the backend says so, where it does (gloo's all-reduce and all-gather), else when its wait returns. On a GPU
+    these are times of the host: a wait there only orders streams.
+    """
+
+    events: list[Event] = field(default_factory=list)
+
+    def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
+        """Record one event; it ends now unless end_ns is given. May be called from a backend's thread."""
+        self.events.append(Event(name, kind, start_ns, perf_counter_ns() if end_ns is None else end_ns))
+
+    def of_kind(self, *kinds: str) -> list[Event]:
+        """The events of some kinds, by start."""
+        return sorted((event for event in self.events if event.kind in kinds), key=lambda event: event.start_ns)
+
+    def clear(self) -> None:
+        self.events.clear()

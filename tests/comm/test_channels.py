@@ -1,0 +1,269 @@
+"""Channels never mix messages, keep their order, carry any tensors, and say what went wrong."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.comm.channels import Channels, MessageSpec, PendingReceive, PendingSend
+from megapipe.comm.groups import Group
+from megapipe.comm.trace import Tracer
+from megapipe.errors import CommunicationError, ScheduleError
+from megapipe.schedule.placement import Placement, linear, loop
+from megapipe.topology import Topology
+from tests.comm.ranks import groups_of
+from tests.harness import RankPool, run_ranks
+
+FEW = (MessageSpec((2, 3), torch.float32),)
+
+
+def content(boundary: int, kind: str, number: int) -> float:
+    return 1000.0 * boundary + 100 * (kind == "gradient") + number
+
+
+def interleave(rank: int, world_size: int, placement: Placement, seed: int, messages: int, elements: int) -> int:
+    """Send and receive `messages` on every channel in an order drawn by this rank alone; returns how many tensors were checked."""
+    channels = Channels.build(placement, groups_of(rank, Topology(pp=world_size)).pp)
+    draw = random.Random(100 * seed + rank)
+    todo = [key for key in channels for _ in range(messages)]
+    draw.shuffle(todo)
+    number = dict.fromkeys(channels, 0)
+    posted: list[tuple[tuple[int, str], int, PendingReceive]] = []
+    sends: list[PendingSend] = []
+    for key in todo:
+        value = content(*key, number[key])
+        if channels[key].sends:
+            sends.append(channels[key].send((torch.full((elements,), value), torch.full((3, 1), -value))))
+        else:
+            specs = (MessageSpec((elements,), torch.float32), MessageSpec((3, 1), torch.float32))
+            posted.append((key, number[key], channels[key].post_receive(specs)))
+        number[key] += 1
+    draw.shuffle(posted)
+    for key, index, pending in posted:
+        for _ in range(2):
+            first, second = pending.wait()
+            assert first.unique().tolist() == [content(*key, index)], (key, index)
+            assert second.unique().tolist() == [-content(*key, index)], (key, index)
+    for send in sends:
+        send.wait()
+        send.wait()
+        assert send.done()
+    return len(posted)
+
+
+def test_channels_of_the_same_two_ranks_never_mix_messages() -> None:
+    """pp = 2 with two chunks: previous and next rank are the same one; three boundaries, six channels, any interleaving."""
+    with RankPool(2) as pool:
+        for seed in range(6):
+            assert pool.run(interleave, loop(2, 2), seed, 8, 5) == [24, 24]
+
+
+def test_channels_of_a_longer_pipeline_never_mix_messages() -> None:
+    assert sum(run_ranks(interleave, 3, loop(3, 3), 0, 5, 7)) == 8 * 2 * 5
+
+
+def test_large_messages_in_any_interleaving_arrive_whole() -> None:
+    assert run_ranks(interleave, 2, loop(2, 2), 1, 3, 300_000) == [9, 9]
+
+
+def many_in_order(rank: int, world_size: int, count: int) -> list[float]:
+    """More messages than a tag can number."""
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp, max_in_flight=4)[0, "activation"]
+    if rank == 0:
+        for number in range(count):
+            channel.send((torch.tensor([float(number)]),))
+        channel.drain()
+        return []
+    return [channel.post_receive((MessageSpec((1,), torch.float32),)).wait()[0].item() for _ in range(count)]
+
+
+def test_messages_stay_in_order_beyond_the_numbers_of_a_tag() -> None:
+    assert run_ranks(many_in_order, 2, 2500)[1] == [float(number) for number in range(2500)]
+
+
+def every_dtype(rank: int, world_size: int) -> list[tuple[Tensor, ...]]:
+    channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)
+    x = torch.arange(6.0).view(2, 3)
+    messages = [
+        (x.double() / 3, x.bfloat16()),
+        (x.t(),),  # not contiguous: arrives as [3, 2]
+        (x.half(), x.long(), torch.empty(0, 4)),
+        (torch.tensor(2.5),),
+    ]
+    if rank == 0:
+        for message in messages:
+            channels[0, "activation"].send(message)
+        channels.drain()
+        return messages
+    return [channels[0, "activation"].post_receive(tuple(map(MessageSpec.of, message))).wait() for message in messages]
+
+
+def test_tuples_of_any_shape_and_dtype_arrive() -> None:
+    sent, received = run_ranks(every_dtype, 2)
+    for left, right in zip(sent, received, strict=True):
+        assert [x.dtype for x in left] == [x.dtype for x in right]
+        assert all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+
+
+def send_and_forget(rank: int, world_size: int) -> list[float]:
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation"]
+    size = 500_000
+    if rank == 0:
+        for number in range(4):
+            channel.send((torch.full((size,), float(number)),))  # nobody but the channel holds it
+        gc.collect()
+        rubbish = [torch.full((size,), -1.0) for _ in range(8)]  # would take its place
+        channel.drain()
+        return [rubbish[0][0].item()]
+    time.sleep(0.1)
+    received = [channel.post_receive((MessageSpec((size,), torch.float32),)).wait()[0] for _ in range(4)]
+    return [x.unique().item() for x in received]
+
+
+def test_sent_tensors_live_until_they_have_arrived() -> None:
+    assert run_ranks(send_and_forget, 2)[1] == [0.0, 1.0, 2.0, 3.0]
+
+
+def changing_shapes(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Training, evaluation, training: the declaration changes on both ends and is compared each time."""
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation"]
+    shapes = [(4, 2), (4, 2), (1, 2), (4, 2)]
+    if rank == 0:
+        for shape in shapes:
+            channel.send((torch.ones(shape),)).wait()
+        return shapes
+    return [tuple(channel.post_receive((MessageSpec(shape, torch.float32),)).wait()[0].shape) for shape in shapes]
+
+
+def test_shapes_may_change_from_message_to_message() -> None:
+    assert run_ranks(changing_shapes, 2)[1] == [(4, 2), (4, 2), (1, 2), (4, 2)]
+
+
+def disagree_at_first(rank: int, world_size: int) -> str:
+    channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=10).pp)
+    if rank == 0:
+        channels[0, "activation"].send((torch.ones(4, 8),))
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        channels[0, "activation"].post_receive(FEW).wait()
+    return str(caught.value)
+
+
+def test_longer_message_than_expected_is_an_error_and_not_a_crash() -> None:
+    message = run_ranks(disagree_at_first, 2)[1]
+    assert message == "activation from stage 0 to 1: global rank 0 sends (float32[4, 8]), global rank 1 expects (float32[2, 3])"
+
+
+def disagree_and_wait_for_the_second(rank: int, world_size: int) -> str:
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=10).pp)[0, "activation"]
+    if rank == 0:
+        for _ in range(2):
+            channel.send((torch.ones(2, 3, dtype=torch.int64),))
+        return ""
+    _, second = channel.post_receive(FEW), channel.post_receive(FEW)
+    with pytest.raises(CommunicationError) as caught:
+        second.wait()
+    return str(caught.value)
+
+
+def test_declarations_are_compared_by_whichever_message_is_waited_for_first() -> None:
+    assert "sends (int64[2, 3]), global rank 1 expects (float32[2, 3])" in run_ranks(disagree_and_wait_for_the_second, 2)[1]
+
+
+def disagree_later(rank: int, world_size: int) -> str:
+    channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=1).pp)
+    channel = channels[0, "activation"]
+    if rank == 0:
+        channel.send((torch.ones(2, 3),)).wait()
+        channel.send((torch.ones(4, 8),))
+        return ""
+    channel.post_receive(FEW).wait()
+    with pytest.raises(CommunicationError) as caught:
+        channel.post_receive(FEW).wait()
+    return str(caught.value)
+
+
+def test_sender_that_alone_changes_its_shapes_is_an_error_and_not_a_crash() -> None:
+    message = run_ranks(disagree_later, 2)[1]
+    assert message.startswith(
+        "receiving activation from stage 0 to 1 (float32[2, 3]) failed on global rank 1 from global rank 0 in group pp (ranks 0 1) after"
+    )
+    assert "no answer within the time-out of 1 s" in message
+
+
+def lose_the_sender(rank: int, world_size: int) -> str:
+    channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)
+    channel = channels[0, "gradient"]
+    if rank == 1:
+        channel.send((torch.ones(2, 3),)).wait()
+        os._exit(1)
+    channel.post_receive(FEW).wait()
+    with pytest.raises(CommunicationError) as caught:
+        channel.post_receive(FEW).wait()
+    return str(caught.value)
+
+
+def test_dead_sender_is_named_at_once() -> None:
+    message = run_ranks(lose_the_sender, 2, timeout=20, may_die=(1,))[0]
+    assert message.startswith("receiving gradient from stage 1 to 0 (float32[2, 3]) failed on global rank 0 from global rank 1")
+    assert "a peer's process has ended" in message
+
+
+def traced(rank: int, world_size: int) -> list[tuple[str, str]]:
+    tracer = Tracer()
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), tracer=tracer).pp)[0, "activation"]
+    pending = channel.send((torch.ones(2, 3),)) if rank == 0 else channel.post_receive(FEW)
+    pending.wait()
+    pending.wait()
+    return [(event.name, event.kind) for event in tracer.of_kind("send", "receive")]
+
+
+def test_tracer_sees_each_message_once() -> None:
+    assert run_ranks(traced, 2) == [[("boundary 0 activation", "send")], [("boundary 0 activation", "receive")]]
+
+
+def ends_of(rank: int, world_size: int) -> dict[tuple[int, str], tuple[bool, int]]:
+    pp = groups_of(rank, Topology(tp=2, pp=2)).pp
+    return {key: (channel.sends, channel.peer) for key, channel in Channels.build(loop(2, 2), pp).items()}
+
+
+def test_peers_are_those_of_the_own_pipeline() -> None:
+    seen = run_ranks(ends_of, 4)
+    assert seen[1] == {
+        (0, "activation"): (True, 3),
+        (0, "gradient"): (False, 3),
+        (1, "activation"): (False, 3),
+        (1, "gradient"): (True, 3),
+        (2, "activation"): (True, 3),
+        (2, "gradient"): (False, 3),
+    }
+    assert seen[2] == {key: (not sends, 0) for key, (sends, _) in seen[0].items()}
+
+
+def wrong_end(rank: int, world_size: int) -> str:
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation"]
+    with pytest.raises(ScheduleError) as caught:
+        channel.post_receive(FEW) if rank == 0 else channel.send((torch.ones(1),))
+    return str(caught.value)
+
+
+def test_using_the_other_end_of_a_channel_is_refused() -> None:
+    assert run_ranks(wrong_end, 2) == [
+        "global rank 0 cannot post_receive activation from stage 0 to 1: it is the other end of that channel",
+        "global rank 1 cannot send activation from stage 0 to 1: it is the other end of that channel",
+    ]
+
+
+def test_hops_inside_a_rank_have_no_channel() -> None:
+    assert len(Channels.build(Placement(1, (0, 0, 0)), Group.alone("pp"))) == 0
+
+
+def test_placement_for_another_pipeline_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"the placement is for 2 pipeline ranks, the group pp \(ranks 0\) has 1"):
+        Channels.build(linear(2), Group.alone("pp"))
