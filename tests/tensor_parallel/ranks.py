@@ -1,29 +1,21 @@
-"""What the tests of this room share: live ranks, the tp group of a rank, and its slice of a tensor."""
+"""What the tests of this room share: the tp group of a rank, its slice of a tensor, a record of operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megapipe.comm.groups import Group, build_process_groups
-from megapipe.topology import Topology
-from tests.harness import RankPool
-
-
-@pytest.fixture(scope="module", params=[2, 4], ids=["tp2", "tp4"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param, timeout=30) as pool:
-        yield pool
+from megapipe.comm.groups import Group
 
 
 def tp_group(rank: int, world_size: int) -> Group:
-    return build_process_groups(Topology(tp=world_size, cp=1, pp=1, dp=1), rank, "gloo", 30.0).tp
+    """All ranks of the job as one tp group, over the world's own handle: making groups takes longer than most tests."""
+    return Group("tp", tuple(range(world_size)), rank, dist.group.WORLD, None, 30.0)
 
 
 def part(tensor: Tensor, dim: int, group: Group) -> Tensor:

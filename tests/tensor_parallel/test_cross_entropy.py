@@ -16,9 +16,8 @@ from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.linear import column_parallel_linear
 from tests.harness import RankPool
-from tests.tensor_parallel.ranks import Storages, close, part, ranks, tp_group
+from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
-__all__ = ["ranks"]
 S, B, PADDED = 8, 3, 32
 
 

@@ -13,9 +13,8 @@ from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.harness import RankPool
-from tests.tensor_parallel.ranks import Storages, close, part, ranks, tp_group
+from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
-__all__ = ["ranks"]
 S, B, H, PADDED, TRUE = 8, 3, 6, 32, 29
 
 

@@ -17,9 +17,8 @@ from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, row_parallel_linear
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.harness import RankPool
-from tests.tensor_parallel.ranks import Storages, close, part, ranks, tp_group
+from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
-__all__ = ["ranks"]
 S, B, IN, OUT = 8, 3, 12, 16
 KINDS = ("column", "row")
 

@@ -12,9 +12,8 @@ from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel import mappings
 from tests.harness import RankPool
-from tests.tensor_parallel.ranks import close, ranks, tp_group
+from tests.tensor_parallel.ranks import close, tp_group
 
-__all__ = ["ranks"]
 S, B, H = 8, 3, 4
 
 
