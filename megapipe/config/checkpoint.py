@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.option import option
+from megapipe.config.option import Flag, option
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,13 @@ class CheckpointConfig:
 
     save: str | None = option(None, "directory to save checkpoints in")
     load: str | None = option(None, "directory to load a checkpoint from")
-    save_interval: int | None = option(None, "steps between checkpoints; unset: only at the end", unit="steps", at_least=1)
+    save_interval: int | None = option(
+        None,
+        "steps between checkpoints; unset: only at the end",
+        unit="steps",
+        at_least=1,
+        more_flags=(Flag("--persistent-save-interval", help="same as --save-interval"),),
+    )
     no_save_optim: bool = option(False, "leave the optimizer out of checkpoints", off_flag="--save-optim")
     no_save_rng: bool = option(False, "leave random state out of checkpoints", off_flag="--save-rng")
     no_load_optim: bool = option(False, "start with a fresh optimizer", off_flag="--load-optim")

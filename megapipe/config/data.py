@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.option import option
+from megapipe.errors import ConfigError
 
 TOKENIZER_TYPES = (
     "ByteTokenizer",
@@ -36,3 +37,22 @@ class DataConfig:
     tokenizer_model: str | None = option(None, "file or directory of the tokenizer")
     vocab_file: str | None = option(None, "vocabulary of GPT2BPETokenizer (vocab.json)")
     merge_file: str | None = option(None, "merges of GPT2BPETokenizer (merges.txt)")
+
+
+def split_shares(text: str) -> tuple[float, float, float]:
+    """The shares of training, validation and test in a split such as '969,30,1' or '8/1/1', normalised to a sum of 1.
+
+    Fewer than three numbers are filled up with 0, as in Megatron. Raises ConfigError if there are more, or none above 0.
+    """
+    words = text.replace("/", ",").split(",")
+    try:
+        shares = [float(word) for word in words]
+    except ValueError:
+        raise ConfigError(f"--split {text}: expected numbers separated by commas, such as 969,30,1") from None
+    if len(shares) > 3 or any(not 0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
+        raise ConfigError(
+            f"--split {text}: expected up to three numbers of at least 0 (training, validation, test), not all 0, such as 969,30,1"
+        )
+    shares += [0.0] * (3 - len(shares))
+    total = sum(shares)
+    return shares[0] / total, shares[1] / total, shares[2] / total

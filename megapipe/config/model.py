@@ -13,6 +13,14 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu_tanh", "squared_relu", "rel
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
 
 
+def read_window(text: str) -> str:
+    """A window as one number, or as Megatron's pair LEFT,0 of tokens before a token: '127,0' is 128."""
+    left, comma, right = text.strip("()[] ").partition(",")
+    if not comma or right.strip() != "0" or not left.strip().isdecimal():
+        return text
+    return str(int(left) + 1)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """One definition for the GPT-2 shape (the defaults) and the Llama shape."""
@@ -113,7 +121,11 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = option(False, "output layer with its own weight instead of the word embedding's")
     qk_layernorm: bool = option(False, "normalize each head's queries and keys")
     window_size: int | None = option(
-        None, "sliding window: a token sees itself and window-size - 1 tokens before it; unset: all before it", unit="tokens", at_least=1
+        None,
+        "sliding window: a token sees itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); unset: all before it",
+        unit="tokens",
+        at_least=1,
+        read=read_window,
     )
     attn_logit_softcapping: float | None = option(None, "attention logits become c tanh(x / c); unset: none", above=0)
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
@@ -124,3 +136,19 @@ class ModelConfig:
     hidden_dropout: float = option(0.1, "dropout after the embedding, attention and MLP", unit="probability", at_least=0, below=1)
     attention_dropout: float = option(0.1, "dropout of attention probabilities", unit="probability", at_least=0, below=1)
     init_method_std: float = option(0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0)
+
+    def head_size(self) -> int:
+        """Width of one attention head: kv-channels, or hidden-size / num-attention-heads."""
+        return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    def query_groups(self) -> int:
+        """Key/value heads: num-query-groups, or one for each attention head."""
+        return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    def feed_forward_size(self) -> int:
+        """Width of the MLP: ffn-hidden-size, or Megatron's 4 h; with a gated activation int(4 h x 2/3 / 64) x 64."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        if self.activation in GATED_ACTIVATIONS:
+            return int((4 * self.hidden_size * 2 / 3) / 64) * 64
+        return 4 * self.hidden_size

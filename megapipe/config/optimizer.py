@@ -43,12 +43,8 @@ class OptimizerConfig:
     override_opt_param_scheduler: bool = option(
         False,
         "on resuming, the schedules of this configuration win over the checkpoint's",
-        off_flag="--no-override-opt-param-scheduler",
-        flag="--override-opt_param-scheduler",
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "on resuming, the schedules of the checkpoint win over this configuration's",
-        off_flag="--no-use-checkpoint-opt-param-scheduler",
-        flag="--use-checkpoint-opt_param-scheduler",
     )

@@ -7,6 +7,7 @@ these declarations and from nothing else.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ class Option:
     flag: str | None = None  # instead of --field-name
     off_flag: str | None = None  # booleans: instead of --no-field-name
     more_flags: tuple[Flag, ...] = ()
+    read: Callable[[str], str] | None = None  # rewrites the text of a value before it is read
     required: bool = False  # the dataclass default serves tests; a job has to say it
     derived: str = ""  # what planner.resolve puts in place of None
 

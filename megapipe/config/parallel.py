@@ -63,7 +63,6 @@ class ParallelConfig:
         True,
         "stages send and receive while they compute",
         flag="--overlap-p2p-communication",
-        off_flag="--no-overlap-p2p-communication",
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
     ddp_bucket_size: int | None = option(

@@ -1,0 +1,113 @@
+"""Every flag of Megatron-LM at Megatron-Core 0.16.1, each in one class; nothing that a launch script says is ignored.
+
+The names, with the number of their values and Megatron's defaults, stand in megatron_flags.csv. Sources: the configuration dataclasses of
+the megatron-core 0.16.1 wheel, of which Megatron makes 176 flags; and megatron/training/arguments.py with the dataclasses beside it, which
+no wheel holds, from a copy of the repository of that time (its list of dataclass fields that get no flag names only fields of that wheel).
+Classes and notes are ours.
+
+supported         it sets a field of ours (the note is the field)
+already so here   accepted: what it asks for is the case anyway; the note says why
+refused           an error with the note: what to do instead. Accepted where its value is Megatron's default.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megapipe.errors import ConfigError
+
+SUPPORTED = "supported"
+ALREADY_SO = "already so here"
+REFUSED = "refused"
+CLASSES = (SUPPORTED, ALREADY_SO, REFUSED)
+
+
+@dataclass(frozen=True)
+class MegatronFlag:
+    """One row of the table."""
+
+    name: str  # --with-dashes
+    values: str  # "": none follows; "1": one; "+": one or more
+    default: str  # Megatron's, as text; "" if none
+    kind: str  # one of CLASSES
+    accepts: tuple[str, ...]  # already so here: the values for which that holds; () any
+    note: str
+
+    def judge(self, given: list[str]) -> str:
+        """The line to print for this flag with these values. Raises ConfigError if it is refused."""
+        shown = " ".join([self.name, *given])
+        if self.values == "" and given:
+            raise ConfigError(f"{self.name} takes no value, but {given[0]} follows it")
+        if self.values != "" and not given:
+            raise ConfigError(f"{self.name} needs a value; {self.note}")
+        if self.kind == ALREADY_SO and (not self.accepts or given[0] in self.accepts):
+            return f"{shown}: already so here: {self.note}"
+        if self.default and len(given) == 1 and same_value(given[0], self.default):
+            return f"{shown}: Megatron's default, accepted"
+        way = f"use {' or '.join(self.accepts)}; {self.note}" if self.accepts else self.note
+        raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not carry out: {way}")
+
+
+def same_value(given: str, default: str) -> bool:
+    """Whether two texts say the same word or number."""
+    if given.lower() == default.lower():
+        return True
+    try:
+        return float(given) == float(default)
+    except ValueError:
+        return False
+
+
+@cache
+def megatron_flags() -> dict[str, MegatronFlag]:
+    """Flag name, with dashes -> row of the table."""
+    with Path(__file__).with_name("megatron_flags.csv").open(encoding="utf-8", newline="") as file:
+        rows = [
+            MegatronFlag(
+                row["flag"],
+                row["values"],
+                row["default"],
+                row["class"],
+                tuple(row["accepts"].split("|")) if row["accepts"] else (),
+                row["note"],
+            )
+            for row in csv.DictReader(file)
+        ]
+    return {row.name: row for row in rows}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the same flag name has another default or meaning than in Megatron, on purpose."""
+
+    flag: str
+    megatron: str
+    here: str
+    reason: str
+
+
+DELIBERATE_DIFFERENCES = (
+    Difference("--distributed-backend", "nccl", "auto", "gloo where there is no GPU, so that the same script runs anywhere"),
+    Difference("--exit-signal-handler", "off", "on", "a job that is asked to leave saves first"),
+    Difference("--eval-interval", "none", "1000", "training is evaluated unless --eval-iters is 0"),
+    Difference(
+        "--num-query-groups", "1, and unused without --group-query-attention", "acts alone", "a number that is given is never ignored"
+    ),
+    Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
+    Difference("--recompute-modules", "core_attn by way of none", "core_attn", "the same, said openly; activation is ours"),
+    Difference(
+        "--window-size",
+        "LEFT,RIGHT without the token itself",
+        "one number with the token itself",
+        "LEFT,0 is read too and means the same as in Megatron",
+    ),
+)
+
+
+def differences_text() -> str:
+    """The table of deliberate differences, for the start of a run and the documents."""
+    width = max(len(difference.flag) for difference in DELIBERATE_DIFFERENCES)
+    return "\n".join(f"{d.flag:<{width}}  {d.here} (Megatron: {d.megatron}): {d.reason}" for d in DELIBERATE_DIFFERENCES)

@@ -1,0 +1,217 @@
+"""Rules of the parallel and recompute sections.
+
+Sequence parallelism without tensor parallelism changes nothing and is accepted. Chunks without pipeline ranks are refused, as in Megatron:
+interleaving exists to fill a pipeline's bubble, and one rank has none.
+"""
+
+from __future__ import annotations
+
+from megapipe.config.config import Config
+from megapipe.config.values import one_of
+
+AXES = ("tp", "cp", "dp", "pp")
+
+
+def context_parallel_is_one(config: Config) -> str | None:
+    if config.parallel.context_parallel_size == 1:
+        return None
+    return (
+        f"--context-parallel-size {config.parallel.context_parallel_size}: context parallelism is not there yet; "
+        "use 1, and --tensor-model-parallel-size with --sequence-parallel for long sequences"
+    )
+
+
+def rank_order_names_axes(config: Config) -> str | None:
+    order = config.parallel.rank_order
+    if sorted(order.split("-")) == sorted(AXES):
+        return None
+    return f"--rank-order {order}: name each of {one_of(AXES)} once, joined by -, such as tp-cp-dp-pp or tp-cp-pp-dp"
+
+
+def chunks_given_once(config: Config) -> str | None:
+    parallel = config.parallel
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None:
+        return None
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return (
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both say how many chunks "
+            "there are; give one of the two"
+        )
+    if parallel.pipeline_model_parallel_layout is not None:
+        return "--pipeline-model-parallel-layout says what each chunk holds; leave --num-layers-per-virtual-pipeline-stage out"
+    return None
+
+
+def interleaving_needs_pipeline(config: Config) -> str | None:
+    parallel = config.parallel
+    if parallel.pipeline_model_parallel_size > 1:
+        return None
+    chunks, per_chunk = parallel.num_virtual_stages_per_pipeline_rank, parallel.num_layers_per_virtual_pipeline_stage
+    if chunks is not None and chunks > 1:
+        return (
+            f"--num-virtual-stages-per-pipeline-rank {chunks} needs --pipeline-model-parallel-size of at least 2; leave it out or raise pp"
+        )
+    if per_chunk is not None and per_chunk < config.model.num_layers:
+        return (
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} needs --pipeline-model-parallel-size of at least 2; leave "
+            "it out or raise pp"
+        )
+    return None
+
+
+def may_interleave(config: Config) -> bool:
+    """Whether the configuration speaks of more than one chunk a rank. A layout may, for its stages are counted by the planner."""
+    parallel = config.parallel
+    several = parallel.num_virtual_stages_per_pipeline_rank is not None and parallel.num_virtual_stages_per_pipeline_rank > 1
+    return several or parallel.num_layers_per_virtual_pipeline_stage is not None or parallel.pipeline_model_parallel_layout is not None
+
+
+def schedule_fits_chunks(config: Config) -> str | None:
+    parallel = config.parallel
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.pipeline_schedule == "interleaved" and not may_interleave(config):
+        return "--pipeline-schedule interleaved needs chunks; give --num-virtual-stages-per-pipeline-rank 2 or more, or choose 1f1b"
+    if parallel.pipeline_schedule in ("gpipe", "1f1b") and chunks is not None and chunks > 1:
+        return (
+            f"--pipeline-schedule {parallel.pipeline_schedule} runs one chunk a rank, but "
+            f"--num-virtual-stages-per-pipeline-rank is {chunks}; "
+            "choose interleaved or auto, or leave the chunks out"
+        )
+    return None
+
+
+def microbatch_group_fits(config: Config) -> str | None:
+    parallel = config.parallel
+    group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    if group is None:
+        return None
+    if not may_interleave(config):
+        return (
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} belongs to interleaving; leave it out or give "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    if group < pp:
+        return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}; use at least {pp}"
+    return None
+
+
+def layers_placed_once(config: Config) -> str | None:
+    parallel = config.parallel
+    ends = [
+        name
+        for name, value in (
+            ("--decoder-first-pipeline-num-layers", parallel.decoder_first_pipeline_num_layers),
+            ("--decoder-last-pipeline-num-layers", parallel.decoder_last_pipeline_num_layers),
+        )
+        if value is not None
+    ]
+    counted = [
+        name
+        for name, value in (
+            ("--account-for-embedding-in-pipeline-split", parallel.account_for_embedding_in_pipeline_split),
+            ("--account-for-loss-in-pipeline-split", parallel.account_for_loss_in_pipeline_split),
+        )
+        if value
+    ]
+    if parallel.pipeline_model_parallel_layout is not None and ends + counted:
+        return f"--pipeline-model-parallel-layout places every layer; leave {one_of(ends + counted)} out"
+    if ends and counted:
+        return f"{one_of(ends)} and {one_of(counted)} are two ways to relieve the same ranks; give one of them"
+    return None
+
+
+def end_layers_fit(config: Config) -> str | None:
+    parallel, layers = config.parallel, config.model.num_layers
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if first is None and last is None:
+        return None
+    pp = parallel.pipeline_model_parallel_size
+    if pp == 1:
+        return (
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need --pipeline-model-parallel-size of at least 2"
+        )
+    placed, others = (first or 0) + (last or 0), pp - (first is not None) - (last is not None)
+    if placed > layers or (others == 0 and placed != layers):
+        return (
+            f"the first and last pipeline rank are given {placed} layers and {others} rank(s) between them have to hold "
+            f"the rest of --num-layers {layers}; "
+            "change --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    return None
+
+
+def parameter_gather_needs_distributed_optimizer(config: Config) -> str | None:
+    if not config.parallel.overlap_param_gather or config.parallel.use_distributed_optimizer:
+        return None
+    return "--overlap-param-gather overlaps the gather of the distributed optimizer; add --use-distributed-optimizer or leave it out"
+
+
+def tp_overlap_needs_sequence_parallel(config: Config) -> str | None:
+    if not config.parallel.tp_comm_overlap or config.parallel.sequence_parallel:
+        return None
+    return "--tp-comm-overlap overlaps the gathers and scatters of sequence parallelism; add --sequence-parallel or leave it out"
+
+
+def backend_fits_device(config: Config) -> str | None:
+    if config.parallel.distributed_backend == "nccl" and config.training.device == "cpu":
+        return "--distributed-backend nccl talks between GPUs, but --device is cpu; use gloo or auto"
+    return None
+
+
+def bf16_reduction_keeps_fp64(config: Config) -> str | None:
+    if config.parallel.grad_reduce_in_bf16 and config.precision.dtype == "fp64":
+        return "--grad-reduce-in-bf16 would round the gradients of --dtype fp64 to bf16; leave it out"
+    return None
+
+
+def recompute_is_whole(config: Config) -> str | None:
+    recompute = config.recompute
+    granularity, method, layers = recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers
+    if granularity == "full":
+        if method is None or layers is None:
+            missing = [
+                flag
+                for flag, value in (("--recompute-method uniform or block", method), ("--recompute-num-layers N", layers))
+                if value is None
+            ]
+            return f"--recompute-granularity full also needs {' and '.join(missing)}"
+        return None
+    extra = [flag for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers)) if value is not None]
+    if extra:
+        return (
+            f"{' and '.join(extra)} belong to --recompute-granularity full, which is {granularity or 'not given'}; add it or leave them out"
+        )
+    return None
+
+
+def recompute_modules_fit(config: Config) -> str | None:
+    recompute = config.recompute
+    modules = recompute.recompute_modules
+    if recompute.recompute_granularity != "selective" and modules != ("core_attn",):
+        return f"--recompute-modules {' '.join(modules)} belongs to --recompute-granularity selective; add it or leave the modules out"
+    if len(set(modules)) != len(modules):
+        return f"--recompute-modules {' '.join(modules)} names a module twice"
+    if recompute.recompute_granularity == "selective" and not modules:
+        return "--recompute-granularity selective needs at least one of --recompute-modules"
+    if {"mlp", "activation"} <= set(modules):
+        return "--recompute-modules mlp already recomputes the activation inside it; leave activation out"
+    return None
+
+
+PARALLEL_RULES = (
+    context_parallel_is_one,
+    rank_order_names_axes,
+    chunks_given_once,
+    interleaving_needs_pipeline,
+    schedule_fits_chunks,
+    microbatch_group_fits,
+    layers_placed_once,
+    end_layers_fit,
+    parameter_gather_needs_distributed_optimizer,
+    tp_overlap_needs_sequence_parallel,
+    backend_fits_device,
+    bf16_reduction_keeps_fp64,
+    recompute_is_whole,
+    recompute_modules_fit,
+)

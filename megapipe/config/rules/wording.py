@@ -1,0 +1,27 @@
+"""Words that rules share: which values would work instead."""
+
+from __future__ import annotations
+
+from megapipe.config.values import one_of
+
+
+def divisors(*numbers: int, at_most: int = 1 << 30) -> list[int]:
+    """Common divisors of some numbers, ascending."""
+    smallest = min(numbers)
+    return [d for d in range(1, min(smallest, at_most) + 1) if all(number % d == 0 for number in numbers)]
+
+
+def use_divisors(*numbers: int, wanted: int) -> str:
+    """'use 1, 2, 4, 8 or 16': the common divisors, at most six, nearest to the wanted value."""
+    return "use " + one_of(nearest_values(divisors(*numbers), wanted))
+
+
+def use_multiples(unit: int, wanted: int) -> str:
+    """'use 16 or 24': the multiples on both sides of the wanted value."""
+    below, above = wanted // unit * unit, -(-wanted // unit) * unit
+    return "use " + one_of(sorted({value for value in (below, above) if value > 0}))
+
+
+def nearest_values(values: list[int], wanted: int, count: int = 6) -> list[int]:
+    """The values nearest to a wanted one, ascending."""
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:count])

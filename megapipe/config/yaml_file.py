@@ -1,0 +1,114 @@
+"""Reading and writing the YAML form: sections (or flat), Megatron's names with - or _, each value with the line that it stands on.
+
+The text is composed into nodes only and each scalar read by its field's type (see values.py), so YAML's guesses about types play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapipe.config.config import Config
+from megapipe.config.fields import all_fields, section_types, value_of
+from megapipe.config.values import NONE_WORDS, value_text
+from megapipe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One `key: value` of a file."""
+
+    section: str | None  # None: flat, at the top level
+    key: str
+    raw: str | tuple[str, ...] | None  # None: null
+    quoted: bool
+    where: str  # "FILE line 3"
+
+
+def read_file(path: str) -> str:
+    """The text of a configuration file. Raises ConfigError if there is none or it is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: there is no such file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not a text file in UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from None
+
+
+def read_entries(text: str, name: str) -> list[Entry]:
+    """All entries of a YAML text, in order. `name` is the file's, for errors."""
+    import yaml  # only needed with a file
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ConfigError(f"{name}{line}: not readable as YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{name}: expected lines of `key: value`, in sections {', '.join(section_types())} or without")
+    entries: list[Entry] = []
+    for key, value, where in pairs(root, name):
+        if isinstance(value, yaml.MappingNode):
+            if key not in section_types():
+                raise ConfigError(f"{where}: {key} is no section; sections are {', '.join(section_types())}")
+            entries += [entry(key, inner, node, place) for inner, node, place in pairs(value, name)]
+        elif key in section_types() and isinstance(value, yaml.ScalarNode) and value.value == "" and key != "optimizer":
+            continue  # a section with nothing in it
+        else:
+            entries.append(entry(None, key, value, where))
+    return entries
+
+
+def pairs(mapping, name: str):  # type: ignore[no-untyped-def]  # yaml nodes are untyped
+    """(key, value node, "FILE line N") of a mapping. Raises ConfigError at a key that stands twice."""
+    import yaml
+
+    seen: dict[str, int] = {}
+    for key_node, value in mapping.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{name} line {line}: a key is a name")
+        key = str(key_node.value).strip().replace("-", "_")
+        if key in seen:
+            raise ConfigError(f"{name} line {line}: {key} stands already on line {seen[key]}")
+        seen[key] = line
+        yield key, value, f"{name} line {line}"
+
+
+def entry(section: str | None, key: str, node, where: str) -> Entry:  # type: ignore[no-untyped-def]
+    """The Entry of a scalar or a list of scalars."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        quoted = node.style in ("'", '"', "|", ">")
+        absent = not quoted and node.value.lower() in ("", *NONE_WORDS)
+        return Entry(section, key, None if absent else str(node.value), quoted, where)
+    if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        return Entry(section, key, tuple(str(item.value) for item in node.value), True, where)
+    raise ConfigError(f"{where}: {key} holds a mapping or nested list; expected a value or a flat list")
+
+
+def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """The whole configuration as YAML in sections, which loads again; with origins, each line says where its value came from."""
+    lines: list[str] = []
+    section = ""
+    for field in all_fields():
+        if field.section != section:
+            section = field.section
+            lines += ([""] if lines else []) + [f"{section}:"]
+        value = value_of(config, field)
+        line = f"  {field.name}: {value_text(value)}"
+        if origins is not None:
+            remark = origins.get(field.key, "default").replace("\n", " ")
+            if value is None and field.option.derived:
+                remark += f"; derived: {field.option.derived}"
+            line = f"{line:<56} # {remark}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,198 @@
+"""The one file that reads and writes environment variables: who this process is, as torchrun or SLURM says it, and what its children need.
+
+torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT.
+SLURM (srun, one task a rank): SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_NNODES, SLURM_STEP_NODELIST (the first node is
+the rendezvous), SLURM_JOB_ID (which spreads ports). Neither: one process. torchrun wins where both stand, for srun often starts torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megapipe.errors import ConfigError
+
+TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SLURM_NEEDS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES")
+SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Who this process is among all ranks. `local` is within its node."""
+
+    global_rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    num_nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    launcher: str  # 'torchrun', 'slurm' or 'single'
+    num_threads: int | None = None  # OMP_NUM_THREADS
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
+    run_id: str | None = None  # torchrun's or SLURM's name for the job
+    restart_count: int = 0  # how often torchrun has restarted this rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other ranks."""
+        return self.world_size > 1
+
+
+def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Who this process is. Raises ConfigError if a launcher's variables are half set or contradict each other."""
+    variables = os.environ if environ is None else environ
+    if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        found = from_torchrun(variables)
+    elif "SLURM_PROCID" in variables and whole_number(variables, "SLURM_NTASKS", "1") > 1:
+        found = from_slurm(variables)
+    else:
+        found = Environment(
+            global_rank=0,
+            world_size=1,
+            local_rank=0,
+            local_world_size=1,
+            num_nodes=1,
+            node_rank=0,
+            master_addr="127.0.0.1",
+            master_port=0,
+            launcher="single",
+            num_threads=threads_of(variables),
+            visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
+        )
+    for name, index, count in (
+        ("global rank", found.global_rank, found.world_size),
+        ("local rank", found.local_rank, found.local_world_size),
+        ("node rank", found.node_rank, found.num_nodes),
+    ):
+        if not 0 <= index < count:
+            raise ConfigError(f"the {name} is {index}, but it has to lie in 0 .. {count - 1} ({found.launcher} set the environment)")
+    return found
+
+
+def from_torchrun(variables: Mapping[str, str]) -> Environment:
+    """torchrun's variables. Ranks a node are equal, so the number of nodes follows where GROUP_WORLD_SIZE is not set."""
+    require(variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank")
+    global_rank, world_size = whole_number(variables, "RANK"), whole_number(variables, "WORLD_SIZE")
+    local_world_size = whole_number(variables, "LOCAL_WORLD_SIZE", str(world_size))
+    if local_world_size < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE is {local_world_size} in the environment; expected at least 1")
+    return Environment(
+        global_rank=global_rank,
+        world_size=world_size,
+        local_rank=whole_number(variables, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        num_nodes=whole_number(variables, "GROUP_WORLD_SIZE", str(max(1, -(-world_size // local_world_size)))),
+        node_rank=whole_number(variables, "GROUP_RANK", str(max(0, global_rank) // local_world_size)),
+        master_addr=variables["MASTER_ADDR"],
+        master_port=whole_number(variables, "MASTER_PORT"),
+        launcher="torchrun",
+        run_id=variables.get("TORCHELASTIC_RUN_ID"),
+        restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0"),
+        num_threads=threads_of(variables),
+        visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def from_slurm(variables: Mapping[str, str]) -> Environment:
+    """srun's variables. The first node of the step is the rendezvous unless MASTER_ADDR says otherwise."""
+    require(variables, SLURM_NEEDS, "start each rank as a task of srun")
+    world_size, num_nodes = whole_number(variables, "SLURM_NTASKS"), whole_number(variables, "SLURM_NNODES")
+    node_list = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST", "")
+    address = variables.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else first_node(node_list))
+    if not address:
+        raise ConfigError("SLURM_STEP_NODELIST is not set in the environment; set MASTER_ADDR to the name of the first node")
+    job = whole_number(variables, "SLURM_JOB_ID", "0")
+    node_rank = whole_number(variables, "SLURM_NODEID")
+    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
+    if tasks is not None:
+        local_world_size = tasks_on_node(tasks, node_rank)
+    elif world_size % max(1, num_nodes) == 0:
+        local_world_size = world_size // max(1, num_nodes)
+    else:
+        raise ConfigError(f"SLURM_NTASKS {world_size} does not divide over SLURM_NNODES {num_nodes}; use --ntasks-per-node")
+    return Environment(
+        global_rank=whole_number(variables, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=whole_number(variables, "SLURM_LOCALID"),
+        local_world_size=local_world_size,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        master_addr=address,
+        master_port=whole_number(variables, "MASTER_PORT", str(SLURM_FIRST_PORT + job % SLURM_NUM_PORTS)),
+        launcher="slurm",
+        run_id=variables.get("SLURM_JOB_ID"),
+        num_threads=threads_of(variables),
+        visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def threads_of(variables: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS, None if it is not set."""
+    return whole_number(variables, "OMP_NUM_THREADS") if variables.get("OMP_NUM_THREADS") else None
+
+
+def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) -> None:
+    """Raises ConfigError if some of a launcher's variables are missing."""
+    missing = [name for name in names if not variables.get(name)]
+    if missing:
+        present = [name for name in names if variables.get(name)]
+        raise ConfigError(f"the environment sets {', '.join(present) or 'a launcher'} but not {', '.join(missing)}; {way_out}")
+
+
+def whole_number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
+    """A variable as a whole number. Raises ConfigError with name and text if it is none."""
+    text = variables.get(name) or default or ""
+    if not re.fullmatch(r"-?\d+", text):
+        raise ConfigError(f"{name} is {text!r} in the environment; expected a whole number")
+    return int(text)
+
+
+def first_node(node_list: str) -> str:
+    """The first host of SLURM's compressed list: 'node[03-05,9],login' is node03, 'a[1-2]b[07-08]' is a1b07."""
+    depth, end = 0, len(node_list)
+    for position, character in enumerate(node_list):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            end = position
+            break
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", node_list[:end])
+
+
+def tasks_on_node(tasks: str, node_rank: int) -> int:
+    """The number of ranks of a node in SLURM's list: '4(x2),3' is 4, 4, 3."""
+    counts: list[int] = []
+    for part in tasks.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if match is None:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE is {tasks!r} in the environment; expected something like 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node_rank >= len(counts) or node_rank < 0:
+        raise ConfigError(f"SLURM_NODEID is {node_rank}, but SLURM_TASKS_PER_NODE {tasks} lists {len(counts)} nodes")
+    return counts[node_rank]
+
+
+def child_environment(**settings: str | int | None) -> dict[str, str]:
+    """This process's environment for a child, with some variables set, or taken out where the setting is None."""
+    variables = dict(os.environ)
+    for name, value in settings.items():
+        if value is None:
+            variables.pop(name, None)
+        else:
+            variables[name] = str(value)
+    return variables
+
+
+def set_for_libraries(**settings: str | int) -> None:
+    """Sets variables that libraries read in this process (CUBLAS_WORKSPACE_CONFIG, say), where they are not set yet."""
+    for name, value in settings.items():
+        os.environ.setdefault(name, str(value))
+
+
+def variable(name: str) -> str | None:
+    """A single variable, for reports such as `megapipe doctor`."""
+    return os.environ.get(name)
