@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
@@ -147,7 +147,8 @@ def _encode_all(
     pending: deque[Future[Encoded]] = deque()
     try:
         for batch in _batches(records):
-            pending.append(pool.submit(_encode, batch))
+            with _interrupts_held():  # submitting may start a worker, which inherits this
+                pending.append(pool.submit(_encode, batch))
             if len(pending) >= BATCHES_PER_WORKER * num_workers:
                 yield pending.popleft().result()
         while pending:
@@ -156,6 +157,16 @@ def _encode_all(
         raise DataError("a tokenizing worker died (out of memory? --workers takes fewer of them); no file was written") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C goes to the whole terminal. Here it waits for the end of the block; workers started here never get it: the parent ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,6 @@ _work: list[_Work] = []  # one entry in each worker process: what its initialize
 
 
 def _start_worker(factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends the workers
     _work[:] = [_Work(factory(), keys, append_eod)]
 
 

@@ -73,6 +73,6 @@ def build_tokenizer(
     """Raises ConfigError for an unknown type or a missing flag, DataError for a file that is missing or something else."""
     if tokenizer_type not in TOKENIZERS:
         near = difflib.get_close_matches(tokenizer_type, TOKENIZERS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} is not known{hint} Known are {', '.join(TOKENIZERS)}")
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise ConfigError(f"--tokenizer-type {tokenizer_type} is not known{hint} known are {', '.join(TOKENIZERS)}")
     return TOKENIZERS[tokenizer_type](_Files(tokenizer_type, tokenizer_model, vocab_size, vocab_file, merge_file))

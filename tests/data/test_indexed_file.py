@@ -61,9 +61,7 @@ def test_read_gives_back_what_was_written(documents, code, tmp_path_factory):
     assert read == documents
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(65499, np.uint16), (65500, np.int32), (257, np.uint16)], ids=["below", "at", "bytes"]
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, np.uint16), (65500, np.int32), (257, np.uint16)], ids=["below", "at", "bytes"])
 def test_dtype_follows_the_vocabulary_at_65500(vocab_size, dtype):
     assert token_dtype(vocab_size) == dtype
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_split_covers_every_sequence_once(parts, num_sequences):
     ranges = [sequence_range(part, num_sequences) for part in parse_split(",".join(map(str, parts))) if part is not None]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == num_sequences
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
 
 
 @pytest.mark.parametrize("text", ["", "a,b,c", "1,2,3,4", "-1,2,3", "0,0,0", "nan,1,1", "inf,1,1"])

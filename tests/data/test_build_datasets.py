@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.data.blend import BlendedDataset
+from megapipe.data.build_datasets import DatasetRequest, build_datasets
+from megapipe.data.gpt_dataset import GPTDataset
+from megapipe.data.synthetic import SyntheticDataset
+from megapipe.errors import ConfigError, DataError
+from tests.data.fixtures import FOLDER
+
+A, B, C = (str(FOLDER / f"corpus{name}") for name in "ABC")
+
+
+@pytest.fixture
+def request_a(tmp_path) -> DatasetRequest:
+    return DatasetRequest(16, 1234, (20, 4, 2), data_path=[A], split="80,10,10", data_cache_path=str(tmp_path))
+
+
+def test_parts_without_share_or_samples_are_none(request_a):
+    built = build_datasets(replace(request_a, split="90,10,0", num_samples=(20, 0, 5)))
+    assert isinstance(built.train, GPTDataset)
+    assert built.valid is None
+    assert built.test is None
+
+
+def test_prefixes_without_weights_give_one_epoch_each(request_a):
+    built = build_datasets(replace(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(10_000, 0, 0)))
+    assert isinstance(built.train, BlendedDataset)
+    lengths = [len(member) for member in built.train.members]
+    assert len(built.train) == sum(lengths)
+    assert [int((built.train.dataset_index == d).sum()) for d in range(3)] == lengths
+    assert [member.index.documents.tolist() for member in built.train.members] == [
+        GPTDataset(member.file, (0, len(member.file)), num_samples=None, seq_length=16, seed=1234).index.documents.tolist()
+        for member in built.train.members
+    ]
+    few = build_datasets(replace(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(30, 0, 0)))
+    assert few.train is not None
+    assert len(few.train) == 30
+
+
+def test_one_weighted_prefix_is_still_a_blend_with_surplus(request_a):
+    built = build_datasets(replace(request_a, data_path=["2.0", A], split="100,0,0", num_samples=(201, 0, 0)))
+    assert isinstance(built.train, BlendedDataset)
+    assert built.train.members[0].num_asked == 203
+    assert len(built.train) == 201
+
+
+def test_each_part_can_have_files_of_its_own(request_a):
+    own = replace(request_a, data_path=None, split=None, train_data_path=["0.5", A, "0.5", B], valid_data_path=["1.0", C])
+    built = build_datasets(own)
+    assert isinstance(built.train, BlendedDataset)
+    assert isinstance(built.valid, GPTDataset)  # one file, weight or not, is no blend here
+    assert built.valid.sequences == (0, 10)
+    assert built.valid.num_asked == 4
+    assert built.test is None
+
+
+def test_default_split_is_969_30_1(request_a):
+    built = build_datasets(replace(request_a, split=None, num_samples=(20, 4, 0)))
+    assert isinstance(built.train, GPTDataset)
+    assert isinstance(built.valid, GPTDataset)
+    assert (built.train.sequences, built.valid.sequences) == ((0, 39), (39, 40))
+
+
+def test_mock_data_needs_no_file(request_a):
+    built = build_datasets(DatasetRequest(16, 1234, (20, 4, 0), mock_data=True, vocab_size=64))
+    assert isinstance(built.train, SyntheticDataset)
+    assert isinstance(built.valid, SyntheticDataset)
+    assert (len(built.train), len(built.valid), built.test) == (20, 4, None)
+    assert built.train[0].tolist() != built.valid[0].tolist()
+
+
+WRONG = {
+    "nothing": ({"data_path": None, "split": None}, ConfigError, "exactly one of .* 0 of them are given"),
+    "two": ({"mock_data": True}, ConfigError, "exactly one of .* 2 of them are given"),
+    "split-with-own-files": ({"data_path": None, "train_data_path": [A]}, ConfigError, "--split 80,10,10 cuts the files of --data-path"),
+    "mock-without-vocabulary": ({"data_path": None, "mock_data": True}, ConfigError, "--mock-data needs the vocabulary size"),
+    "empty-part": ({"split": "1000,1,0"}, DataError, "corpusA has 40 sequences, and the valid part of --split 1000,1,0 holds none"),
+    "missing-file": ({"data_path": ["0.5", A, "0.5", "nowhere/x"]}, DataError, "no token file nowhere/x.idx"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_wishes_are_refused(change, error, message, request_a):
+    with pytest.raises(error, match=message):
+        build_datasets(replace(request_a, **change))

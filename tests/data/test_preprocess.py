@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megapipe.data import preprocess as module
+from megapipe.data.indexed_file import IndexedFile
+from megapipe.data.preprocess import Counts, Progress, preprocess
+from megapipe.data.text_source import Record
+from megapipe.errors import ConfigError, DataError
+from megapipe.tokenizers.byte import ByteTokenizer
+from megapipe.tokenizers.null import NullTokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
+MERGE_TOOL = [sys.executable, str(REPOSITORY / "tools" / "merge_datasets.py")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+
+
+def json_record(number: int, **value: str) -> Record:
+    return Record("c.jsonl", number, json.dumps(value).encode(), True)
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    file = IndexedFile(prefix)
+    return [file.read(s).tolist() for s in range(len(file))]
+
+
+def dying_tokenizer():
+    return DyingTokenizer()
+
+
+class DyingTokenizer(ByteTokenizer):
+    def encode(self, text):
+        os._exit(9)
+
+
+def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_BYTES", 100)  # many batches
+    records = [json_record(i, text="x" * (i % 7), title=str(i)) for i in range(200)]
+    counts = preprocess(iter(records), str(tmp_path / "c"), ByteTokenizer, keys=("text", "title"), append_eod=True, num_workers=2)
+    assert documents(tmp_path / "c_title_document") == [[*str(i).encode(), 256] for i in range(200)]
+    assert documents(tmp_path / "c_text_document") == [[*b"x" * (i % 7), 256] for i in range(200) if i % 7]
+    assert IndexedFile(tmp_path / "c_text_document").dtype == "u2"
+    assert (counts.documents, counts.empty) == (200, 29)
+    assert counts.tokens == {key: IndexedFile(tmp_path / f"c_{key}_document").num_tokens for key in ("text", "title")}
+    assert counts.text_bytes == sum(len(record.content) for record in records)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_bad_record_stops_with_its_line_and_leaves_no_file(tmp_path):
+    records = [*(json_record(i, text="abc") for i in range(1, 5)), Record("c.jsonl", 5, b'{"text"', True)]
+    with pytest.raises(DataError, match=r"c\.jsonl line 5 is not JSON"):
+        preprocess(records, str(tmp_path / "c"), ByteTokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dead_worker_is_an_error_and_no_hang(tmp_path):
+    with pytest.raises(DataError, match="a tokenizing worker died"):
+        preprocess([json_record(1, text="abc")], str(tmp_path / "c"), dying_tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_input_without_text_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="no document with text in it"):
+        preprocess([], str(tmp_path / "c"), ByteTokenizer)
+
+
+def test_what_a_tokenizer_refuses_is_named_with_its_line():
+    with pytest.raises(DataError, match=r"c\.jsonl line 3: the NullTokenizer reads numbers from 0 to 10, not '11'"):
+        module.encode_records([json_record(3, text="1 11")], NullTokenizer(10), ("text",), False)
+
+
+def test_token_outside_of_the_vocabulary_is_refused():
+    class Wrong(ByteTokenizer):
+        vocab_size = 100
+
+    with pytest.raises(DataError, match="line 3: token 122 lies outside of the vocabulary of 100"):
+        module.encode_records([json_record(3, text="z")], Wrong(), ("text",), False)
+
+
+def test_end_of_document_needs_such_a_token(tmp_path):
+    class Without(ByteTokenizer):
+        eod = None  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="--append-eod"):
+        preprocess([], str(tmp_path / "c"), Without, append_eod=True)
+
+
+def test_progress_is_a_line_on_a_terminal_and_quiet_elsewhere():
+    counts = Counts(documents=2000, tokens={"text": 5000}, text_bytes=3_000_000, seconds=2.0)
+
+    def shown(is_terminal: bool, log_interval: int | None) -> str:
+        stream = io.StringIO()
+        stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+        progress = Progress(stream, log_interval)
+        progress.show(counts)
+        progress.show(counts)
+        return stream.getvalue()
+
+    line = "2,000 documents, 5,000 tokens, 3.0 MB, 1.5 MB/s, 2 s"
+    assert shown(True, None) == f"\r\x1b[K{line}"
+    assert shown(False, None) == ""
+    assert shown(False, 1000) == f"{line}\n"
+
+
+def run_tool(*words: str, tool: list[str] = TOOL) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*tool, *words], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+
+
+def test_tools_write_and_merge_what_they_say(tmp_path):
+    (tmp_path / "src").mkdir()
+    for name in ("a.py", "b.py", "c.txt"):
+        (tmp_path / "src" / name).write_text(f"# {name}\n")
+    done = run_tool(
+        *("--input", str(tmp_path / "src"), "--suffixes", ".py", "--output_prefix", str(tmp_path / "out")),
+        *("--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "2 documents, 16 tokens" in done.stdout
+    assert "out_text_document.bin/.idx: 16 tokens as uint16, vocabulary 257" in done.stdout
+    assert documents(tmp_path / "out_text_document") == [[*b"# a.py\n", 256], [*b"# b.py\n", 256]]
+    prefix = str(tmp_path / "out_text_document")
+    done = run_tool("--input", prefix, prefix, "--output-prefix", str(tmp_path / "all"), tool=MERGE_TOOL)
+    assert (done.returncode, "4 documents, 32 tokens as uint16" in done.stdout) == (0, True), done.stderr
+
+
+WRONG = {
+    "misspelt-flag": (["--apend-eod"], 2, "--apend-eod is not a flag of this tool; did you mean --append-eod?"),
+    "refused-flag": (["--split-sentences"], 2, "--split-sentences: documents are stored whole"),
+    "bad-number": (["--workers", "two"], 2, "argument --workers: invalid int value: 'two'"),
+    "missing-input": (["--input", "nowhere.jsonl"], 2, "--input nowhere.jsonl: there is no such file"),
+    "keys-of-text": (["--json-keys", "title"], 2, "is plain text, which has the key 'text' only"),
+    "unknown-tokenizer": (["--tokenizer-type", "Bytetokeniser"], 2, "did you mean ByteTokenizer?"),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_flags_end_with_one_message_and_no_traceback(words, code, message, tmp_path, capsys):
+    sys.path.insert(0, str(REPOSITORY / "tools"))
+    try:
+        import preprocess_data
+    finally:
+        sys.path.pop(0)
+    (tmp_path / "x.txt").write_text("text")
+    base = ["--input", str(tmp_path / "x.txt"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    assert preprocess_data.main([*base, *words]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
+    os.mkfifo(tmp_path / "c.jsonl")  # an input that never ends, so that the signal always comes in the middle
+    words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    tool = subprocess.Popen(
+        [*TOOL, *words], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with open(tmp_path / "c.jsonl", "w") as pipe:
+        pipe.write((json.dumps({"text": "x" * 1000}) + "\n") * 2000)
+        pipe.flush()
+        limit = time.monotonic() + 30
+        while not (begun := list(tmp_path.glob("*.partial-*"))) and time.monotonic() < limit:
+            time.sleep(0.02)
+        assert begun
+        os.killpg(tool.pid, signal.SIGINT)  # the terminal's Ctrl-C: parent and workers get it
+        stdout, stderr = tool.communicate(timeout=30)
+    assert tool.returncode == 130
+    assert stderr.strip() == "preprocess_data: interrupted; no file was written"
+    assert stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]

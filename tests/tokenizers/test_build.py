@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers as library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError, DataError
+from megapipe.tokenizers.build import TOKENIZERS, build_tokenizer
+from megapipe.tokenizers.byte import ByteTokenizer
+
+TEXT = ['def f(x):\n\tif x:\r\n        return "é漢😀"  # two  spaces\n\n', "  lead and trail  ", "\n\n\n", "<EOD> </s> <|endoftext|>", ""]
+
+
+@pytest.fixture(scope="module")
+def bpe_folder(tmp_path_factory):
+    """A byte-level BPE as Hugging Face and as GPT-2 files."""
+    folder = tmp_path_factory.mktemp("bpe")
+    trained = library.ByteLevelBPETokenizer()
+    trained.train_from_iterator(TEXT * 3, vocab_size=300, special_tokens=["<|endoftext|>", "<pad>"], show_progress=False)
+    trained.save(str(folder / "tokenizer.json"))
+    trained.save_model(str(folder))
+    config = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@settings(max_examples=50)
+@given(text=st.text())
+def test_bytes_give_any_text_back(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([*ids, tokenizer.eod]) == text
+    assert all(0 <= i < 256 for i in ids)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+
+
+def test_bytes_cut_inside_a_character_are_shown_as_such():
+    assert ByteTokenizer().decode(ByteTokenizer().encode("aé")[:2]) == "a\ufffd"
+
+
+def test_null_reads_numbers_and_ends_documents_with_the_vocabulary_size():
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=100)
+    assert tokenizer.encode("3 14 99") == [3, 14, 99]
+    assert tokenizer.decode([3, 14]) == "3 14"
+    assert (tokenizer.eod, tokenizer.vocab_size) == (100, 101)
+    for text in ("3 x", "-1", "101", "1.5"):
+        with pytest.raises(DataError, match="numbers from 0 to 100"):
+            tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("tokenizer_type", ["HuggingFaceTokenizer", "GPT2BPETokenizer"])
+@pytest.mark.parametrize("text", TEXT[:3], ids=["code", "spaces", "newlines"])
+def test_byte_level_bpe_gives_text_back(tokenizer_type, text, bpe_folder):
+    tokenizer = build_tokenizer(tokenizer_type, str(bpe_folder))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(TEXT[0])) < len(TEXT[0].encode())
+    assert max(tokenizer.encode(text)) < tokenizer.vocab_size
+
+
+def test_hugging_face_special_tokens_come_from_the_config(bpe_folder):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(bpe_folder))
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.bos) == (0, 1, None)
+    assert tokenizer.vocab_size == len(json.loads((bpe_folder / "vocab.json").read_text()))
+
+
+def test_hugging_face_file_alone_knows_the_common_end_of_document(bpe_folder, tmp_path):
+    (tmp_path / "t.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
+    assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "t.json")).eod == 0
+
+
+def test_hugging_face_ids_with_holes_have_room_for_the_highest(bpe_folder, tmp_path):
+    content = json.loads((bpe_folder / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 1000, "content": "<late>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert max(tokenizer.encode("<late>")) < tokenizer.vocab_size
+
+
+def test_gpt2_takes_its_two_files_by_flag(bpe_folder):
+    by_flag = build_tokenizer("GPT2BPETokenizer", vocab_file=str(bpe_folder / "vocab.json"), merge_file=str(bpe_folder / "merges.txt"))
+    assert by_flag.encode(TEXT[0]) == build_tokenizer("HuggingFaceTokenizer", str(bpe_folder)).encode(TEXT[0])
+    assert by_flag.eod == 0
+
+
+@pytest.mark.parametrize("tokenizer_type", ["HuggingFaceTokenizer", "GPT2BPETokenizer"])
+def test_saved_tokenizer_is_the_same(tokenizer_type, bpe_folder, tmp_path):
+    first = build_tokenizer(tokenizer_type, str(bpe_folder))
+    first.save(tmp_path / "saved")
+    second = build_tokenizer(tokenizer_type, str(tmp_path / "saved"))
+    assert second.encode(TEXT[0]) == first.encode(TEXT[0])
+    assert (second.vocab_size, second.eod, second.pad) == (first.vocab_size, first.eod, first.pad)
+
+
+WRONG = {
+    "unknown": ({"tokenizer_type": "SentencepieceTokeniser"}, ConfigError, "did you mean SentencePieceTokenizer"),
+    "far-off": ({"tokenizer_type": "x"}, ConfigError, "is not known; known are ByteTokenizer, GPT2BPETokenizer"),
+    "no-model": ({"tokenizer_type": "Llama2Tokenizer"}, ConfigError, "Llama2Tokenizer needs --tokenizer-model"),
+    "no-vocab-size": ({"tokenizer_type": "NullTokenizer"}, ConfigError, "needs --vocab-size"),
+    "no-vocab-file": ({"tokenizer_type": "GPT2BPETokenizer"}, ConfigError, "needs --vocab-file and --merge-file"),
+    "missing-spm": ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "nowhere.model"}, DataError, r"nowhere\.model"),
+    "missing-merges": (
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"},
+        DataError,
+        "no file v; see --vocab-file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("flags", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_flags_are_refused(flags, error, message):
+    with pytest.raises(error, match=message):
+        build_tokenizer(**flags)
+
+
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"])
+@pytest.mark.parametrize("content", [b"", b"not a model", b'{"a": 1}'], ids=["empty", "text", "json"])
+def test_file_that_is_no_tokenizer_is_named(tokenizer_type, content, tmp_path):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(DataError, match=r"file.* is not a"):
+        build_tokenizer(tokenizer_type, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("package", ["tokenizers", "transformers"])
+def test_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)  # as if not installed
+    if package == "tokenizers":
+        (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"needs the package '{package}'.*pip install 'megapipe\[{package}\]'"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+
+
+def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path, monkeypatch):
+    class Loaded:
+        eos_token_id, bos_token_id, pad_token_id = 1, 2, None
+
+        def __len__(self):
+            return 9
+
+        def __call__(self, text):
+            return {"input_ids": [3, 4]}
+
+    class Package:
+        class AutoTokenizer:
+            @staticmethod
+            def from_pretrained(model):
+                assert model == str(tmp_path)
+                return Loaded()
+
+    monkeypatch.setitem(sys.modules, "transformers", Package)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.encode("x")) == (9, 1, 2, [3, 4])
+
+
+def test_every_type_answers_to_its_name(bpe_folder):
+    for name in ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer"):
+        assert build_tokenizer(name, str(bpe_folder), vocab_size=5).name == name
+    assert set(TOKENIZERS) >= {"SentencePieceTokenizer", "Llama2Tokenizer"}
+
+
+def test_room_imports_neither_torch_nor_optional_packages():
+    code = (
+        "import sys, megapipe.tokenizers.build, megapipe.tokenizers.train, megapipe.data.preprocess, megapipe.data.build_datasets, "
+        "megapipe.data.loader; print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

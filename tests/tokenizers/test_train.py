@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError, DataError
+from megapipe.tokenizers.build import build_tokenizer
+from megapipe.tokenizers.train import train_sentencepiece
+
+CODE = [(Path(sysconfig.get_path("stdlib")) / name).read_text("utf-8") for name in ("argparse.py", "dataclasses.py", "ast.py", "typing.py")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tokenizer.model"
+    train_sentencepiece(CODE, path, vocab_size=1000, max_bytes=300_000, num_threads=2)
+    return path
+
+
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+def test_code_comes_back_as_it_was(tokenizer_type, model):
+    tokenizer = build_tokenizer(tokenizer_type, str(model))
+    for text in CODE:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert max(ids) < tokenizer.vocab_size
+        assert len(ids) < len(text) / 2
+
+
+# U+2581 is how SentencePiece writes a space, so it alone comes back as one
+@settings(max_examples=100)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
+@example(text="\t\tif x:\r\n\n\n   \x0b\x0c\x00y\u2028\ufeff\u00a0 ")
+@example(text=" <EOD></s><0x41> ")
+def test_any_text_comes_back(text, model):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_indentation_is_one_token(model):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
+    assert len(tokenizer.encode("        ")) == 1
+    assert len(tokenizer.encode("\n\t")) == 2
+
+
+def test_special_tokens_have_ids_of_their_own_and_are_never_read_from_text(model):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
+    assert tokenizer.vocab_size == 1000  # all that Megatron looks for is in the model, so nothing is added
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (6, 1, 3)
+    assert not {tokenizer.eod, tokenizer.bos, tokenizer.pad, 2} & set(tokenizer.encode("<EOD> <s> </s> <PAD>"))
+    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eod, *tokenizer.encode("b")]) == "ab"
+
+
+def test_llama_begins_with_bos_and_ends_documents_with_eos(model):
+    plain, llama = (build_tokenizer(name, str(model)) for name in ("SentencePieceTokenizer", "Llama2Tokenizer"))
+    assert llama.encode("return") == [llama.bos, *plain.encode("return")]
+    assert (llama.vocab_size, llama.eod, llama.pad) == (1000, 2, 3)
+
+
+def test_model_without_special_pieces_gets_those_of_megatron_behind_its_own(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(CODE[0].splitlines()), model_prefix=str(tmp_path / "m"), vocab_size=300, minloglevel=2
+    )
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "m.model"))
+    # <CLS> 300, <SEP> 301, <EOD> 302, <MASK> 303, <PAD> 304; <s> and </s> are the model's
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad, tokenizer.bos) == (305, 302, 304, 1)
+    assert tokenizer.decode([*tokenizer.encode("return"), tokenizer.eod]) == "return"
+
+
+def test_saved_model_is_the_same(model, tmp_path):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
+    tokenizer.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.model").read_bytes() == model.read_bytes()
+    assert build_tokenizer("SentencePieceTokenizer", str(tmp_path / "saved")).encode(CODE[0]) == tokenizer.encode(CODE[0])
+
+
+def test_truncated_model_is_named(model, tmp_path):
+    (tmp_path / "cut.model").write_bytes(model.read_bytes()[:5000])
+    with pytest.raises(DataError, match=r"cut\.model .5000 bytes. is not a SentencePiece model"):
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path / "cut.model"))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "message"),
+    [(300, "--vocab-size 300: bytes and special tokens alone"), (50000, r"--vocab-size 50000: the text supports at most \d+; give more")],
+    ids=["too-small", "too-large"],
+)
+def test_vocabulary_that_cannot_be_is_refused(vocab_size, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        train_sentencepiece(CODE[:1], tmp_path / "x.model", vocab_size=vocab_size)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_twice_gives_the_same_model(tmp_path):
+    for name in ("a", "b"):
+        train_sentencepiece(CODE, tmp_path / name, vocab_size=500, max_bytes=50_000, num_threads=2)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_pieces_code_is_made_of_are_learned(model):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
+    words = re.findall(r"\w+", "def return self import class None if for in")
+    assert sum(len(tokenizer.encode(" " + word)) == 1 for word in words) >= 6
