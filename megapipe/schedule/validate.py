@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -17,6 +16,7 @@ from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
 
 Place = tuple[int, int]  # (rank, slot)
+_Orders = dict[Op, list[list[list[int]]]]  # [SEND or RECV][direction][stage] -> microbatches in the order of the row
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     order in which it sends; all ranks come to their ends with asynchronous sends, of depth `send_depth` if given; and all ranks that
     hold a stage issue their reductions in one order.
     """
-    seen = _check_each_action(schedule)
+    seen, orders = _check_each_action(schedule)
     _check_computation(schedule, seen)
     if schedule.is_lowered:
-        _check_messages(schedule, seen)
+        _check_messages(schedule, seen, orders)
         _check_reductions(schedule)
     machine = Machine(schedule, {}, send_depth=send_depth if send_depth is not None else 0, raise_depth=send_depth is None)
     if not machine.run():
@@ -83,11 +83,12 @@ def _fail(schedule: Schedule, message: str, marks: Sequence[Place] = ()) -> NoRe
     raise ScheduleError(f"schedule {schedule}: {where}{message}\n{rows_text(schedule.rows, marks)}")
 
 
-def _check_each_action(schedule: Schedule) -> dict[Op, bytearray]:
-    """Range, rank and duplicates. Returns for each op a flag for each stage x num_microbatches + microbatch."""
+def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders]:
+    """Range, rank and duplicates. Returns a flag for each op, stage x num_microbatches + microbatch, and the messages in order."""
     stages, count, directions = schedule.num_stages, schedule.num_microbatches, schedule.placement.directions
     seen = {op: bytearray(stages * count) for op in Op}
     num_directions = len(directions)
+    orders: _Orders = {op: [[[] for _ in range(stages)] for _ in directions] for op in SEND_OPS | RECV_OPS}
     for rank, row in enumerate(schedule.rows):
         reduced: set[int] = set()
         for slot, (stage, op, microbatch) in enumerate(row):
@@ -103,7 +104,9 @@ def _check_each_action(schedule: Schedule) -> dict[Op, bytearray]:
                 first = row.index(row[slot])
                 _fail(schedule, f"{row[slot]} was already done at slot {first}", [(rank, slot)])
             flags[stage * count + microbatch] = 1
-    return seen
+            if op in orders:
+                orders[op][microbatch % num_directions][stage].append(microbatch)
+    return seen, orders
 
 
 def _check_whole_step(schedule: Schedule, rank: int, slot: int, reduced: set[int]) -> None:
@@ -141,7 +144,7 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
             _fail(schedule, f"the backward of {name} is missing on rank {rank}", marks)
 
 
-def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
+def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _Orders) -> None:
     """Every hop between ranks has one SEND and one RECV, no other hop has any, and each channel receives in the order of its sends."""
     for op, expected in _expected_messages(schedule, seen).items():
         if seen[op] == expected:
@@ -152,17 +155,23 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
         if expected[index]:
             _fail(schedule, f"{action} is missing on rank {rank}", [(rank, len(schedule.rows[rank]))])
         _fail(schedule, f"{action} has no peer: nothing crosses to another rank there", [(rank, schedule.rows[rank].index(action))])
-    orders = _message_orders(schedule)
     for send, receive, step in TRAVELS.values():
-        for (stage, op, direction), sends in orders.items():
-            receives = orders.get((stage + step, receive, direction), [])
-            if op is send and sends != receives:
-                sent, received = next(pair for pair in zip(sends, receives, strict=True) if pair[0] != pair[1])
-                actions = (Action(stage + step, receive, received), Action(stage, send, sent))
-                ranks = [schedule.placement.rank_of(action.stage, direction) for action in actions]
-                marks = [(rank, schedule.rows[rank].index(action)) for rank, action in zip(ranks, actions, strict=True)]
-                channel = channel_of(actions[0], len(schedule.placement.directions))
-                _fail(schedule, f"the channel ({channel}) is first-in first-out: {sent} is sent where {received} is received", marks)
+        for direction, sent in enumerate(orders[send]):
+            for stage in range(max(0, -step), schedule.num_stages - max(0, step)):
+                if sent[stage] != orders[receive][direction][stage + step]:
+                    _fail_fifo(schedule, Action(stage, send, direction), sent[stage], orders[receive][direction][stage + step])
+
+
+def _fail_fifo(schedule: Schedule, send: Action, sent: list[int], received: list[int]) -> NoReturn:
+    """Name the first message that does not come in the order of the sends; `send` is any send of the channel."""
+    channel = channel_of(send, len(schedule.placement.directions))
+    _, receive_op, step = TRAVELS[channel.kind]
+    first, other = next(pair for pair in zip(sent, received, strict=True) if pair[0] != pair[1])
+    marks = []
+    for action in (Action(send.stage + step, receive_op, other), Action(send.stage, send.op, first)):
+        rank = schedule.placement.rank_of(action.stage, action.microbatch or 0)
+        marks.append((rank, schedule.rows[rank].index(action)))
+    _fail(schedule, f"the channel ({channel}) is first-in first-out: {first} is sent where {other} is received", marks)
 
 
 def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict[Op, bytearray]:
@@ -182,16 +191,6 @@ def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict
     return expected
 
 
-def _message_orders(schedule: Schedule) -> dict[tuple[int, Op, int], list[int]]:
-    """(stage, SEND or RECV, direction) -> microbatches in the order of the row."""
-    orders: dict[tuple[int, Op, int], list[int]] = defaultdict(list)
-    num_directions, messages = len(schedule.placement.directions), SEND_OPS | RECV_OPS
-    for stage, op, microbatch in chain.from_iterable(schedule.rows):
-        if op in messages:
-            orders[stage, op, microbatch % num_directions].append(microbatch)  # type: ignore[operator, arg-type]
-    return orders
-
-
 def _most_posted(schedule: Schedule) -> dict[Channel, int]:
     """Of each channel the most receives posted and not yet used."""
     if not schedule.is_lowered:
@@ -199,20 +198,23 @@ def _most_posted(schedule: Schedule) -> dict[Channel, int]:
     num_directions = len(schedule.placement.directions)
     brought_by = {MAKES[receive][0]: receive for receive in RECV_OPS}
     uses = {op: [brought_by[need] for need in NEEDS[op] if need in brought_by] for op in COMPUTE_OPS}
-    posted: dict[tuple[int, Op, int], int] = {}
-    most: dict[tuple[int, Op, int], int] = {}
+    most, posted = ({op: [[0] * schedule.num_stages for _ in range(num_directions)] for op in RECV_OPS} for _ in range(2))
     for stage, op, microbatch in chain.from_iterable(schedule.rows):
         if op in RECV_OPS:
-            key = (stage, op, microbatch % num_directions)  # type: ignore[operator]
-            posted[key] = now = posted.get(key, 0) + 1
-            if now > most.get(key, 0):
-                most[key] = now
+            counts = posted[op][microbatch % num_directions]  # type: ignore[operator]
+            counts[stage] = now = counts[stage] + 1
+            if now > most[op][microbatch % num_directions][stage]:  # type: ignore[operator]
+                most[op][microbatch % num_directions][stage] = now  # type: ignore[operator]
         elif op in uses:
             for receive in uses[op]:
-                key = (stage, receive, microbatch % num_directions)  # type: ignore[operator]
-                if key in posted:
-                    posted[key] -= 1
-    return {channel_of(Action(stage, op, direction), num_directions): count for (stage, op, direction), count in most.items()}
+                posted[receive][microbatch % num_directions][stage] -= 1  # type: ignore[operator]
+    return {
+        channel_of(Action(stage, op, direction), num_directions): count
+        for op in RECV_OPS
+        for direction in range(num_directions)
+        for stage, count in enumerate(most[op][direction])
+        if count
+    }
 
 
 def _check_reductions(schedule: Schedule) -> None:

@@ -1,4 +1,4 @@
-"""An executor that shares nothing with the package's own: ranks take turns, messages really travel through queues. The oracle of validate."""
+"""An executor that shares nothing with the package's own: ranks take turns, messages travel in queues. The oracle of validate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
     delivered: dict[tuple[str, int, int], int] = defaultdict(int)
     progress = True
     while progress:
-        progress = any([try_one(rank) for rank in range(schedule.num_ranks) if position[rank] < len(schedule.rows[rank])])
+        moved = [try_one(rank) for rank in range(schedule.num_ranks) if position[rank] < len(schedule.rows[rank])]
+        progress = any(moved)
         for channel, messages in sent.items():
             while delivered[channel] < min(len(messages), len(posted[channel])):
                 rank, expected = posted[channel][delivered[channel]]

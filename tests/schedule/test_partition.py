@@ -1,4 +1,4 @@
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +17,10 @@ def brute_force(layer_costs, embedding, head, num_stages):
     best = []
     for cut in cuts:
         edges = [0, *cut, n]
-        sums = [sum(layer_costs[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+        sums = [sum(layer_costs[a:b]) for a, b in pairwise(edges)]
         sums[0] += embedding
         sums[-1] += head
-        best.append((max(sums), sum((b - a) ** 2 for a, b in zip(edges, edges[1:], strict=False))))
+        best.append((max(sums), sum((b - a) ** 2 for a, b in pairwise(edges))))
     return min(best)
 
 
