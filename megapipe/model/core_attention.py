@@ -23,19 +23,16 @@ from megapipe.model.norm import at_least_fp32
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """mask: additive, [1 or b, 1, s, s] in q's dtype; None: causal."""
     seq, batch, _, queries, _ = q.shape
-    if queries == 1 or (mask is not None and mask.shape[0] > 1):
-        heads = (_heads_last(q), _heads_last(k.expand_as(q)), _heads_last(v.expand_as(q)))  # copies k and v where queries > 1
-    else:  # query groups become part of the batch: k and v are shared without a copy
-        heads = tuple(x.flatten(1, 2).permute(1, 2, 0, 3) for x in (q, k, v))
-    native_gqa = q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)  # CUDA's flash kernels; elsewhere a stride of 0
-    q, k, v = heads if native_gqa else (x.expand_as(heads[0]) for x in heads)
+    # CUDA's flash kernels share k and v between heads themselves; elsewhere a stride of 0 says the same
+    native_gqa = q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)
+    if not native_gqa:
+        k, v = k.expand_as(q), v.expand_as(q)
+    # query groups become part of the batch, which shares k and v without a copy, unless each sequence has a mask of its own
+    fold = 1 if queries > 1 and (mask is None or mask.shape[0] == 1) else 2
+    q, k, v = (x.flatten(fold, fold + 1).permute(1, 2, 0, 3) for x in (q, k, v))  # [b g, n, s, d] or [b, g n, s, d]
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=native_gqa)
     # the kernels give their output q's order of strides, [s, b, heads, d]: no copy
     return output.permute(2, 0, 1, 3).reshape(seq, batch, -1)
-
-
-def _heads_last(x: Tensor) -> Tensor:
-    return x.flatten(2, 3).permute(1, 2, 0, 3)  # [s, b, g, n, d] -> [b, g n, s, d]
 
 
 def explicit_attention(

@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and on nothing else: not on the grid, the dtype or the vocabulary's padding.
 
-A tensor is drawn in blocks of whole rows, each a CPU stream of its own keyed by (seed, global name, block), in fp32. A rank draws the blocks it
-needs, one at a time, and keeps its part: nobody holds the whole of a large tensor.
+A tensor is drawn in blocks of whole rows, each a CPU stream of its own keyed by (seed, global name, block), in fp32. A rank draws the
+blocks it needs, one at a time, and keeps its part: nobody holds the whole of a large tensor.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class MLP(nn.Module):
         return self.linear_fc2(self.activation(middle), remake=remake)
 
     def _replayed(self, x: Tensor, norm: Norm) -> Tensor:
-        """linear_fc1 and the activation (and the norm, where asked for) again in the backward; linear_fc2 needs no replay, only its input."""
+        """Makes linear_fc1, the activation and, where asked for, the norm again; linear_fc2 needs no replay, only its input."""
         with_norm = "layernorm" in self.recompute
         start = x if with_norm else norm(x)
         replay = Replay(lambda start: self.activation(self.linear_fc1(norm(start) if with_norm else start)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
@@ -43,8 +42,8 @@ class GPTStage(nn.Module):
     """Embedding if it is the first stage, blocks, final norm and head if it is the last.
 
     Parameters have this rank's shapes, stand on the meta device until materialised (`init.materialize_plain`, data_parallel's buffers), and
-    carry the global Megatron names of `sharding.model_specs` in named_parameters(). A tied head uses embedding.word_embeddings.weight: the same
-    Parameter where the stage has both ends, else a copy under that name.
+    carry the global Megatron names of `sharding.model_specs` in named_parameters(). A tied head uses embedding.word_embeddings.weight:
+    the same Parameter where the stage has both ends, else a copy under that name.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class GPTStage(nn.Module):
             assert isinstance(self.embedding, Embedding)
             head.weight = self.embedding.word_embeddings.weight
 
-    def forward(self, *hidden_and_microbatch: Tensor | None | Microbatch, return_logits: bool = False) -> Tensor | StageLoss:
+    def forward(self, *hidden_and_microbatch: Tensor | Microbatch | None, return_logits: bool = False) -> Tensor | StageLoss:
         """`stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 
         hidden: [s, b, h] from the stage before, [s / tp, b, h] under sequence parallelism. Returns the hidden states for the next stage; on
@@ -114,14 +113,17 @@ class GPTStage(nn.Module):
             hidden = self.embedding(microbatch)
         if hidden is None:
             raise ValueError(f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the stage before")
-        context = self._make_context(microbatch, hidden.dtype)
-        for layers, is_checkpointed in self._groups:
-            run = partial(self._run_layers, layers=layers, context=context)
-            hidden = checkpoint(run, hidden) if is_checkpointed else run(hidden)
+        hidden = self._run_groups(hidden, self._make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
         logits = self._logits(hidden)
         return logits if return_logits else self.loss(logits, microbatch)
+
+    def _run_groups(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        for layers, is_checkpointed in self._groups:
+            run = partial(self._run_layers, layers=layers, context=context)
+            hidden = checkpoint(run, hidden) if is_checkpointed else run(hidden)
+        return hidden
 
     def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
         for layer in layers:

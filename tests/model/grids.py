@@ -1,0 +1,165 @@
+"""What the tests of model/ share: small configurations, stages filled from global tensors, and the reference they are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.comm.groups import Group
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.model.init import replace_parameter
+from megapipe.model.microbatch import Microbatch
+from megapipe.model.stage import GPTStage
+from megapipe.reference.config import ReferenceConfig
+from megapipe.reference.gpt import ReferenceGPT
+from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.model_specs import model_specs
+from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
+from megapipe.tensor_parallel.weight_queue import WeightQueue
+
+SEQ, BATCH = 12, 2
+
+GPT2 = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+LLAMA = GPT2 | {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "num_query_groups": 2,
+}
+SCALING = {"rotary_base": 300.0, "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 8}
+
+
+def model_config(**options: Any) -> ModelConfig:
+    """A model of two small layers with a padded vocabulary and a position table longer than the sequence."""
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 24,
+        "ffn_hidden_size": 20,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 10,
+        "seq_length": SEQ,
+        "max_position_embeddings": SEQ + 2,
+        "vocab_size": 29,
+        "padded_vocab_size": 32,
+    }
+    return ModelConfig(**(sizes | options))
+
+
+def reference(config: ModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None) -> ReferenceGPT:
+    """The oracle with every parameter drawn, norms and biases too."""
+    fields = {field.name for field in dataclasses.fields(ReferenceConfig)}
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
+    if loss is not None:
+        values |= {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
+    model = ReferenceGPT(ReferenceConfig(**values)).to(dtype)
+    model.draw_weights(seed)
+    return model
+
+
+def local_slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
+    """The rows (or columns) that ParamSpec gives to this tp_rank."""
+    dim = spec.slicing.dim or 0
+    return torch.cat([whole.narrow(dim, i.start, i.stop - i.start) for i in spec.intervals(tp_rank, tp)], dim)
+
+
+def make_stage(
+    config: ModelConfig,
+    weights: dict[str, Tensor],
+    *,
+    layers: StageLayers | None = None,
+    tp: Group | None = None,
+    sequence_parallel: bool = False,
+    recompute: RecomputeConfig | None = None,
+    loss: TrainingConfig | None = None,
+    queue: WeightQueue | None = None,
+) -> GPTStage:
+    """A stage (by default the whole model) whose parameters are slices of `weights`, global tensors by name."""
+    tp = tp or Group.alone("tp")
+    stage = GPTStage(
+        config,
+        layers or StageLayers(0, config.num_layers, True, True),
+        tp,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute or RecomputeConfig(),
+        loss=loss or TrainingConfig(),
+        weight_queue=queue,
+    )
+    specs = {spec.name: spec for spec in model_specs(config, sequence_parallel)}
+    for name, parameter in list(stage.named_parameters()):
+        local = local_slice(specs[name], weights[name].detach(), tp.rank, tp.size)
+        assert local.shape == parameter.shape, (name, local.shape, parameter.shape)
+        replace_parameter(stage, parameter, torch.nn.Parameter(local.clone()))
+    return stage
+
+
+def make_microbatch(config: ModelConfig, *, documents: bool = False, dropout_key: DropoutKey | None = None, seed: int = 5) -> Microbatch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(config.vocab_size, (BATCH, SEQ + 1), generator=generator)
+    loss_mask = (torch.rand(BATCH, SEQ, generator=generator) > 0.2).float()
+    position_ids = document_ids = None
+    if documents:
+        starts = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        starts[0, 5] = starts[1, 2] = starts[1, 9] = 1
+        document_ids = starts.cumsum(1)
+        index = torch.arange(SEQ).expand(BATCH, SEQ)
+        position_ids = index - torch.cummax(index * starts, 1).values
+    return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), loss_mask, position_ids, document_ids, dropout_key)
+
+
+@dataclass(frozen=True)
+class Expected:
+    loss_sum: Tensor
+    num_tokens: Tensor
+    grads: dict[str, Tensor]
+
+
+def reference_run(model: ReferenceGPT, microbatch: Microbatch, tp: int = 1, sequence_parallel: bool = False) -> Expected:
+    """Loss and gradients of the reference, with the dropout masks that a grid of this tp size draws."""
+    model.zero_grad()
+    masks = None
+    if microbatch.dropout_key is not None:
+        masks = GridMasks(model.config, microbatch.dropout_key, tp, sequence_parallel and tp > 1)
+    m = microbatch
+    loss_sum, num_tokens = model(m.tokens, m.labels, m.loss_mask, m.position_ids, m.document_ids, masks)
+    loss_sum.backward()
+    return Expected(loss_sum.detach(), num_tokens, {name: p.grad for name, p in model.named_parameters()})
+
+
+@dataclass(frozen=True)
+class GridMasks:
+    """The reference's dropout masks, put together from the slices that the tp ranks of a grid draw."""
+
+    config: ReferenceConfig
+    key: DropoutKey
+    tp: int
+    sequence_parallel: bool
+
+    def __call__(self, layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
+        if site == "attention_probs":
+            rate, (batch, heads, *square) = self.config.attention_dropout, shape
+            local = (batch, heads // self.tp, *square)
+            kept = torch.cat([keyed_mask(local, rate, self.key, layer, site, rank) for rank in range(self.tp)], dim=1)
+            return kept.double() / (1 - rate)
+        rate, (batch, seq, hidden) = self.config.hidden_dropout, shape
+        if self.sequence_parallel:
+            local = (seq // self.tp, batch, hidden)
+            kept = torch.cat([keyed_mask(local, rate, self.key, layer, site, rank) for rank in range(self.tp)])
+        else:
+            kept = keyed_mask((seq, batch, hidden), rate, self.key, layer, site)
+        return kept.transpose(0, 1).double() / (1 - rate)
+
+
+def assert_equal(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
+    """max|a - b| <= tolerance max|b|, or within 1e-13 where a gradient is mathematically zero (that of a key norm's bias, say)."""
+    difference, size = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert difference <= max(tolerance * size, 1e-13), f"{name}: differs by {difference} of {size}"

@@ -1,0 +1,101 @@
+"""The whole model in one stage, loss and every gradient, against the reference in fp64, option by option."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megapipe.config.training import TrainingConfig
+from megapipe.tensor_parallel.random import DropoutKey
+from tests.model.grids import GPT2, LLAMA, SCALING, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+
+OPTIONS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "rotary_percent": LLAMA | {"rotary_percent": 0.67},
+    "rotary_base_linear": LLAMA | SCALING | {"rope_scaling_type": "linear"},
+    "rotary_llama3": LLAMA | SCALING | {"rope_scaling_type": "llama3", "rope_high_freq_factor": 2.5},
+    "rotary_yarn": LLAMA | SCALING | {"rope_scaling_type": "yarn", "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.25},
+    "rotary_yarn_mscale": LLAMA | SCALING | {"rope_scaling_type": "yarn", "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.3},
+    "no_positions": GPT2 | {"position_embedding_type": "none"},
+    "rmsnorm_zero_centred": GPT2 | {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True},
+    "layernorm_zero_centred": GPT2 | {"layernorm_zero_centered_gamma": True},
+    "gelu_erf": GPT2 | {"activation": "gelu"},
+    "relu": GPT2 | {"activation": "relu"},
+    "squared_relu": GPT2 | {"activation": "squared_relu"},
+    "geglu": GPT2 | {"activation": "geglu_tanh"},
+    "no_bias": GPT2 | {"add_bias_linear": False},
+    "qkv_bias": GPT2 | {"add_bias_linear": False, "add_qkv_bias": True},
+    "mqa": LLAMA | {"num_query_groups": 1},
+    "qk_norm_llama": LLAMA | {"qk_layernorm": True},
+    "qk_norm_gpt2": GPT2 | {"qk_layernorm": True, "num_query_groups": 2},
+    "window": LLAMA | {"window_size": 4},
+    "window_longer_than_sequence": LLAMA | {"window_size": 100},
+    "attention_soft_cap": LLAMA | {"attn_logit_softcapping": 1.5},
+    "final_soft_cap": GPT2 | {"final_logit_softcapping": 2.0},
+    "softmax_scale": GPT2 | {"softmax_scale": 0.9},
+    "softmax_in_fp32": LLAMA | {"attention_softmax_in_fp32": True, "window_size": 5},
+    "untied": GPT2 | {"untie_embeddings_and_output_weights": True},
+    "dropout": GPT2 | {"hidden_dropout": 0.2, "attention_dropout": 0.3},
+    "dropout_gqa_cap": LLAMA | {"hidden_dropout": 0.2, "attention_dropout": 0.3, "attn_logit_softcapping": 2.0},
+}
+WITH_DOCUMENTS = ["gpt2", "llama", "window", "qk_norm_llama", "dropout_gqa_cap"]
+KEY = DropoutKey(seed=11, step=2, microbatch=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "documents"),
+    [pytest.param(name, False, id=name) for name in OPTIONS]
+    + [pytest.param(name, True, id=f"{name}-documents") for name in WITH_DOCUMENTS],
+)
+def test_loss_and_gradients_equal_the_reference(name: str, documents: bool) -> None:
+    config = model_config(**OPTIONS[name])
+    model = reference(config)
+    microbatch = make_microbatch(config, documents=documents, dropout_key=KEY)
+    expected = reference_run(model, microbatch)
+    stage = make_stage(config, dict(model.named_parameters()))
+    loss = stage(microbatch)
+    loss.loss_sum.backward()
+    assert_equal(loss.loss_sum, expected.loss_sum, "loss")
+    assert loss.num_tokens == expected.num_tokens
+    grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    assert grads.keys() == expected.grads.keys()
+    for name, grad in grads.items():
+        assert_equal(grad, expected.grads[name], name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "dropout"])
+def test_label_smoothing_and_z_loss_enter_the_loss(name: str) -> None:
+    config = model_config(**OPTIONS[name])
+    loss_config = TrainingConfig(label_smoothing=0.1, z_loss=0.01)
+    model = reference(config, loss=loss_config)
+    microbatch = make_microbatch(config, dropout_key=KEY)
+    expected = reference_run(model, microbatch)
+    stage = make_stage(config, dict(model.named_parameters()), loss=loss_config)
+    loss = stage(microbatch)
+    loss.loss_sum.backward()
+    assert_equal(loss.loss_sum, expected.loss_sum, "loss")
+    for name, parameter in stage.named_parameters():
+        assert_equal(parameter.grad, expected.grads[name], name)
+
+
+def test_without_a_dropout_key_dropout_is_off() -> None:
+    config = model_config(**OPTIONS["dropout"])
+    model = reference(config)
+    microbatch = make_microbatch(config)
+    stage = make_stage(config, dict(model.named_parameters()))
+    assert_equal(stage(microbatch).loss_sum, reference_run(model, microbatch).loss_sum, "loss")
+
+
+def test_missing_loss_mask_counts_every_token() -> None:
+    config = model_config(**GPT2)
+    model = reference(config)
+    microbatch = make_microbatch(config)
+    stage = make_stage(config, dict(model.named_parameters()))
+    everywhere = torch.ones_like(microbatch.loss_mask)
+    with_mask = stage(dataclasses.replace(microbatch, loss_mask=everywhere))
+    without = stage(dataclasses.replace(microbatch, loss_mask=None))
+    assert with_mask.loss_sum == without.loss_sum
+    assert with_mask.num_tokens == without.num_tokens == everywhere.sum()

@@ -1,0 +1,116 @@
+"""Recompute changes bytes, not bits: loss and gradients with dropout on, whole and split backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.errors import ConfigError
+from megapipe.model.recompute import Replay, layer_groups
+from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.tensor_parallel.weight_queue import WeightQueue
+from tests.model.grids import GPT2, LLAMA, make_microbatch, make_stage, model_config, reference
+
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+OPTIONS = {"gpt2": GPT2 | DROPOUT, "llama": LLAMA | DROPOUT | {"qk_layernorm": True}, "llama_fused": LLAMA | {"hidden_dropout": 0.1}}
+RECOMPUTES = {
+    "core_attn": RecomputeConfig("selective", recompute_modules=("core_attn",)),
+    "layernorm": RecomputeConfig("selective", recompute_modules=("layernorm",)),
+    "mlp": RecomputeConfig("selective", recompute_modules=("mlp",)),
+    "activation": RecomputeConfig("selective", recompute_modules=("activation",)),
+    "all": RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp", "activation")),
+    "uniform1": RecomputeConfig("full", "uniform", 1),
+    "uniform2": RecomputeConfig("full", "uniform", 2),
+    "block1": RecomputeConfig("full", "block", 1),
+}
+
+
+def run(name: str, recompute: RecomputeConfig, split: bool = False, num_layers: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+    config = model_config(**OPTIONS[name], num_layers=num_layers)
+    weights = {key: tensor.float() for key, tensor in reference(config).named_parameters()}
+    queue = WeightQueue() if split else None
+    stage = make_stage(config, weights, recompute=recompute, queue=queue)
+    loss = stage(make_microbatch(config, dropout_key=DropoutKey(5, 6, 7))).loss_sum
+    if queue is None:
+        loss.backward()
+    else:
+        queue.defer("microbatch")
+        loss.backward()
+        queue.immediate()
+        assert all(parameter.grad is None for key, parameter in stage.named_parameters() if "linear" in key)
+        queue.run("microbatch")
+    return loss.detach(), {key: parameter.grad for key, parameter in stage.named_parameters()}
+
+
+def assert_same_bits(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert torch.equal(actual[0], expected[0])
+    assert actual[1].keys() == expected[1].keys()
+    differing = [name for name, grad in expected[1].items() if not torch.equal(actual[1][name], grad)]
+    assert not differing
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_recompute_gives_the_same_bits(name: str, recompute: str, split: bool) -> None:
+    assert_same_bits(run(name, RECOMPUTES[recompute], split), run(name, RecomputeConfig()))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
+@pytest.mark.parametrize(("recompute", "num_forwards"), [("mlp", 2), ("uniform1", 2), ("core_attn", 1)])
+def test_each_segment_is_replayed_once(monkeypatch: pytest.MonkeyPatch, recompute: str, num_forwards: int, split: bool) -> None:
+    import megapipe.model.mlp as mlp
+
+    calls: list[Any] = []
+    original = mlp.activation
+    monkeypatch.setattr(mlp, "activation", lambda name: lambda x: (calls.append(name), original(name)(x))[1])
+    run("gpt2", RECOMPUTES[recompute], split)
+    assert len(calls) == 3 * num_forwards
+
+
+def test_in_a_split_backward_the_replay_happens_at_the_input_gradient() -> None:
+    calls: list[str] = []
+
+    def double(x: Tensor) -> Tensor:
+        calls.append("run")
+        return x * 2
+
+    replay, x = Replay(double), torch.ones(2, requires_grad=True)
+    y = replay(x)
+    again, inputs = replay.remake(x.detach())
+    y.sum().backward()
+    assert calls == ["run", "run"]
+    assert torch.equal(again(*inputs), torch.full((2,), 2.0))
+    assert calls == ["run", "run"]
+    assert replay._output is None
+    assert replay._graph is None
+
+
+def test_a_replay_of_inputs_without_gradient_still_trains_its_parameters() -> None:
+    linear = torch.nn.Linear(3, 2)
+    Replay(linear)(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(linear.weight.grad, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "expected"),
+    [
+        ("uniform", 2, [((4, 5), True), ((6, 7), True), ((8,), True)]),
+        ("uniform", 9, [((4, 5, 6, 7, 8), True)]),
+        ("block", 2, [((4,), True), ((5,), True), ((6,), False), ((7,), False), ((8,), False)]),
+        ("block", 9, [((layer,), True) for layer in range(4, 9)]),
+    ],
+    ids=["uniform2", "uniform-more-than-layers", "block2", "block-more-than-layers"],
+)
+def test_full_recompute_groups_layers_as_megatron_does(method: str, size: int, expected: list[Any]) -> None:
+    assert layer_groups(RecomputeConfig("full", method, size), range(4, 9)) == expected
+
+
+@pytest.mark.parametrize("config", [RecomputeConfig("full", None, 1), RecomputeConfig("full", "block", None)], ids=["method", "layers"])
+def test_full_recompute_without_its_numbers_is_refused(config: RecomputeConfig) -> None:
+    with pytest.raises(ConfigError, match="recompute-method"):
+        layer_groups(config, range(2))

@@ -1,0 +1,132 @@
+"""The table in megapipe/model/__init__.py, counted: bytes that one layer keeps for its backward, for each recompute option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.comm.groups import Group
+from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.tensor_parallel.random import DropoutKey
+from tests.model.grids import BATCH, GPT2, LLAMA, SEQ, make_microbatch, make_stage, model_config, reference
+from tests.model.saved_bytes import SavedBytes
+
+SELECTIONS: list[tuple[str, ...]] = [
+    (),
+    ("core_attn",),
+    ("layernorm",),
+    ("mlp",),
+    ("activation",),
+    ("layernorm", "mlp"),
+    ("core_attn", "layernorm", "activation"),
+    ("core_attn", "layernorm", "mlp", "activation"),
+]
+OPTIONS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "gpt2_gqa": GPT2 | {"num_query_groups": 2},
+    "qk_norm": LLAMA | {"qk_layernorm": True},
+    "window_zero_centred": LLAMA | {"window_size": 4, "layernorm_zero_centered_gamma": True},
+    "relu": GPT2 | {"activation": "relu"},
+    "squared_relu": GPT2 | {"activation": "squared_relu"},
+    "geglu": GPT2 | {"activation": "geglu_tanh"},
+    "hidden_dropout": GPT2 | {"hidden_dropout": 0.1},
+    "soft_cap": LLAMA | {"attn_logit_softcapping": 2.0},
+    "attention_dropout": LLAMA | {"attention_dropout": 0.1},
+}
+
+
+def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wide: int) -> int:
+    """What the table says of one layer. element: bytes of the model's dtype; wide: of at least fp32."""
+    tokens = BATCH * SEQ
+    assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
+    heads, kv_heads, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    q, kv, hidden, ffn = heads * channels, kv_heads * channels, config.hidden_size, config.ffn_hidden_size
+    statistics = wide * (2 if config.normalization == "LayerNorm" else 1)
+    gates = 2 if config.activation in GATED_ACTIVATIONS else 1
+    explicit = config.attn_logit_softcapping is not None or config.attention_dropout > 0
+
+    total = 2 * tokens * (hidden * element + statistics)  # residual stream at the two norms
+    total += 2 * tokens * hidden * (config.hidden_dropout > 0)  # masks, one byte an element
+    total += (0 if "layernorm" in modules else 2) * tokens * hidden * element
+    total += tokens * (q + 2 * kv) * element
+    if config.qk_layernorm:
+        total += tokens * ((q + kv) * element + (heads + kv_heads) * statistics)
+    if "core_attn" not in modules:
+        total += tokens * q * element
+        if explicit:
+            square = BATCH * heads * SEQ * SEQ
+            total += tokens * q * element * (heads > kv_heads)  # q in the order of its batched GEMM
+            total += square * wide  # probabilities
+            total += square * (wide if config.attn_logit_softcapping is not None else 0)  # tanh
+            total += square * (
+                (1 + element) if config.attention_dropout > 0 else element if element != wide else 0
+            )  # mask, dropped probabilities
+        else:
+            total += tokens * heads * wide  # log-sum-exp
+    if "mlp" not in modules:
+        total += tokens * ffn * gates * element * (config.activation != "relu")
+        total += tokens * ffn * element * ("activation" not in modules or config.activation == "relu")
+    elif "layernorm" in modules:
+        total -= tokens * statistics  # the replay starts at the norm's input: its statistics are not kept either
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("modules", SELECTIONS, ids=lambda modules: "-".join(modules) or "none")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_layer_keeps_what_the_table_says(name: str, modules: tuple[str, ...], dtype: torch.dtype) -> None:
+    config = model_config(**OPTIONS[name])
+    recompute = RecomputeConfig("selective" if modules else None, recompute_modules=modules)
+    counted, storages = counted_layer(config, recompute, dtype)
+    element = torch.empty((), dtype=dtype).element_size()
+    assert counted == layer_bytes(config, modules, element, max(element, 4)), "\n".join(storages)
+
+
+def counted_layer(config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype) -> tuple[int, list[str]]:
+    weights = {name: tensor.to(dtype) for name, tensor in reference(config).named_parameters()}
+    stage = make_stage(config, weights, tp=Group.alone("tp"), recompute=recompute)
+    block = stage.decoder.layers["0"]
+    context = stage._make_context(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), dtype)
+    hidden = torch.randn(SEQ, BATCH, config.hidden_size, dtype=dtype, requires_grad=True)
+    shared: list[Any] = [context.mask] if context.mask is not None else []
+    with SavedBytes(block, shared) as saved:
+        output = block(hidden, context)
+    assert output.dtype == dtype
+    return saved.total, saved.storages
+
+
+@pytest.mark.parametrize(
+    ("recompute", "num_inputs"),
+    [
+        (RecomputeConfig("full", "uniform", 1), 3),
+        (RecomputeConfig("full", "uniform", 2), 2),
+        (RecomputeConfig("full", "uniform", 3), 1),
+        (RecomputeConfig("full", "block", 3), 3),
+    ],
+    ids=["uniform1", "uniform2", "uniform3", "block3"],
+)
+def test_full_recompute_keeps_the_input_of_each_group(recompute: RecomputeConfig, num_inputs: int) -> None:
+    config = model_config(**GPT2, num_layers=3)
+    weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
+    stage = make_stage(config, weights, recompute=recompute)
+    microbatch = make_microbatch(config)
+    context = stage._make_context(microbatch, torch.float32)
+    hidden = torch.randn(SEQ, BATCH, config.hidden_size, requires_grad=True)
+    with SavedBytes(stage) as saved:
+        stage._run_groups(hidden, context)
+    assert saved.total == num_inputs * SEQ * BATCH * config.hidden_size * 4, "\n".join(saved.storages)
+
+
+def test_block_recompute_keeps_the_rest_whole() -> None:
+    config = model_config(**GPT2, num_layers=3)
+    weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
+    stage = make_stage(config, weights, recompute=RecomputeConfig("full", "block", 1))
+    context = stage._make_context(make_microbatch(config), torch.float32)
+    hidden = torch.randn(SEQ, BATCH, config.hidden_size, requires_grad=True)
+    with SavedBytes(stage) as saved:
+        stage._run_groups(hidden, context)
+    assert saved.total == SEQ * BATCH * config.hidden_size * 4 + 2 * layer_bytes(config, (), 4, 4)

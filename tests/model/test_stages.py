@@ -1,0 +1,128 @@
+"""Stages: names and shapes as declared, their composition equals one stage, inference, dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.comm.groups import Group
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.model.stage import GPTStage
+from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.model_specs import model_specs, specs_of_stage
+from megapipe.tensor_parallel.random import DropoutKey
+from tests.model.grids import GPT2, LLAMA, SEQ, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+OPTIONS = {
+    "gpt2": GPT2 | DROPOUT,
+    "gpt2_untied_qk_norm": GPT2 | {"untie_embeddings_and_output_weights": True, "qk_layernorm": True},
+    "llama": LLAMA | {"window_size": 5},
+    "llama_tied": LLAMA | {"untie_embeddings_and_output_weights": False, "add_qkv_bias": True},
+}
+CUTS = {
+    "2|1": [StageLayers(0, 2, True, False), StageLayers(2, 3, False, True)],
+    "1|1|1": [StageLayers(0, 1, True, False), StageLayers(1, 2, False, False), StageLayers(2, 3, False, True)],
+    "E|3|L": [StageLayers(0, 0, True, False), StageLayers(0, 3, False, False), StageLayers(3, 3, False, True)],
+}
+
+
+@pytest.mark.parametrize("tp_rank", [0, 1, 3])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parameters_are_those_that_the_specs_declare(name: str, cut: str, tp_rank: int) -> None:
+    config = model_config(**OPTIONS[name], num_layers=3)
+    for layers in CUTS[cut]:
+        tp = Group("tp", (0, 1, 2, 3), tp_rank)
+        stage = GPTStage(config, layers, tp, sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig())
+        numbers = range(layers.first_layer, layers.last_layer_exclusive)
+        specs = specs_of_stage(model_specs(config, False), numbers, layers.has_embedding, layers.has_head)
+        declared = {spec.name: spec.local_shape(tp_rank, 4) for spec in specs}
+        assert {key: tuple(p.shape) for key, p in stage.named_parameters()} == declared
+        assert all(parameter.is_meta for parameter in stage.parameters())
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["plain", "documents"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_stages_one_after_another_equal_the_reference(name: str, cut: str, documents: bool) -> None:
+    config = model_config(**OPTIONS[name], num_layers=3)
+    model = reference(config)
+    microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
+    expected = reference_run(model, microbatch)
+    stages = [make_stage(config, dict(model.named_parameters()), layers=layers) for layers in CUTS[cut]]
+    hidden: list[Tensor] = []  # (input of each stage but the first), as a pipeline cuts the graph
+    outputs: list[Tensor] = []
+    for stage in stages[:-1]:
+        outputs.append(stage(*hidden[-1:], microbatch))
+        hidden.append(outputs[-1].detach().requires_grad_())
+    loss = stages[-1](hidden[-1], microbatch)
+    loss.loss_sum.backward()
+    for output, leaf in zip(reversed(outputs), reversed(hidden), strict=True):
+        output.backward(leaf.grad)
+    assert_equal(loss.loss_sum, expected.loss_sum, "loss")
+    grads: dict[str, Tensor] = {}
+    for stage in stages:
+        for key, parameter in stage.named_parameters():  # both ends of a tie add up
+            grads[key] = grads[key] + parameter.grad if key in grads else parameter.grad
+    assert grads.keys() == expected.grads.keys()
+    for key, grad in grads.items():
+        assert_equal(grad, expected.grads[key], key)
+
+
+def test_a_tied_head_in_one_stage_is_one_parameter() -> None:
+    config = model_config(**GPT2)
+    stage = make_stage(config, dict(reference(config).named_parameters()))
+    assert stage.output_layer.weight is stage.embedding.word_embeddings.weight
+
+
+def test_logits_for_inference_equal_the_reference_at_any_length() -> None:
+    config = model_config(**LLAMA)
+    model = reference(config)
+    stage = make_stage(config, dict(model.named_parameters()))
+    tokens = make_microbatch(config).tokens
+    for length in (SEQ, 5, 1):
+        microbatch = dataclasses.replace(make_microbatch(config), tokens=tokens[:, :length], labels=None, loss_mask=None)
+        with torch.no_grad():
+            logits = stage(microbatch, return_logits=True)
+            expected = model.logits(tokens[:, :length])
+        assert logits.shape == (length, 2, 32)
+        assert_equal(logits[..., :29].transpose(0, 1), expected, f"logits of {length} tokens")
+
+
+def test_a_microbatch_without_labels_has_no_loss() -> None:
+    config = model_config(**GPT2)
+    stage = make_stage(config, dict(reference(config).named_parameters()))
+    with pytest.raises(ValueError, match="no labels"):
+        stage(dataclasses.replace(make_microbatch(config), labels=None))
+
+
+def test_an_inner_stage_without_hidden_states_says_so() -> None:
+    config = model_config(**GPT2)
+    stage = make_stage(config, dict(reference(config).named_parameters()), layers=StageLayers(1, 2, False, False))
+    with pytest.raises(ValueError, match="needs the hidden states"):
+        stage(make_microbatch(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_half_types_come_near_fp64(name: str, dtype: torch.dtype) -> None:
+    config = model_config(**OPTIONS[name])
+    model = reference(config)
+    microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
+    weights = {key: tensor.detach().to(dtype) for key, tensor in model.named_parameters()}
+    model.load_state_dict({key: tensor.double() for key, tensor in weights.items()})
+    expected = reference_run(model, microbatch)
+    stage = make_stage(config, weights)
+    loss = stage(microbatch)
+    loss.loss_sum.backward()
+    assert loss.loss_sum.dtype == torch.float32
+    tolerance = 0.1 if dtype == torch.bfloat16 else 0.02
+    assert_equal(loss.loss_sum.double(), expected.loss_sum, "loss", tolerance / 10)
+    for key, parameter in stage.named_parameters():
+        assert parameter.grad.dtype == dtype
+        assert_equal(parameter.grad.double(), expected.grads[key], key, tolerance)
