@@ -64,8 +64,8 @@ class StageBuffers:
         param_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = torch.float32,
     ) -> None:
-        device = torch.device(device)
-        self.buffers = tuple(FlatBuffer(layout, device, param_dtype, grad_dtype) for layout in layouts)
+        self.device = torch.device(device)
+        self.buffers = tuple(FlatBuffer(layout, self.device, param_dtype, grad_dtype) for layout in layouts)
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # notified an unknown number of times in one microbatch
         self._parameters: dict[str, Tensor] = {}

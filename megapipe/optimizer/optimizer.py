@@ -73,13 +73,12 @@ class Optimizer:
         self._replica = groups.dp_cp.rank
         self._shards = make_shards(stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config))
         self._rule = make_update_rule(config, self._shards)
-        buffers = [buffer for held in stages.values() for buffer in held.buffers]
-        self._sharded = any(buffer.layout.num_shards > 1 for buffer in buffers)
+        self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        self._device = buffers[0].parameters.device if buffers else torch.device("cpu")
-        # every shard of a sharded optimizer counts; unsharded, all replicas hold the same gradients
-        self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._uses_shards(groups) else [groups.model]
+        self._device = next(iter(stages.values())).device
+        # the shards of a sharded optimizer add up; unsharded, all replicas hold the same gradients
+        self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
 
     @property
     def loss_scale(self) -> float:
@@ -168,7 +167,7 @@ class Optimizer:
         return {"num_steps": self._rule.num_steps, "loss_scaler": self.scaler.state()}
 
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
-        self._rule.num_steps = int(state["num_steps"])
+        self._rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
     def _measure(self, count_zero_gradients: bool) -> tuple[float, int | None]:
@@ -180,6 +179,3 @@ class Optimizer:
             values.append(count_zeros(exact, self._device))
         summed = sum_over_model(values, self._sum_groups)
         return math.sqrt(summed[0]), int(summed[1]) if count_zero_gradients else None
-
-    def _uses_shards(self, groups: ProcessGroups) -> bool:
-        return self._sharded and groups.dp_cp.size > 1

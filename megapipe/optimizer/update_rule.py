@@ -19,6 +19,8 @@ class UpdateRule(Protocol):
 
     num_steps: int
 
+    def set_num_steps(self, num_steps: int) -> None: ...
+
     def step(self, factor: float, lr: float, decoupled_lr: float, weight_decay: float) -> None: ...
 
 
@@ -36,10 +38,9 @@ def make_update_rule(config: OptimizerConfig, shards: Sequence[Shard]) -> Update
 class _FlatRule:
     """torch.optim over views of flat tensors, one parameter group for each kind of run.
 
-    step multiplies the gradients by `factor`, in the kernel where it can: they hold the scaled values afterwards.
+    step multiplies the gradients by `factor`, in the kernel where it can: they hold the scaled values afterwards. A rank whose shards
+    are all padding has no runs and only counts its steps.
     """
-
-    optimizer: torch.optim.Optimizer
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._kinds: dict[tuple[bool, bool], list[Tensor]] = {}  # (weight_decay, decoupled_lr) -> master runs
@@ -51,68 +52,75 @@ class _FlatRule:
                 self._kinds.setdefault((run.weight_decay, run.decoupled_lr), []).append(master)
                 self._runs.append((master, shard, run))
         self._fused = all(master.device.type in FUSED_DEVICES for master, _, _ in self._runs)
+        self.num_steps = 0
+        self._optimizer = self._build([{"params": masters, "kind": kind} for kind, masters in self._kinds.items()]) if self._runs else None
 
-    def _groups(self) -> list[dict[str, object]]:
-        return [{"params": masters, "kind": kind} for kind, masters in self._kinds.items()]
+    def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Go on as if num_steps updates had been made (they are the t of Adam's bias correction)."""
+        self.num_steps = num_steps
 
     def step(self, factor: float, lr: float, decoupled_lr: float, weight_decay: float) -> None:
         """One update with gradient x factor.
 
         weight_decay: of the runs that have any. decoupled_lr: of embedding and output layer.
         """
-        for group in self.optimizer.param_groups:
+        self.num_steps += 1
+        if self._optimizer is None:
+            return
+        for group in self._optimizer.param_groups:
             decayed, decoupled = group["kind"]
             group["lr"] = decoupled_lr if decoupled else lr
             group["weight_decay"] = weight_decay if decayed else 0.0
-        self._scale_gradients(factor)
-        self.optimizer.step()
-
-    def _scale_gradients(self, factor: float) -> None:
-        gradients = [master.grad for master, _, _ in self._runs if master.grad is not None]
-        # the kernels divide by an fp32 scalar: too coarse for fp64
-        in_kernel = self._fused and factor != 1.0 and all(gradient.dtype == torch.float32 for gradient in gradients)
-        divisor = torch.tensor(1.0 / factor, dtype=torch.float32, device=gradients[0].device) if in_kernel and gradients else None
-        self.optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-        self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        if divisor is None and factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        gradients = [shard.gradient[run.start : run.stop] for _, shard, run in self._runs]
+        divisor = None
+        if factor != 1.0:
+            # the kernels divide by an fp32 scalar: too coarse for fp64
+            if self._fused and gradients[0].dtype == torch.float32:
+                divisor = torch.tensor(1.0 / factor, dtype=torch.float32, device=gradients[0].device)
+            else:
+                torch._foreach_mul_(gradients, factor)
+        self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        self._optimizer.found_inf = None  # type: ignore[attr-defined]
+        self._optimizer.step()
 
 
 class AdamRule(_FlatRule):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decoupled weight decay."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Shard]) -> None:
+        self._config = config
         super().__init__(shards)
-        betas = (config.adam_beta1, config.adam_beta2)
-        self.optimizer = torch.optim.AdamW(self._groups(), lr=0.0, betas=betas, eps=config.adam_eps, fused=self._fused)
+
+    def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        betas = (self._config.adam_beta1, self._config.adam_beta2)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self._config.adam_eps, fused=self._fused)
         for master, shard, run in self._runs:
-            self.optimizer.state[master] = {
+            optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None),
                 **{name: moment[run.start : run.stop] for name, moment in shard.moments.items()},
             }
+        return optimizer
 
-    @property
-    def num_steps(self) -> int:
-        """Updates made, the t of the bias correction."""
-        return int(self.optimizer.state[self._runs[0][0]]["step"].item()) if self._runs else 0
-
-    @num_steps.setter
-    def num_steps(self, value: int) -> None:
-        for master, _, _ in self._runs:
-            self.optimizer.state[master]["step"].fill_(value)
+    def set_num_steps(self, num_steps: int) -> None:
+        super().set_num_steps(num_steps)
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                state["step"].fill_(num_steps)
 
 
 class SgdRule(_FlatRule):
     """SGD with momentum; weight decay is added to the gradient."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Shard]) -> None:
+        self._config = config
         super().__init__(shards)
-        self.num_steps = 0
-        self.optimizer = torch.optim.SGD(self._groups(), lr=0.0, momentum=config.sgd_momentum, fused=self._fused)
+
+    def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=self._config.sgd_momentum, fused=self._fused)
         for master, shard, run in self._runs:
             if "momentum" in shard.moments:  # zeros give the same first step as torch's none
-                self.optimizer.state[master]["momentum_buffer"] = shard.moments["momentum"][run.start : run.stop]
-
-    def step(self, factor: float, lr: float, decoupled_lr: float, weight_decay: float) -> None:
-        super().step(factor, lr, decoupled_lr, weight_decay)
-        self.num_steps += 1
+                optimizer.state[master]["momentum_buffer"] = shard.moments["momentum"][run.start : run.stop]
+        return optimizer

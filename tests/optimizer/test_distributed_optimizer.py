@@ -117,6 +117,26 @@ def test_state_saved_by_two_replicas_is_loaded_by_three(pools: dict[int, RankPoo
         assert_close(weights, straight, 1e-10)
 
 
+def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
+    """Three elements in a buffer of two shards of 32: the second rank holds padding alone."""
+    groups = groups_of(rank, dp=world)
+    stages = {0: stage_buffers((ParamSpec("bias", (3,), owner=0, weight_decay=False),), world)}
+    stages[0].main_grad("bias").copy_(torch.tensor([1.0, 2.0, 2.0]))
+    gather = ParameterGather(stages, [0], groups.dp_cp)
+    optimizer = Optimizer(stages, groups, SGD, PrecisionConfig(dtype="fp64"), gather)
+    assert optimizer.step(1.0, 0.1, 0.0).grad_norm == 3.0
+    gather.finish()
+    return stages[0].parameter("bias").clone(), optimizer.plain_state()
+
+
+def test_rank_whose_shards_are_all_padding_takes_part(pools: dict[int, RankPool]) -> None:
+    (first, state), (second, other_state) = pools[2].run(train_one_vector)
+    assert torch.equal(first, second)
+    assert first == pytest.approx(torch.tensor([-1.0, -2.0, -2.0]) * 0.1 * 0.5 / 3, rel=1e-6)
+    assert state == other_state
+    assert state["num_steps"] == 1
+
+
 HEADS, QUERY_GROUPS, HEAD_DIM, HIDDEN = 4, 1, 3, 4
 GRID_SPECS = (
     ParamSpec("embedding.weight", (10, HIDDEN), owner="embedding", slicing=Fused(0), tied=True, true_rows=9),

@@ -36,12 +36,12 @@ class Trainer:
         self.reducer = GradientReducer({0: self.buffers}, ProcessGroups.alone())
         self.optimizer = Optimizer({0: self.buffers}, ProcessGroups.alone(), config, precision)
 
-    def step(self, step: int, num_microbatches: int = 4, scale: float = 1.0, **options: bool) -> StepReport:
+    def step(self, step: int, num_microbatches: int = 4, scale: float = 1.0, lr: float = 0.01) -> StepReport:
         self.reducer.begin_step(num_microbatches)
         for microbatch in range(num_microbatches):
             (self.module(tokens_of(step, microbatch)) * (scale * self.optimizer.loss_scale)).backward()
         self.reducer.finish()
-        return self.optimizer.step(1 / num_microbatches, 0.01, 0.1, 0.003, **options)
+        return self.optimizer.step(1 / num_microbatches, lr, 0.1, 0.3 * lr)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
@@ -101,11 +101,10 @@ def test_clip_coefficient_is_megatrons() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_parameters_are_the_rounded_fp32_masters(dtype: str) -> None:
-    config = OptimizerConfig(lr=0.01, clip_grad=0.0)
-    trainer = Trainer(config, PrecisionConfig(dtype=dtype, initial_loss_scale=4.0))
+    trainer = Trainer(ADAM, PrecisionConfig(dtype=dtype, initial_loss_scale=4.0))
     drawn = trainer.weights()
     for step in range(3):
-        assert not trainer.step(step).skipped
+        assert not trainer.step(step, lr=1e-5).skipped
     masters = master_weights(trainer)
     weights = trainer.weights()
     assert not trainer.optimizer.masters_are_parameters

