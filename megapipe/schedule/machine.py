@@ -60,10 +60,9 @@ class Machine:
         self._num_directions = len(schedule.placement.directions)
         self.seconds, self.latency_seconds, self.overlap = seconds, latency_seconds, overlap
         self.send_depth, self.raise_depth = send_depth, raise_depth
-        ranks = range(schedule.num_ranks)
         self.positions = [0] * schedule.num_ranks
-        self.starts: list[list[float]] = [[] for _ in ranks]
-        self.ends: list[list[float]] = [[] for _ in ranks]
+        self.starts = [[NEVER] * len(row) for row in schedule.rows]
+        self.ends = [[NEVER] * len(row) for row in schedule.rows]
         self.clocks = [0.0] * schedule.num_ranks
         self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions queue up beside the computation
         # per channel
@@ -152,9 +151,9 @@ class Machine:
         """Execute the row of `rank` up to its end or to an action that cannot run yet."""
         row, clock, times, count = self.schedule.rows[rank], self.clocks[rank], self.times, self.count
         work, others, directions, waiting_for = self.work, self.others, self._num_directions, self.waiting_for
-        add_start, add_end = self.starts[rank].append, self.ends[rank].append
-        position = self.positions[rank]
-        while position < len(row):
+        starts, ends = self.starts[rank], self.ends[rank]
+        position, length = self.positions[rank], len(row)
+        while position < length:
             action = row[position]
             stage, op, microbatch = action
             if op not in work:
@@ -176,22 +175,18 @@ class Machine:
                     break
             else:
                 self.clocks[rank] = clock = start + seconds
-                add_start(start)
-                add_end(clock)
+                starts[position] = start
+                ends[position] = clock
                 for base in makes:
                     times[base + key] = clock
                 for base, delay in arrives:
-                    self._arrive(base + key, clock + delay)
+                    times[base + key] = clock + delay
+                    if base + key in waiting_for:
+                        self.ready.append(waiting_for.pop(base + key))
                 position += 1
                 continue
             break
         self.positions[rank] = position
-
-    def _arrive(self, identity: int, time: float) -> None:
-        self.times[identity] = time
-        rank = self.waiting_for.pop(identity, None)
-        if rank is not None:
-            self.ready.append(rank)
 
     def _send(self, rank: int, action: Action, clock: float) -> bool:
         """A send beside the computation, or on its clock if nothing overlaps; False while its value or room on its channel is missing."""
@@ -226,19 +221,20 @@ class Machine:
 
     def _meet(self, message: int, channel: int, time: float, rank: int, wire_seconds: float) -> None:
         """A message starts once its send and its receive are both there and the one before it on the channel is through."""
-        other = self.unmatched.pop(message, None)
-        if other is None:
-            self.unmatched[message] = (time, rank, len(self.starts[rank]))
-            arrival = time
-        else:
-            other_time, other_rank, other_slot = other
-            through = max(time, other_time, self.free_at[channel]) + wire_seconds
-            self.free_at[channel] = through
-            arrival = through + self.latency_seconds
-            self.ends[other_rank][other_slot] = arrival
-            self._arrive(message, arrival)
-        self.starts[rank].append(time)
-        self.ends[rank].append(arrival)
+        slot = self.positions[rank]
+        self.starts[rank][slot] = time
+        if message not in self.unmatched:
+            self.unmatched[message] = (time, rank, slot)
+            return
+        other_time, other_rank, other_slot = self.unmatched.pop(message)
+        start = self.free_at[channel]
+        start = time if time > start else start
+        start = other_time if other_time > start else start
+        self.free_at[channel] = through = start + wire_seconds
+        self.ends[rank][slot] = self.ends[other_rank][other_slot] = arrival = through + self.latency_seconds
+        self.times[message] = arrival
+        if message in self.waiting_for:
+            self.ready.append(self.waiting_for.pop(message))
 
     def _reduce(self, rank: int, action: Action, clock: float) -> bool:
         """A reduction beside the computation, or on its clock if nothing overlaps; False if a weight gradient is still missing."""
@@ -250,8 +246,8 @@ class Machine:
                 return False
         start = max(clock, self.reduce_clocks[rank])
         self.reduce_clocks[rank] = end = start + self.seconds.get((stage, op), 0.0)
-        self.starts[rank].append(start)
-        self.ends[rank].append(end)
+        self.starts[rank][self.positions[rank]] = start
+        self.ends[rank][self.positions[rank]] = end
         if not self.overlap:
             self.clocks[rank] = end
         return True

@@ -70,6 +70,12 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, n
     ScheduleError names the line and cell that cannot be read. The result is not validated: call `validate`.
     """
     rows = tuple(tuple(_read_row(line, pp_rank)) for pp_rank, line in enumerate(text.splitlines()))
+    num_actions = sum(map(len, rows))
+    for action in (action for row in rows for action in row):
+        if max(action.stage, action.microbatch or 0) >= num_actions:  # before anything is laid out by these numbers
+            raise ScheduleError(
+                f"schedule {name}: {action} among {num_actions} actions: stages and microbatches are numbered from 0 without gaps"
+            )
     if num_microbatches is None:
         num_microbatches = 1 + max((a.microbatch for row in rows for a in row if a.microbatch is not None), default=-1)
     return Schedule(name, placement or _placement_of(rows, name), num_microbatches, rows)

@@ -38,6 +38,7 @@ def test_the_csv_of_torch_loads_without_its_bubbles():
         pytest.param("0F0\n0F0\n", "0F0 is on rank 1", id="stage on two ranks"),
         pytest.param("0F0\n2F0\n", "forward of stage 1", id="gap"),
         pytest.param("", "forward of stage 0", id="empty"),
+        pytest.param("0F0,0F4000000000\n", "0F4000000000 among 2 actions", id="absurd microbatch"),
     ],
 )
 def test_unreadable_csv_names_the_place(text, complaint):
