@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
@@ -86,16 +87,18 @@ class _CrossEntropy(Function):
         if loss.z_loss:
             losses = losses + loss.z_loss * log_sum_exp.square()
         ctx.loss, ctx.is_used_up = loss, False
-        ctx.save_for_backward(logits, columns, is_here, sum_exp, log_sum_exp)
+        ctx.save_for_backward(logits, labels, sum_exp, log_sum_exp)
         return losses.view(labels.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_used_up:
             raise RuntimeError("the logits of this cross entropy became their gradient in the first backward: a second one would be wrong")
         ctx.is_used_up = True
-        logits, columns, is_here, sum_exp, log_sum_exp = ctx.saved_tensors
+        logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
         loss: _Loss = ctx.loss
+        columns, is_here = loss.words.local(labels.reshape(-1))
         rows = logits.view(-1, logits.shape[-1])
         grad = grad_losses.reshape(-1).to(sum_exp.dtype)
         factor = grad if not loss.z_loss else grad * (1 + 2 * loss.z_loss * log_sum_exp)  # of p
@@ -128,8 +131,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of each token, [s, b], in at least fp32, the same on all tp ranks; padded vocabulary rows are outside the softmax.
 
-    The logits are used up, with and without autograd: nobody may read them afterwards (an operation that saved them for its own backward is
-    told so by autograd). A second backward through the same graph raises RuntimeError.
+    Kept for the backward: the logits, the labels, and two numbers a token in at least fp32. The logits are used up, with and without
+    autograd: nobody may read them afterwards (an operation that saved them for its own backward is told so by autograd). A second backward
+    through the same graph raises RuntimeError.
     Raises DataError for a label outside the true vocabulary (CPU; on CUDA a device assertion).
     """
     words = VocabularySlice.of(logits.shape[-1] * tp.size, true_vocab_size, tp.rank, tp.size)

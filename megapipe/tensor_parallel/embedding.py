@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megapipe.comm.collectives import all_reduce
@@ -71,6 +72,7 @@ class _Embedding(Function):
         return partial
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         weight, tokens = ctx.saved_tensors
         module: VocabParallelEmbedding = ctx.module

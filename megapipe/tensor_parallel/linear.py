@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megapipe.comm.collectives import all_reduce, reduce_scatter
@@ -107,6 +108,7 @@ class _ColumnParallel(Function):
         return _affine(gathered(x, kept.tp) if kept.sequence_parallel else x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         kept: _Kept = ctx.kept
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
@@ -143,6 +145,7 @@ class _RowParallel(Function):
         return y if bias is None else y.add_(bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         kept: _Kept = ctx.kept
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad

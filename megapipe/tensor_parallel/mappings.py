@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
@@ -74,6 +75,7 @@ class _Copy(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return reduced(grad, ctx.group), None
 
@@ -84,6 +86,7 @@ class _Reduce(Function):
         return reduced(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
 
@@ -95,6 +98,7 @@ class _Gather(Function):
         return gathered(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return reduce_scattered(_copy(grad), ctx.group), None
 
@@ -106,6 +110,7 @@ class _ReduceScatter(Function):
         return reduce_scattered(_copy(x), group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return gathered(grad, ctx.group), None
 
@@ -117,6 +122,7 @@ class _Scatter(Function):
         return own_slice(x, group).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return gathered(grad, ctx.group), None
 
@@ -128,6 +134,7 @@ class _GatherColumns(Function):
         return torch.cat(gathered(x.unsqueeze(0), group).unbind(0), dim=-1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         width = grad.shape[-1] // ctx.group.size
         return grad.narrow(-1, ctx.group.rank * width, width).contiguous(), None

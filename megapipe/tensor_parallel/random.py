@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megapipe.errors import ConfigError
 
@@ -76,6 +77,7 @@ class _Dropout(Function):
         return (x * mask).mul_(scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         return (grad * mask).mul_(ctx.scale), None, None

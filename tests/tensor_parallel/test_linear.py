@@ -123,6 +123,31 @@ def test_outputs_and_all_gradients_equal_one_process_on_every_road(ranks: RankPo
     ranks.run(run_all_roads, kind, sequence_parallel)
 
 
+def run_low_precision(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> None:
+    for sequence_parallel in (False, True):
+        case = Case(kind, tp_group(rank, world_size), sequence_parallel, True)
+        layer = case.layer.to(dtype)
+        layer.slots = {name: GradientSlot(torch.zeros(p.shape)) for name, p in layer.named_parameters()}
+        outputs, input_gradients, weight_gradient, bias_gradient = case.whole()
+        for before, grad_output, output, input_gradient in zip(case.before, case.grad_outputs, outputs, input_gradients, strict=True):
+            before = case.input_part(before).requires_grad_()
+            y = layer(torch.tanh(before).to(dtype))
+            y.backward(case.output_part(grad_output).to(dtype))
+            assert y.dtype == dtype
+            for actual, expected in ((y, output), (before.grad, input_gradient)):
+                torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps * float(expected.abs().max()))
+        for name, expected in (("weight", weight_gradient), ("bias", bias_gradient)):
+            main_grad = layer.slots[name].main_grad
+            assert main_grad.dtype == torch.float32
+            torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_precision_differs_by_its_rounding_alone(ranks: RankPool, kind: str, dtype: torch.dtype) -> None:
+    ranks.run(run_low_precision, kind, dtype)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_of_one_is_a_plain_linear(kind: str) -> None:
     run_all_roads(0, 1, kind, True)
