@@ -72,10 +72,8 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, n
     rows = tuple(tuple(_read_row(line, pp_rank)) for pp_rank, line in enumerate(text.splitlines()))
     num_actions = sum(map(len, rows))
     for action in (action for row in rows for action in row):
-        if max(action.stage, action.microbatch or 0) >= num_actions:  # before anything is laid out by these numbers
-            raise ScheduleError(
-                f"schedule {name}: {action} among {num_actions} actions: stages and microbatches are numbered from 0 without gaps"
-            )
+        if (action.microbatch or 0) >= num_actions:  # before anything is laid out by that number
+            raise ScheduleError(f"schedule {name}: {action} among {num_actions} actions: microbatches are numbered from 0 without gaps")
     if num_microbatches is None:
         num_microbatches = 1 + max((a.microbatch for row in rows for a in row if a.microbatch is not None), default=-1)
     return Schedule(name, placement or _placement_of(rows, name), num_microbatches, rows)
@@ -99,7 +97,7 @@ def _placement_of(rows: tuple[Row, ...], name: str) -> Placement:
                     f"schedule {name}: {action} is on rank {pp_rank}, its stage also runs on rank {rank_of_stage[action.stage]}; "
                     "give the placement if every stage lies on two ranks"
                 )
-    missing = [stage for stage in range(max(rank_of_stage, default=-1) + 1) if stage not in rank_of_stage]
-    if missing or not rank_of_stage:
-        raise ScheduleError(f"schedule {name}: no rank runs the forward of stage {', '.join(map(str, missing)) or 0}")
+    missing = next((stage for stage in range(len(rank_of_stage) or 1) if stage not in rank_of_stage), None)
+    if missing is not None:
+        raise ScheduleError(f"schedule {name}: no rank runs the forward of stage {missing}")
     return Placement(len(rows), tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage))))
