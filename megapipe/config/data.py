@@ -29,7 +29,7 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
     data_cache_path: str | None = option(None, "directory of index caches", derived="a directory beside the data")
     mock_data: bool = option(False, "made-up tokens instead of files")
-    num_workers: int = option(2, "processes that prepare batches on each rank; 0: none", unit="processes", at_least=0)
+    num_workers: int = option(2, "threads that read batches ahead on each rank; 0: none", unit="threads", at_least=0)
     reset_position_ids: bool = option(False, "positions start again after each end-of-document token")
     reset_attention_mask: bool = option(False, "a token sees only its own document")
     eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")

@@ -98,9 +98,16 @@ def _build_part(
     if blend.weights is None and len(blend.prefixes) == 1:
         return _member(request, part, files[blend.prefixes[0]], bookend, num_samples)
     if blend.weights is None:
-        members = [_member(request, part, files[prefix], bookend, None) for prefix in blend.prefixes]
+        # a file too small to have a sample of this part in one epoch gives none
+        one_epoch = [_one_epoch(request, files[prefix], bookend) for prefix in blend.prefixes]
+        members = [member for member in one_epoch if member is not None and len(member)]
         weights: Sequence[float] = [len(member) for member in members]
         size = min(num_samples, sum(len(member) for member in members))
+        if not members:
+            raise DataError(
+                f"the {SPLIT_NAMES[part]} part of {' '.join(blend.prefixes)} has no sample of {request.seq_length + 1} tokens in "
+                f"one epoch; give it a larger share (--split), or give the files weights, which allow more epochs"
+            )
     else:
         weights = normalize(blend.weights)
         shares = [math.ceil(num_samples * weight) for weight in weights]
@@ -108,10 +115,19 @@ def _build_part(
         members = [_member(request, part, files[prefix], bookend, asked) for prefix, asked in zip(blend.prefixes, buffers, strict=True)]
         size = sum(shares)
     cache = IndexCache.at(request.data_cache_path, blend.prefixes[0])
-    return BlendedDataset(members, weights, size, cache=cache, names=blend.prefixes)
+    return BlendedDataset(members, weights, size, cache=cache, names=[member.file.prefix for member in members])
 
 
-def _member(request: DatasetRequest, part: int, file: IndexedFile, bookend: tuple[float, float], num_samples: int | None) -> GPTDataset:
+def _one_epoch(request: DatasetRequest, file: IndexedFile, bookend: tuple[float, float]) -> GPTDataset | None:
+    """One epoch of a part of a file, or None where that part has no token."""
+    first, last = sequence_range(bookend, len(file))
+    if not file.lengths[first:last].any():
+        return None
+    cache = IndexCache.at(request.data_cache_path, file.prefix)
+    return GPTDataset(file, (first, last), num_samples=None, seq_length=request.seq_length, seed=request.seed, cache=cache)
+
+
+def _member(request: DatasetRequest, part: int, file: IndexedFile, bookend: tuple[float, float], num_samples: int) -> GPTDataset:
     first, last = sequence_range(bookend, len(file))
     if first == last:
         raise DataError(

@@ -7,14 +7,15 @@ import numpy as np
 from megapipe.data.dataset import Array, TokenArray
 from megapipe.data.index_cache import Arrays, IndexCache, source_stamp
 from megapipe.data.indexed_file import IndexedFile
-from megapipe.data.sample_index import SampleIndex, build_sample_index, plan_epochs
+from megapipe.data.sample_index import SampleIndex, build_sample_index
 from megapipe.errors import DataError
 
 
 class GPTDataset:
     """Sequences first .. last of a file, repeated for as many epochs as `num_samples` needs and shuffled by `seed`.
 
-    num_samples None: one epoch. Its length is that of all epochs needed, so it may exceed `num_samples`.
+    num_samples None: one epoch, which has no sample at all if it is shorter than seq_length + 1 tokens. Its length is that of all
+    epochs needed, so it may exceed `num_samples`.
     Raises DataError if the range holds no token.
     """
 
@@ -45,10 +46,6 @@ class GPTDataset:
             )
         # None asks for one epoch: no sample is asked for, and one epoch is the least
         num_samples = self.num_asked if self.num_asked is not None else 0
-        if plan_epochs(num_tokens, num_samples, self.seq_length).num_samples < 1:
-            raise DataError(
-                f"{self.file.prefix}: sequences {first}..{last} hold {num_tokens} tokens, less than the {self.seq_length + 1} of one sample"
-            )
 
         def build() -> Arrays:
             index = build_sample_index(lengths, first, num_samples, self.seq_length, self.seed)

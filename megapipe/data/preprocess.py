@@ -1,6 +1,7 @@
 """Text to token files: documents read by one process, tokenized by several, written in their order.
 
 The tokenizer comes as a factory that each worker calls once, so that this room does not know the tokenizers' and nothing large is pickled.
+One difference from Megatron's tool: a document without a token is left out (and counted), not kept as a document without sequences.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def _encode_all(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C goes to the whole terminal. Here it waits for the end of the block; workers started here never get it: the parent ends them."""
+    """Ctrl-C goes to the whole terminal. Here it waits for the end of the block; workers started here never get it, the parent ends
+    them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megapipe.config.data import split_shares
 from megapipe.errors import ConfigError
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -35,16 +36,9 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
 
     Raises ConfigError if the string is not up to three non-negative numbers with a positive sum.
     """
-    rule = f'--split "{split}" must be up to three non-negative numbers train,valid,test with a positive sum, for example 969,30,1'
-    try:
-        parts = [float(part) for part in split.split(",")]
-    except ValueError:
-        raise ConfigError(rule) from None
-    if len(parts) > 3 or any(not math.isfinite(part) or part < 0 for part in parts) or sum(parts) <= 0:
-        raise ConfigError(rule)
     bookends: list[tuple[float, float] | None] = []
     start = 0.0
-    for part in normalize([*parts, *[0.0] * (3 - len(parts))]):
+    for part in split_shares(split):
         bookends.append((start, start + part) if part > 0 else None)
         start += part
     return tuple(bookends)

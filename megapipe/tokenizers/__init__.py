@@ -4,7 +4,7 @@
 - `build.py`          `--tokenizer-type NAME` -> a tokenizer
 - `byte.py`           UTF-8 bytes: no file needed
 - `null.py`           numbers already, separated by spaces
-- `sentencepiece.py`  SentencePiece models, with Megatron's special tokens; Llama's use of them
+- `sentencepiece.py`  SentencePiece models, three readings of them, as Megatron has
 - `hugging_face.py`   `tokenizer.json`, GPT-2's vocabulary and merges
 - `train.py`          a SentencePiece model from a corpus, lossless for code
 

@@ -11,7 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.tokenizers.byte import ByteTokenizer
 from megapipe.tokenizers.hugging_face import TOKENIZER_FILE, GPT2BPETokenizer, HuggingFaceTokenizer, TransformersTokenizer
 from megapipe.tokenizers.null import NullTokenizer
-from megapipe.tokenizers.sentencepiece import Llama2Tokenizer, SentencePieceTokenizer
+from megapipe.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 from megapipe.tokenizers.tokenizer import Tokenizer
 
 
@@ -56,6 +56,7 @@ def _hugging_face(files: _Files) -> Tokenizer:
 TOKENIZERS: dict[str, Callable[[_Files], Tokenizer]] = {
     "ByteTokenizer": lambda files: ByteTokenizer(),
     "GPT2BPETokenizer": _gpt2,
+    "GPTSentencePieceTokenizer": lambda files: GPTSentencePieceTokenizer(files.model),
     "HuggingFaceTokenizer": _hugging_face,
     "Llama2Tokenizer": lambda files: Llama2Tokenizer(files.model),
     "NullTokenizer": _null,

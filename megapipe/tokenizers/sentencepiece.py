@@ -70,18 +70,31 @@ class SentencePieceTokenizer(_Model):
         self.eod, self.bos, self.pad = ids["<EOD>"], ids["<BOS>"], ids["<PAD>"]
 
 
-class Llama2Tokenizer(_Model):
-    """The pieces of the model and nothing else. Every text begins with BOS; EOS ends a document."""
+class GPTSentencePieceTokenizer(_Model):
+    """The pieces of the model and nothing else; EOS ends a document."""
+
+    name = "GPTSentencePieceTokenizer"
+
+    def __init__(self, model: str | Path) -> None:
+        super().__init__(model)
+        self.vocab_size = self._num_pieces
+        self.eod = int(self._processor.eos_id())
+        if self.eod < 0:
+            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no EOS piece; use SentencePieceTokenizer")
+        self.bos = int(self._processor.bos_id()) if self._processor.bos_id() >= 0 else None
+        self.pad = int(self._processor.pad_id()) if self._processor.pad_id() >= 0 else None
+
+
+class Llama2Tokenizer(GPTSentencePieceTokenizer):
+    """As GPTSentencePieceTokenizer, with BOS before every text."""
 
     name = "Llama2Tokenizer"
 
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
-        self.vocab_size = self._num_pieces
-        self.bos, self.eod = int(self._processor.bos_id()), int(self._processor.eos_id())
-        if self.bos < 0 or self.eod < 0:
-            raise ConfigError(f"--tokenizer-type Llama2Tokenizer: {model} declares no BOS or EOS piece; use SentencePieceTokenizer")
-        self.pad = int(self._processor.pad_id()) if self._processor.pad_id() >= 0 else None
+        if self.bos is None:
+            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no BOS piece; use GPTSentencePieceTokenizer")
 
     def encode(self, text: str) -> list[int]:
-        return [self.bos, *super().encode(text)]
+        ids = super().encode(text)
+        return ids if self.bos is None else [self.bos, *ids]

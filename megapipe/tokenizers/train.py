@@ -1,7 +1,8 @@
 """Train a SentencePiece model that gives code back as it was: every space, tab and line end.
 
 Unigram, without normalisation (the default one folds spaces and characters), with pieces of spaces alone, so that an indentation is one
-token, and with bytes for whatever the vocabulary does not hold.
+token, and with bytes for whatever the vocabulary does not hold. The one character that does not come back is U+2581: inside SentencePiece
+it stands for a space.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.synthetic import SyntheticDataset
 from megapipe.errors import ConfigError, DataError
-from tests.data.fixtures import FOLDER
+from tests.data.fixtures import FOLDER, write_file
 
 A, B, C = (str(FOLDER / f"corpus{name}") for name in "ABC")
 
@@ -39,6 +39,16 @@ def test_prefixes_without_weights_give_one_epoch_each(request_a):
     few = build_datasets(replace(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(30, 0, 0)))
     assert few.train is not None
     assert len(few.train) == 30
+
+
+def test_files_without_a_sample_of_a_part_leave_it_to_the_others(request_a, tmp_path):
+    short, empty = (write_file(tmp_path / name, lengths).prefix for name, lengths in (("short", [5] * 10), ("empty", [9])))
+    built = build_datasets(replace(request_a, data_path=[short, A, empty], split="90,10,0"))
+    assert isinstance(built.valid, BlendedDataset)
+    assert [member.file.prefix for member in built.valid.members] == [A]
+    assert len(built.valid) == 4
+    with pytest.raises(DataError, match=r"the valid part of .* has no sample of 17 tokens in one epoch"):
+        build_datasets(replace(request_a, data_path=[short, empty], split="90,10,0", num_samples=(0, 4, 0)))
 
 
 def test_one_weighted_prefix_is_still_a_blend_with_surplus(request_a):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,18 @@ def test_second_use_maps_what_the_first_stored(tmp_path):
 
 
 def build_and_sum(folder: str, gate, results) -> None:
+    def build():
+        with open(Path(folder) / ".builders", "a") as file:
+            file.write("x")
+        time.sleep(0.05)  # long enough that the others come while this one builds
+        return ARRAYS
+
     gate.wait()
-    cached = IndexCache(Path(folder), True).arrays("kind", {"seed": 1}, lambda: ARRAYS)
+    cached = IndexCache(Path(folder), True).arrays("kind", {"seed": 1}, build)
     results.put(int(cached["numbers"].sum()))
 
 
-def test_processes_building_at_once_all_succeed_and_one_entry_stays(tmp_path):
+def test_of_processes_that_start_at_once_one_builds_and_all_succeed(tmp_path):
     context = multiprocessing.get_context("fork")
     gate, results = context.Barrier(4), context.Queue()
     workers = [context.Process(target=build_and_sum, args=(str(tmp_path), gate, results)) for _ in range(4)]
@@ -53,6 +60,7 @@ def test_processes_building_at_once_all_succeed_and_one_entry_stays(tmp_path):
         worker.join(30)
     assert sums == [499500] * 4
     assert [worker.exitcode for worker in workers] == [0] * 4
+    assert (tmp_path / ".builders").read_text() == "x"
     assert len(entries(tmp_path)) == 1
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from megapipe.errors import ConfigError
         ("90,10,0", ((0.0, 0.9), (0.9, 1.0), None)),
         ("80,10,10", ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0))),
         ("100", ((0.0, 1.0), None, None)),
+        ("80/10/10", ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0))),
         ("0, 1", (None, (0.0, 1.0), None)),
     ],
 )
@@ -35,7 +37,7 @@ def test_split_covers_every_sequence_once(parts, num_sequences):
 
 @pytest.mark.parametrize("text", ["", "a,b,c", "1,2,3,4", "-1,2,3", "0,0,0", "nan,1,1", "inf,1,1"])
 def test_bad_split_is_refused(text):
-    with pytest.raises(ConfigError, match="must be up to three non-negative numbers"):
+    with pytest.raises(ConfigError, match=f"--split {re.escape(text)}: expected"):
         parse_split(text)
 
 

@@ -22,7 +22,7 @@ def model(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "Llama2Tokenizer"])
+@pytest.mark.parametrize("tokenizer_type", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
 def test_code_comes_back_as_it_was(tokenizer_type, model):
     tokenizer = build_tokenizer(tokenizer_type, str(model))
     for text in CODE:
@@ -54,6 +54,21 @@ def test_special_tokens_have_ids_of_their_own_and_are_never_read_from_text(model
     assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (6, 1, 3)
     assert not {tokenizer.eod, tokenizer.bos, tokenizer.pad, 2} & set(tokenizer.encode("<EOD> <s> </s> <PAD>"))
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eod, *tokenizer.encode("b")]) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_type", "missing", "message"),
+    [("GPTSentencePieceTokenizer", "eos_id", "declares no EOS"), ("Llama2Tokenizer", "bos_id", "declares no BOS")],
+    ids=["eos", "bos"],
+)
+def test_model_without_the_end_or_beginning_it_needs_is_refused(tokenizer_type, missing, message, tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(CODE[0].splitlines()), model_prefix=str(tmp_path / "m"), vocab_size=300, minloglevel=2, **{missing: -1}
+    )
+    with pytest.raises(ConfigError, match=message):
+        build_tokenizer(tokenizer_type, str(tmp_path / "m.model"))
 
 
 def test_llama_begins_with_bos_and_ends_documents_with_eos(model):
