@@ -7,23 +7,13 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
-
-
-class Launch(Protocol):
-    """What a launcher says about this process; megapipe.environment reads it."""
-
-    @property
-    def global_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -38,24 +28,24 @@ class World:
     timeout_seconds: float
 
 
-def start(launch: Launch, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto") -> World:
+def start(environment: Environment, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto") -> World:
     """Choose backend and device, and meet the other ranks; a world of one meets nobody.
 
     backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu', 'cuda'.
     Raises ConfigError for a backend or device that is not there, CommunicationError if the others do not come.
     """
-    chosen, place = choose_backend(backend, device, launch.local_rank)
+    chosen, place = choose_backend(backend, device, environment.local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (launch.global_rank, launch.world_size):
+        if (dist.get_rank(), dist.get_world_size()) != (environment.global_rank, environment.world_size):
             raise CommunicationError(
                 f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
-                f"the launcher says rank {launch.global_rank} of {launch.world_size}"
+                f"the launcher says rank {environment.global_rank} of {environment.world_size}"
             )
-    elif launch.world_size > 1:
-        _meet(launch, chosen, timeout_seconds)
-    return World(launch.global_rank, launch.world_size, launch.local_rank, chosen, place, timeout_seconds)
+    elif environment.world_size > 1:
+        _meet(environment, chosen, timeout_seconds)
+    return World(environment.global_rank, environment.world_size, environment.local_rank, chosen, place, timeout_seconds)
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
@@ -83,24 +73,26 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
     return "nccl", torch.device("cuda", local_rank)
 
 
-def _meet(launch: Launch, backend: str, timeout_seconds: float) -> None:
+def _meet(environment: Environment, backend: str, timeout_seconds: float) -> None:
+    """Initialise torch.distributed: under torchrun through the store that its agent keeps, else at the address of the first node."""
+    address = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
+    rendezvous = "env://" if environment.launcher == "torchrun" else f"tcp://{address}:{environment.master_port}"
+    me = f"rank {environment.global_rank} of {environment.world_size}"
     try:
         # no device_id: it would make every new group a collective split of the world's communicator, non-members included
         dist.init_process_group(
             backend,
-            init_method="env://",
-            rank=launch.global_rank,
-            world_size=launch.world_size,
+            init_method=rendezvous,
+            rank=environment.global_rank,
+            world_size=environment.world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
-    except ValueError as error:  # MASTER_ADDR or MASTER_PORT missing
-        raise ConfigError(
-            f"rank {launch.global_rank} of {launch.world_size} cannot find the others: {error}; start it with torchrun"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{me} cannot find the others: {error}; start it with torchrun") from error
     except RuntimeError as error:
+        place = f"{environment.master_addr}:{environment.master_port}"
         raise CommunicationError(
-            f"rank {launch.global_rank} of {launch.world_size} could not join the others over {backend} "
-            f"(time-out {timeout_seconds:g} s): {error}"
+            f"{me} could not join the others at {place} over {backend} (time-out {timeout_seconds:g} s): {error}"
         ) from error
 
 

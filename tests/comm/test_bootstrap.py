@@ -1,0 +1,116 @@
+"""Joining and leaving: the chosen backend is the one asked for, ranks that do not come are named, a process ends with its code."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapipe.comm.bootstrap import choose_backend, shutdown, start
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import build_process_groups
+from megapipe.environment import Environment, read_environment
+from megapipe.errors import CommunicationError, ConfigError
+from megapipe.topology import Topology
+from tests.harness import RankFailure, run_ranks
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def slurm_environment(rank: int, world_size: int, port: int) -> Environment:
+    variables = {"PROCID": rank, "NTASKS": world_size, "LOCALID": rank, "NODEID": 0, "NNODES": 1, "TASKS_PER_NODE": world_size}
+    return read_environment({**{f"SLURM_{name}": str(value) for name, value in variables.items()}, "MASTER_PORT": str(port)})
+
+
+def join_and_leave(rank: int, world_size: int, port: int, code: int, folder: Path) -> None:
+    """A whole life without the harness's own process group."""
+    dist.destroy_process_group()
+    world = start(slurm_environment(rank, world_size, port), timeout_seconds=30, device="cpu")
+    groups = build_process_groups(Topology(dp=world.world_size), world.global_rank, world.backend, world.timeout_seconds)
+    total = torch.tensor([world.global_rank + 1.0])
+    all_reduce(total, groups.dp)
+    (folder / f"rank{rank}").write_text(f"{total.item()} {world.device}")
+    print("left unflushed", end="")
+    shutdown(code)
+    raise AssertionError("shutdown returned")
+
+
+@pytest.mark.parametrize("code", [0, 7], ids=["clean end", "failing end"])
+def test_ranks_meet_compute_and_leave_with_their_code(code: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=rf"died with exit code {code} and without an answer") as caught:
+        run_ranks(join_and_leave, 2, free_port(), code, tmp_path)
+    assert "left unflushed" in caught.value.report
+    if code == 0:  # on a failing end nobody is waited for
+        assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3.0 cpu"] * 2
+
+
+def wait_for_nobody(rank: int, world_size: int, port: int) -> str:
+    with pytest.raises(CommunicationError) as caught:
+        start(slurm_environment(0, 2, port), timeout_seconds=1, device="cpu")
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_come_are_an_error_that_names_the_meeting_place() -> None:
+    port = free_port()
+    assert run_ranks(wait_for_nobody, 1, port)[0].startswith(
+        f"rank 0 of 2 could not join the others at 127.0.0.1:{port} over gloo (time-out 1 s): "
+    )
+
+
+def environment_of(rank: int, world_size: int) -> Environment:
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    return read_environment({name: str(value) for name, value in variables.items()})
+
+
+def join_again(rank: int, world_size: int) -> tuple[int, int, str]:
+    world = start(environment_of(rank, world_size), device="cpu")
+    return world.global_rank, world.world_size, world.backend
+
+
+def test_a_world_that_is_already_there_is_used() -> None:
+    assert run_ranks(join_again, 2) == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+def test_world_of_one_meets_nobody() -> None:
+    world = start(read_environment({}), device="cpu")
+    assert (world.global_rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        pytest.param("nccl", "cpu", "moves tensors of GPUs, but --device is cpu", id="nccl on cpu"),
+        pytest.param("nccl", "auto", "needs GPUs and torch sees none", id="nccl without a gpu"),
+        pytest.param("auto", "cuda", "torch sees no GPU", id="cuda without a gpu"),
+        pytest.param("auto", "tpu", "is none of auto, cpu, cuda", id="unknown device"),
+    ],
+)
+def test_backend_that_is_not_there_is_refused_and_not_replaced(
+    backend: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(backend, device, 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "local_rank", "message"),
+    [
+        pytest.param("gloo", 0, "gloo moves tensors of CPUs, but the device is cuda", id="gloo on gpu"),
+        pytest.param("auto", 4, "local rank 4 has no GPU of its own: this node shows 4", id="more ranks than gpus"),
+    ],
+)
+def test_gpu_node_that_does_not_fit_is_refused(backend: str, local_rank: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(backend, "cuda", local_rank)
+    assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 3))
