@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.schedule.partition import Partition, StageLayers, cut_by_cost, cut_evenly, from_counts, parse_layout
+from megapipe.schedule.partition import Partition, StageLayers, cut_by_cost, cut_evenly, from_counts, layout_stages, parse_layout
 
 costs = st.integers(0, 40).map(float)
 
@@ -116,6 +116,7 @@ def test_llama_3_405b_is_128_slots_less_one_at_each_end():
 def test_a_layout_may_repeat_groups_within_groups():
     assert parse_layout("Et*3|(tt|)*29,L", 61, 31, 1).layer_counts == (3, *[2] * 29, 0)
     assert parse_layout("E((t)*2|)*3 t L", 7, 2, 2).layer_counts == (2, 2, 2, 1)
+    assert layout_stages("Et*3|(tt|)*29,L") == 31
     assert parse_layout("Et||tL", 2, 3, 1).layer_counts == (1, 0, 1)
 
 
