@@ -1,7 +1,7 @@
 """`LayerContext`: what all layers of a stage share for one microbatch, and the tables and masks it is made from.
 
-Masks are additive (0 or -inf), made once: one per sequence length for a window, one per microbatch for documents. They cost s^2 (b s^2 with
-documents) elements a stage, not a layer; plain causal attention through the fused kernels has none.
+Masks are additive (0 or -inf): made once for a window, once a microbatch for documents. They cost s^2 (with documents b s^2) elements a
+stage, not a layer; plain causal attention through the fused kernels has none.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ContextMaker:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
-        self._masks: dict[tuple[int, torch.device, torch.dtype], Tensor] = {}
+        self._mask_key: tuple[int, torch.device, torch.dtype] | None = None
+        self._last_mask: Tensor | None = None  # one only: generation comes with a new length for each token
 
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> LayerContext:
         """dtype: of the activations."""
@@ -64,9 +65,9 @@ class ContextMaker:
         if not explicit and (window is None or window >= seq):
             return None
         key = (seq, device, dtype)
-        if key not in self._masks:
-            self._masks[key] = additive(causal(seq, window, device), dtype)
-        return self._masks[key]
+        if key != self._mask_key:
+            self._mask_key, self._last_mask = key, additive(causal(seq, window, device), dtype)
+        return self._last_mask
 
 
 def causal(seq: int, window: int | None, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv:2104.09864): frequencies and their scalings, tables, the half rotation.
 
-Channel c of a head is paired with c + r / 2, r the number of rotated channels. Tables are at least fp32, made once a stage for each
-(length, device, dtype). Nothing is kept for the backward: it is the rotation by the opposite angle.
+Channel c of a head is paired with c + r / 2, r the number of rotated channels. Tables are at least fp32 and made once a stage (again only
+for a longer sequence, another device or dtype). Nothing is kept for the backward: it is the rotation by the opposite angle.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ class Rotary:
                 f"--rotary-percent {config.rotary_percent} of --kv-channels {config.kv_channels} is {self.channels} channels; "
                 "rotary positions turn pairs of channels: choose a percentage that gives an even number above 0"
             )
-        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}  # for the longest sequence so far
 
     def tables(self, seq: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, [s, 1, 1, 1, r / 2], of the positions 0 .. s - 1; dtype: at least fp32."""
-        key = (seq, device, dtype)
-        if key not in self._tables:
+        key = (device, dtype)
+        if key not in self._tables or self._tables[key][0].shape[0] < seq:
             self._tables[key] = self._at(torch.arange(seq, device=device)[:, None], dtype)
-        return self._tables[key]
+        cos, sin = self._tables[key]
+        return cos[:seq], sin[:seq]
 
     def tables_at(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """position_ids: [b, s]. cos and sin, [s, b, 1, 1, r / 2]."""

@@ -75,6 +75,25 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
     return total
 
 
+@pytest.mark.parametrize("cap", [None, 2.0], ids=["plain", "soft_cap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "hidden_dropout"])
+def test_embedding_and_head_keep_what_the_table_says(name: str, dtype: torch.dtype, cap: float | None) -> None:
+    config = model_config(**OPTIONS[name], final_logit_softcapping=cap)
+    microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
+    weights = {key: tensor.to(dtype) for key, tensor in reference(config).named_parameters()}
+    stage = make_stage(config, weights, recompute=RecomputeConfig("full", "uniform", config.num_layers))
+    with SavedBytes(stage, (microbatch.tokens, microbatch.labels, microbatch.loss_mask)) as saved:
+        stage(microbatch)
+    element, tokens, hidden = torch.empty((), dtype=dtype).element_size(), BATCH * SEQ, config.hidden_size
+    total = tokens * hidden * (config.hidden_dropout > 0)
+    total += tokens * hidden * element  # the checkpoint of all layers
+    total += 2 * tokens * hidden * element + tokens * 4 * (2 if config.normalization == "LayerNorm" else 1)
+    total += tokens * config.padded_vocab_size * (element if cap is None else 8)
+    total += tokens * 2 * 4
+    assert saved.total == total, "\n".join(saved.storages)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("modules", SELECTIONS, ids=lambda modules: "-".join(modules) or "none")
 @pytest.mark.parametrize("name", OPTIONS)
@@ -86,11 +105,22 @@ def test_a_layer_keeps_what_the_table_says(name: str, modules: tuple[str, ...], 
     assert counted == layer_bytes(config, modules, element, max(element, 4)), "\n".join(storages)
 
 
-def counted_layer(config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype) -> tuple[int, list[str]]:
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize("modules", [(), ("core_attn",)], ids=["none", "core_attn"])
+def test_documents_with_grouped_queries_repeat_keys_and_values(modules: tuple[str, ...], qk_norm: bool) -> None:
+    config = model_config(**LLAMA, qk_layernorm=qk_norm)
+    recompute = RecomputeConfig("selective" if modules else None, recompute_modules=modules)
+    counted, storages = counted_layer(config, recompute, torch.float32, documents=True)
+    repeated = 0 if modules else 3 * 4 * 10 - (0 if qk_norm else (4 + 2 * 2) * 10) - (4 + 2) * 10 * qk_norm
+    assert counted == layer_bytes(config, modules, 4, 4) + BATCH * SEQ * repeated * 4, "\n".join(storages)
+
+
+def counted_layer(config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype, documents: bool = False) -> tuple[int, list[str]]:
     weights = {name: tensor.to(dtype) for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, tp=Group.alone("tp"), recompute=recompute)
     block = stage.decoder.layers["0"]
-    context = stage._make_context(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), dtype)
+    microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
+    context = stage._make_context(microbatch, dtype)
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, dtype=dtype, requires_grad=True)
     shared: list[Any] = [context.mask] if context.mask is not None else []
     with SavedBytes(block, shared) as saved:

@@ -14,6 +14,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs, specs_of_stage
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import GPT2, LLAMA, SEQ, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
 
@@ -126,3 +127,40 @@ def test_half_types_come_near_fp64(name: str, dtype: torch.dtype) -> None:
     for key, parameter in stage.named_parameters():
         assert parameter.grad.dtype == dtype
         assert_equal(parameter.grad.double(), expected.grads[key], key, tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_slots_collect_what_autograd_would(name: str) -> None:
+    config = model_config(**OPTIONS[name])
+    weights = dict(reference(config).named_parameters())
+    microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
+    plain, slotted = make_stage(config, weights), make_stage(config, weights)
+    plain(microbatch).loss_sum.backward()
+    main_grads = {key: torch.zeros_like(parameter) for key, parameter in slotted.named_parameters()}
+    holders: dict[str, list[dict[str, GradientSlot]]] = {}
+    for key, parameter in slotted.named_parameters():
+        holders[key] = [
+            m.slots for m in slotted.modules() if hasattr(m, "slots") and any(p is parameter for p in m.parameters(recurse=False))
+        ]
+    ready: list[str] = []
+    for key, slots in holders.items():
+        slot = GradientSlot(main_grads[key], len(slots), lambda _, key=key: ready.append(key))
+        for place in slots:
+            place[key.rpartition(".")[2]] = slot
+    slotted(microbatch).loss_sum.backward()
+    assert sorted(ready) == sorted(key for key, slots in holders.items() if slots)  # once each, a tied weight after both uses
+    for key, parameter in slotted.named_parameters():
+        total = main_grads[key] if parameter.grad is None else parameter.grad
+        assert_equal(total, dict(plain.named_parameters())[key].grad, key)
+
+
+def test_tables_and_masks_do_not_pile_up_over_lengths() -> None:
+    config = model_config(**LLAMA, window_size=3)
+    stage = make_stage(config, dict(reference(config).named_parameters()))
+    tokens = make_microbatch(config).tokens
+    with torch.no_grad():
+        whole = stage(dataclasses.replace(make_microbatch(config), tokens=tokens), return_logits=True)
+        for length in range(1, SEQ + 1):
+            logits = stage(dataclasses.replace(make_microbatch(config), tokens=tokens[:, :length]), return_logits=True)
+            assert_equal(logits, whole[:length], f"{length} tokens")
+    assert len(stage._make_context.rotary._tables) == 1
