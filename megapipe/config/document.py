@@ -12,8 +12,8 @@ from megapipe.config.values import expected_range
 HEAD = """# Flags
 
 Values come from defaults < YAML files (`--config FILE.yaml`) < flags. Flags carry Megatron's names, with `-` or `_`; a YAML file holds
-the same names, or the names of the fields, in sections or flat. `none` takes back an optional value. `--print-config` shows every value with its
-origin, as YAML that loads again. Flags marked * are megapipe's own.
+the same names, or the names of the fields, in sections or flat. `none` takes back an optional value. `--print-config` shows every value
+with its origin, as YAML that loads again. Flags marked * are megapipe's own.
 
 This page is made from the declarations: `python -m megapipe.config.document > docs/flags.md`.
 """
@@ -58,6 +58,7 @@ def flags_document() -> str:
     differences = [(f"`{d.flag}`", d.megatron, d.here, d.reason) for d in DELIBERATE_DIFFERENCES]
     parts += ["## Where megapipe differs from Megatron on purpose\n", table(("flag", "Megatron", "here", "why"), differences)]
     rows_of = {kind: [row for row in megatron_flags().values() if row.kind == kind] for kind in CLASSES}
+    refused = [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows_of[REFUSED]]
     parts += [
         "## Every flag of Megatron-LM at Megatron-Core 0.16.1\n",
         f"{sum(map(len, rows_of.values()))} flags: {', '.join(f'{len(rows)} {kind}' for kind, rows in rows_of.items())}. Nothing is ignored.\n",
@@ -68,7 +69,7 @@ def flags_document() -> str:
         "### Refused, with what to do instead\n\nA refused flag is accepted where its value is Megatron's default.\n",
         table(
             ("flag", "default", "instead"),
-            [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows_of[REFUSED]],
+            refused,
         ),
     ]
     return "\n".join(parts)

@@ -13,7 +13,7 @@ from megapipe.config.flags import GivenFlag, Requests, field_flags, help_text, n
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.config.rules.check import check, check_job, raise_all
-from megapipe.config.values import TRUE_WORDS, nearest, read_value, value_text
+from megapipe.config.values import NONE_WORDS, TRUE_WORDS, nearest, read_value, value_text
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
 
@@ -161,6 +161,8 @@ def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigFiel
     if name in megatron_flags():
         row = megatron_flags()[name]
         given = [entry.raw] if isinstance(entry.raw, str) else list(entry.raw or ())
+        if entry.raw is None or (not entry.quoted and given[0].lower() in NONE_WORDS):
+            return None, Flag(name)  # the key is there, but asks for nothing
         if row.values == "" and len(given) == 1:
             if given[0].lower() not in TRUE_WORDS:
                 return None, Flag(name)  # a switch of Megatron's that is not asked for

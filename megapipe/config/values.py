@@ -89,6 +89,8 @@ def out_of_bounds(option: Option, value: Any) -> str:
     """What is wrong with one value of the right type; empty if nothing."""
     if option.choices and value not in option.choices:
         return f"choose {one_of(option.choices)}{nearest(str(value), option.choices)}"
+    if value == "" and isinstance(value, str):
+        return "the value is empty"  # an unset variable in a launch script
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     good = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megapipe.config.config import Config
 from megapipe.config.fields import all_fields, section_types, value_of
-from megapipe.config.values import NONE_WORDS, value_text
+from megapipe.config.values import value_text
 from megapipe.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ class Entry:
 
     section: str | None  # None: flat, at the top level
     key: str
-    raw: str | tuple[str, ...] | None  # None: null
+    raw: str | tuple[str, ...] | None  # None: nothing stands after the colon
     quoted: bool
     where: str  # "FILE line 3"
 
@@ -88,8 +88,7 @@ def entry(section: str | None, key: str, node, where: str) -> Entry:  # type: ig
 
     if isinstance(node, yaml.ScalarNode):
         quoted = node.style in ("'", '"', "|", ">")
-        absent = not quoted and node.value.lower() in ("", *NONE_WORDS)
-        return Entry(section, key, None if absent else str(node.value), quoted, where)
+        return Entry(section, key, str(node.value) if quoted or node.value else None, quoted, where)
     if isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
         return Entry(section, key, tuple(str(item.value) for item in node.value), True, where)
     raise ConfigError(f"{where}: {key} holds a mapping or nested list; expected a value or a flat list")

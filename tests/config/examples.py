@@ -1,0 +1,48 @@
+"""Configurations that tests start from, and hypothesis strategies for single fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megapipe.config.fields import ConfigField
+from megapipe.config.option import Option
+from megapipe.config.values import out_of_bounds
+
+SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
+JOB = (SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 100").split()
+
+
+def job(*more: str) -> list[str]:
+    """The command line of a small job with more flags."""
+    words: list[str] = []
+    for text in more:
+        words += text.split()
+    return [*JOB, *words]
+
+
+def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
+    """Values of a field's scalar type within its choices and range."""
+    if option.choices:
+        return st.sampled_from(option.choices)
+    if scalar is bool:
+        return st.booleans()
+    if scalar is str:
+        return st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+    if scalar is int:
+        numbers: st.SearchStrategy[Any] = st.integers(int(option.at_least or 0), int(option.at_most if option.at_most is not None else 10**9))
+    else:
+        low = option.at_least if option.at_least is not None else option.above if option.above is not None else 0.0
+        high = option.at_most if option.at_most is not None else option.below if option.below is not None else 1e12
+        numbers = st.floats(low, high, allow_nan=False, allow_infinity=False)
+    return numbers.filter(lambda number: not out_of_bounds(option, number))
+
+
+def values(field: ConfigField) -> st.SearchStrategy[Any]:
+    """Any value that a field may hold by its own declaration."""
+    one = scalars(field.kind.scalar, field.option)
+    if field.kind.many:
+        length = field.kind.length
+        one = st.lists(one, min_size=length or 1, max_size=length or 4).map(tuple)
+    return st.none() | one if field.kind.optional else one

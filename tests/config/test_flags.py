@@ -1,0 +1,217 @@
+"""The command line: every flag sets its field; every mistake is one readable line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.fields import ConfigField, all_fields, value_of
+from megapipe.config.flags import field_flags, help_text, read_command_line
+from megapipe.config.load import load_config, settings_of_flag
+from megapipe.config.option import TAKES_VALUE, Flag
+from megapipe.errors import ConfigError
+from tests.config.examples import job, values
+
+EVERY_FLAG = [pytest.param(field, flag, id=flag.name) for field in all_fields() for flag in field.flags]
+PLAIN = "abcdefghijklmnopqrstuvwxyz/_.XYZ0123456789"
+
+
+def test_no_flag_belongs_to_two_fields() -> None:
+    names = [flag.name for field in all_fields() for flag in field.flags]
+    assert len(names) == len(set(names))
+    assert all(name == name.replace("_", "-") for name in names)
+
+
+def words_of(value: Any) -> list[str]:
+    """A value as words on the command line."""
+    if value is None:
+        return ["none"]
+    return [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
+
+
+@pytest.mark.parametrize(("field", "flag"), EVERY_FLAG)
+def test_every_flag_sets_its_field_with_dashes_and_underscores(field: ConfigField, flag: Flag) -> None:
+    texts: list[str] = []
+    if flag.value is TAKES_VALUE:
+        sample = field.option.choices[-1] if field.option.choices else "8" if field.kind.scalar in (int, float) and not field.option.at_most == 1 else "1"
+        if field.option.below == 1:
+            sample = "0.5"
+        if field.option.at_most == 2:
+            sample = "2"
+        texts = [sample] * (field.kind.length or 1)
+    for name in (flag.name, "--" + flag.name[2:].replace("-", "_")):
+        line = read_command_line([name, *texts])
+        (given_flag,) = line.given
+        assert given_flag.field is field
+        setting = settings_of_flag(given_flag)[0]
+        assert setting.field is field
+        if flag.value is not TAKES_VALUE:
+            assert setting.value == flag.value
+        else:
+            assert words_of(setting.value) == texts or [float(word) for word in words_of(setting.value)] == [float(text) for text in texts]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
+    field = data.draw(st.sampled_from([field for field in all_fields() if field.kind.scalar is not bool and field.option.read is None]))
+    value = data.draw(values(field))
+    if field.kind.scalar is str and not field.option.choices and value is not None:
+        text = st.text(PLAIN, min_size=1, max_size=9).filter(lambda word: word.lower() not in ("none", "null"))
+        value = tuple(data.draw(st.lists(text, min_size=1, max_size=3))) if field.kind.many else data.draw(text)
+    words = words_of(value)
+    argv = [f"{field.main_flag}={words[0]}"] if len(words) == 1 and data.draw(st.booleans()) else [field.main_flag, *words]
+    (given_flag,) = read_command_line(argv).given
+    assert settings_of_flag(given_flag)[0].value == value
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name", "value"),
+    [
+        ("--swiglu", "model", "activation", "swiglu"),
+        ("--squared-relu", "model", "activation", "squared_relu"),
+        ("--no-bias-gelu-fusion", "model", "activation", "gelu"),
+        ("--swiglu --no-bias-gelu-fusion", "model", "activation", "swiglu"),
+        ("--disable-bias-linear", "model", "add_bias_linear", False),
+        ("--group-query-attention --num-query-groups 2", "model", "num_query_groups", 2),
+        ("--num-query-groups 2 --group-query-attention", "model", "num_query_groups", 2),
+        ("--group-query-attention", "model", "num_query_groups", 1),
+        ("--num-query-groups 4", "model", "num_query_groups", 4),
+        ("--use-rotary-position-embeddings --use-rope-scaling", "model", "rope_scaling_type", "llama3"),
+        ("--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4", "model", "rope_scaling_type", "linear"),
+        ("--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4", "model", "rope_scaling_factor", 4.0),
+        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--apply-layernorm-1p", "model", "layernorm_zero_centered_gamma", True),
+        ("--window-size 16", "model", "window_size", 16),
+        ("--window-size 15,0", "model", "window_size", 16),
+        ("--window-size (15,0)", "model", "window_size", 16),
+        ("--bf16", "precision", "dtype", "bf16"),
+        ("--bf16 --dtype bf16", "precision", "dtype", "bf16"),
+        ("--use-tp-pp-dp-mapping", "parallel", "rank_order", "tp-cp-pp-dp"),
+        ("--no-overlap-p2p-communication", "parallel", "overlap_p2p_comm", False),
+        ("--recompute-activations", "recompute", "recompute_granularity", "selective"),
+        ("--no-check-for-nan-in-loss-and-grad", "training", "check_for_nan_in_loss_and_grad", False),
+        ("--override-opt_param-scheduler", "optimizer", "override_opt_param_scheduler", True),
+        ("--no-save-optim --save dir", "checkpoint", "no_save_optim", True),
+        ("--loss-scale-window 500.0 --fp16", "precision", "loss_scale_window", 500),
+        ("--persistent-save-interval 5 --save d", "checkpoint", "save_interval", 5),
+    ],
+)
+def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, name: str, value: object) -> None:
+    assert getattr(getattr(load_config(job(words)).config, section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("--num-layer 4", ["--num-layer is no flag", "did you mean --num-layers?"]),
+        ("--tensor-model-paralel-size 2", ["did you mean --tensor-model-parallel-size?"]),
+        ("--tp 2", ["--tensor-model-parallel-size"]),
+        ("--layernorm-zero-centered-gamma", ["the flag of model.layernorm_zero_centered_gamma is --apply-layernorm-1p"]),
+        ("--num-layers four", ["--num-layers four", "whole number"]),
+        ("--num-layers 2.5", ["--num-layers 2.5", "whole number"]),
+        ("--num-layers 0", ["--num-layers 0", "at least 1"]),
+        ("--num-layers", ["--num-layers needs a value", "transformer layers"]),
+        ("--num-layers 3 4", ["one value is expected, 2 are given"]),
+        ("--lr -1e-3", ["--lr -1e-3", "above 0"]),
+        ("--lr nan", ["--lr nan", "number"]),
+        ("--hidden-dropout 1", ["--hidden-dropout 1", "below 1"]),
+        ("--swiglu true", ["--swiglu takes no value, but true follows it"]),
+        ("--swiglu=true", ["--swiglu takes no value"]),
+        ("--sequence-parallel false", ["--no-sequence-parallel"]),
+        ("--normalization rmsnorm", ["choose LayerNorm or RMSNorm", "did you mean RMSNorm?"]),
+        ("--recompute-modules core_attn moe", ["--recompute-modules moe", "core_attn"]),
+        ("--swiglu --squared-relu", ["--swiglu and --squared-relu contradict each other", "model.activation"]),
+        ("--bf16 --fp16", ["--bf16 and --fp16 contradict each other"]),
+        ("--sequence-parallel --no-sequence-parallel", ["contradict each other"]),
+        ("--activation gelu_tanh --no-bias-gelu-fusion", ["contradict each other"]),
+        ("--use-rope-scaling --rotary-seq-len-interpolation-factor 2", ["contradict each other", "llama3", "linear"]),
+        ("--save=", ["--save", "empty"]),
+        ("--rampup-batch-size 2 2", ["expected 3 values, got 2", "START INCREMENT SAMPLES"]),
+        ("--verify-grid fast", ["--verify-grid fast", "fp64 or native"]),
+        ("--config a.yaml b.yaml", ["one value is expected"]),
+        ("--plan now", ["--plan takes no value"]),
+        ("--tokenizer-type BertWordPieceCase", ["choose", "SentencePieceTokenizer"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_one_line_with_a_way_out(words: str, parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(job(words))
+    assert "\n" not in str(error.value)
+    assert "usage" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_word_before_any_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'tiny.yaml' follows no flag; a YAML file is given as --config"):
+        load_config(["tiny.yaml"])
+
+
+@settings(max_examples=80)
+@given(argv=st.lists(st.sampled_from([*field_flags(), "--plan", "--x", "-1", "0", "1e-3", "a", "none", "true", "-x", "", "--", "--lr=", "="]), max_size=6))
+def test_any_command_line_loads_or_says_why_not(argv: list[str]) -> None:
+    try:
+        load_config(argv)
+    except ConfigError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--plan", "plan", True),
+        ("--print-config", "print_config", True),
+        ("--print_config", "print_config", True),
+        ("--verify-grid", "verify_grid", "fp64"),
+        ("--verify-grid native", "verify_grid", "native"),
+        ("--seed 1", "verify_grid", None),
+    ],
+)
+def test_a_request_is_not_configuration(words: str, name: str, value: object) -> None:
+    assert getattr(load_config(job(words)).requests, name) == value
+
+
+def test_help_lists_every_flag_with_unit_default_and_owner(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        load_config(["--help"])
+    assert leaving.value.code == 0
+    text = capsys.readouterr().out
+    flat = " ".join(text.split())
+    for name in field_flags():
+        assert f"{name} " in flat, name
+    assert "--lr-warmup-iters N steps of linear warm-up (unit: steps; at least 0; default: 0)" in flat
+    assert "--z-loss X weight of log(sum(exp(logits)))^2 in the loss; 0: none (at least 0; default: 0.0) [megapipe]" in flat
+    assert "--num-layers N transformer layers (unit: layers; at least 1; required)" in flat
+    lines = [line for line in text.splitlines() if line.strip().startswith("--num-layers ")]
+    assert lines
+    assert "[megapipe]" not in lines[0]
+
+
+def test_every_field_says_what_it_is() -> None:
+    config = load_config(job()).config
+    for field in all_fields():
+        assert field.option.help, field.key
+        assert value_of(config, field) is not None or field.kind.optional, field.key
+
+
+def test_help_is_there_in_tenths_of_a_second_and_imports_no_torch() -> None:
+    program = "import sys; from megapipe.config.load import load_config\ntry: load_config(['--help'])\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0
+    assert done.stderr.strip() == "False"
+    assert seconds < 2.0  # 0.15 on an idle machine; others may be running here
+
+
+def test_help_text_is_made_of_plain_lines() -> None:
+    assert all(len(line) <= 150 for line in help_text().splitlines())

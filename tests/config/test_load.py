@@ -1,0 +1,97 @@
+"""Precedence, origins, --print-config, --use-checkpoint-args."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.config import Config
+from megapipe.config.load import from_yaml, load_config, with_checkpoint_model
+from megapipe.config.model import ModelConfig
+from megapipe.errors import ConfigError
+from tests.config.examples import SHAPE, job
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text("model:\n  num_layers: 6\n  hidden_dropout: 0.2\noptimizer:\n  min_lr: 1e-5\nseed: 7\n")
+    return path
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tiny: Path) -> None:
+    loaded = load_config(job(f"--config {tiny} --seed 8"))
+    assert (loaded.config.training.seed, loaded.origins["training.seed"]) == (8, "flag --seed")
+    assert (loaded.config.optimizer.min_lr, loaded.origins["optimizer.min_lr"]) == (1e-5, f"yaml {tiny} line 5")
+    assert (loaded.config.optimizer.clip_grad, loaded.origins["optimizer.clip_grad"]) == (1.0, "default")
+    assert loaded.config.model.num_layers == 4  # the example's flag
+
+
+def test_a_later_file_wins_over_an_earlier_one(tiny: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second.yaml"
+    second.write_text("seed: 9\n")
+    config = load_config(job(f"--config {tiny} --config {second}")).config
+    assert (config.training.seed, config.model.hidden_dropout) == (9, 0.2)
+
+
+def test_a_flag_can_take_back_what_yaml_turned_on(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("bf16: true\nsequence_parallel: true\nwindow_size: 16\n")
+    config = load_config(job(f"--config {path} --dtype fp32 --no-sequence-parallel --window-size none")).config
+    assert (config.precision.dtype, config.parallel.sequence_parallel, config.model.window_size) == ("fp32", False, None)
+
+
+def test_print_config_loads_again_and_says_where_each_value_came_from(tiny: Path) -> None:
+    loaded = load_config(job(f"--config {tiny} --swiglu"))
+    text = loaded.text()
+    assert from_yaml(text) == loaded.config
+    lines = {line.split(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["activation"].endswith("# flag --swiglu")
+    assert lines["min_lr"].endswith(f"# yaml {tiny} line 5")
+    assert lines["clip_grad"].endswith("# default")
+    assert "num-attention-heads" in lines["num_query_groups"]  # how it is derived
+
+
+def test_the_last_of_a_repeated_flag_holds() -> None:
+    assert load_config(job("--seed 1 --seed 2")).config.training.seed == 2
+
+
+def test_every_missing_field_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config([])
+    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"):
+        assert f"{flag} is missing" in str(error.value)
+
+
+def test_evaluation_only_needs_no_rate_and_no_length() -> None:
+    words = [*SHAPE.split(), *"--micro-batch-size 2 --mock-data --vocab-size 100".split()]
+    assert load_config([*words, "--skip-train"]).config.training.skip_train
+    with pytest.raises(ConfigError, match="--lr is missing"):
+        load_config(words)
+
+
+def test_the_result_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config(job()).config.training.seed = 1  # type: ignore[misc]
+
+
+class TestUseCheckpointArgs:
+    SAVED = Config(model=ModelConfig(num_layers=12, hidden_size=96, num_attention_heads=6, seq_length=48, vocab_size=50, padded_vocab_size=128))
+    WORDS = ("--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --load old --use-checkpoint-args").split()
+
+    def test_the_model_comes_from_the_checkpoint_and_the_rest_from_here(self) -> None:
+        merged = with_checkpoint_model(load_config(self.WORDS), self.SAVED, "old")
+        assert merged.config.model == dataclasses.replace(self.SAVED.model, padded_vocab_size=None)
+        assert merged.origins["model.num_layers"] == "checkpoint old"
+        assert merged.config.training.micro_batch_size == 2
+
+    def test_a_flag_that_says_the_same_is_fine_and_another_is_refused(self) -> None:
+        with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "12"]), self.SAVED, "old")
+        with pytest.raises(ConfigError, match=r"num_layers is 4 by flag --num-layers, but 12 in the checkpoint old"):
+            with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "4"]), self.SAVED, "old")
+
+    def test_rules_hold_for_the_merged_configuration(self) -> None:
+        with pytest.raises(ConfigError, match="use 1, 2, 3 or 6"):
+            with_checkpoint_model(load_config([*self.WORDS, "--tensor-model-parallel-size", "4"]), self.SAVED, "old")
