@@ -54,7 +54,9 @@ class LossAverage:
 
         return of
 
-    def over(self, reports: list[LossReport], counts: bool, num_microbatches: int, num_replicas: int, world: Group, device: torch.device) -> StepLoss:
+    def over(
+        self, reports: list[LossReport], counts: bool, num_microbatches: int, num_replicas: int, world: Group, device: torch.device
+    ) -> StepLoss:
         """Average over all replicas. reports: this rank's; counts: it is the one rank of its replica whose reports are summed.
 
         One all-reduce of three numbers over the world, so that every rank, whatever its stage, knows the loss.

@@ -69,7 +69,7 @@ class Engine:
 
     stages: the runner of each stage on this rank. channels: by (boundary, 'activation' | 'gradient'); boundary s lies behind stage s.
     They bound the sends under way, at no less than the depth the schedule's proof asks for. tracer: records start and end of every
-    action under its text form.
+    action under its text form, of every wait for a message inside one, and of the whole row.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class Engine:
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
-            raise ValueError(f"pp_rank {pp_rank} was given stages {sorted(stages)}, its schedule places {placement.stages_of(pp_rank)} there")
+            raise ValueError(
+                f"pp_rank {pp_rank} was given stages {sorted(stages)}, its schedule places {placement.stages_of(pp_rank)} there"
+            )
         self.row = schedule.rows[pp_rank]
         self.num_microbatches = schedule.num_microbatches
         self.last_stage = placement.num_stages - 1
@@ -110,6 +112,7 @@ class Engine:
         if len(step.microbatches) != self.num_microbatches:
             raise ValueError(f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given")
         run = _Run(step)
+        start = time.perf_counter_ns()
         with torch.set_grad_enabled(step.training):
             for index, action in enumerate(self.row):
                 if index in self._first_forward:
@@ -120,6 +123,8 @@ class Engine:
                     self._traced(self._tracer, run, action)
         for channel in self._channels.values():
             channel.drain()
+        if self._tracer is not None:
+            self._tracer.event("row", "row", start)
         return [run.reports[m] for m in sorted(run.reports)]
 
     def _traced(self, tracer: Tracer, run: _Run, action: Action) -> None:
@@ -147,7 +152,9 @@ class Engine:
 
     def _backward_input(self, run: _Run, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        self._deliver(run, stage, microbatch, self._stages[stage].backward_input(microbatch, self._output_gradients(run, stage, microbatch)))
+        self._deliver(
+            run, stage, microbatch, self._stages[stage].backward_input(microbatch, self._output_gradients(run, stage, microbatch))
+        )
 
     def _backward_weight(self, run: _Run, action: Action) -> None:
         self._stages[action.stage].backward_weight(_number(action))

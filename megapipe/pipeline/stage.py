@@ -37,15 +37,18 @@ class StageRunner:
 
     module: called with the tensors that came from the previous stage (none for the first) and the microbatch; returns a tensor or a
     tuple of tensors: the message to the next stage, or, on the last stage, whatever `loss` of the engine takes.
-    weight_gradients: needed only by schedules that split the backward (ops I and W).
+    weight_gradients: needed only by schedules that split the backward (ops I and W). observe: if set, called with every output.
     """
 
     def __init__(self, module: Callable[..., Any], weight_gradients: WeightGradients | None = None) -> None:
         self.module = module
         self.weight_gradients = weight_gradients
+        self.observe: Callable[[int, Any], None] | None = None
         self._kept: dict[int, _Kept] = {}
 
-    def forward(self, microbatch: int, inputs: tuple[Tensor, ...], payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None) -> Any:
+    def forward(
+        self, microbatch: int, inputs: tuple[Tensor, ...], payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
+    ) -> Any:
         """Run one forward; what its backward needs is kept under the microbatch's number.
 
         loss: on the last stage, maps (output, payload) to (scalar to differentiate, report); the report is returned.
@@ -55,6 +58,8 @@ class StageRunner:
         if training:
             inputs = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in inputs)
         output = self.module(*inputs, payload)
+        if self.observe is not None:
+            self.observe(microbatch, output)
         report = None
         if loss is not None:
             output, report = loss(output, payload)

@@ -13,7 +13,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
-#RULES from megapipe.config.rules import check_rules
+from megapipe.config.rules.check import check
 from megapipe.config.training import TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
@@ -31,7 +31,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
 
     config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
     """
-    #RULES check_rules(config)
+    check(config)
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
     topology = _topology(config.parallel, model, world_size, ranks_per_node)
     training, batch = _batch(config.training, topology)

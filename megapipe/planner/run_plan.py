@@ -43,7 +43,8 @@ class RunPlan:
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
         """The parameters of each stage, in model order."""
         return tuple(
-            specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head) for s in self.partition.stages
+            specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head)
+            for s in self.partition.stages
         )
 
     def schedule(self, num_microbatches: int) -> Schedule:

@@ -13,6 +13,9 @@ from megapipe.build.machines import Machines
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import Step
+from megapipe.train.timers import Timers
+
+NO_TIMERS = Timers(0, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -45,26 +48,29 @@ class TrainStep:
         self._average = LossAverage(machines.plan.config.training.calculate_per_token_loss)
         self._count_zero_gradients = count_zero_gradients
 
-    def gradients(self, microbatches: Sequence[Microbatch]) -> StepLoss:
+    def gradients(self, microbatches: Sequence[Microbatch], timers: Timers = NO_TIMERS) -> StepLoss:
         """Everything up to the reduced raw gradients in the buffers."""
         machines = self._machines
         count = len(microbatches)
         machines.reducer.begin_step(count)
         loss = self._average.objective(machines.optimizer.loss_scale)
-        reports = machines.engine(count).run(Step(microbatches, machines.message, loss))
-        machines.reducer.finish()
+        with timers.phase("forward-backward"):
+            reports = machines.engine(count).run(Step(microbatches, machines.message, loss))
+        with timers.phase("gradient-reduce"):
+            machines.reducer.finish()
         return self._average.over(reports, machines.reports_loss, count, machines.groups.dp_cp.size, machines.groups.world, machines.device)
 
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+    def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
         """One step. Nothing is raised for a NaN: `update.skipped` and the loss say so."""
-        loss = self.gradients(microbatches)
-        update = self._machines.optimizer.step(
-            1.0 / loss.denominator,
-            rates.lr,
-            rates.weight_decay,
-            rates.decoupled_lr,
-            count_zero_gradients=self._count_zero_gradients,
-        )
+        loss = self.gradients(microbatches, timers)
+        with timers.phase("optimizer"):
+            update = self._machines.optimizer.step(
+                1.0 / loss.denominator,
+                rates.lr,
+                rates.weight_decay,
+                rates.decoupled_lr,
+                count_zero_gradients=self._count_zero_gradients,
+            )
         return StepResult(loss.loss, loss.num_tokens, update)
 
     @torch.no_grad()

@@ -20,7 +20,9 @@ def ramps(draw: st.DrawFn) -> tuple[int, int, int, tuple[int, int, int] | None]:
 
 
 @given(ramps(), st.integers(0, 60))
-def test_samples_and_steps_are_inverse_and_agree_with_a_loop(case: tuple[int, int, int, tuple[int, int, int] | None], num_steps: int) -> None:
+def test_samples_and_steps_are_inverse_and_agree_with_a_loop(
+    case: tuple[int, int, int, tuple[int, int, int] | None], num_steps: int
+) -> None:
     schedule = batch_schedule(*case)
     consumed, sizes = 0, []
     for _ in range(num_steps):

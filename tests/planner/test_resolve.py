@@ -66,7 +66,7 @@ def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
         ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2, r"3 stages, not a multiple"),
         ({"vocab_size": None}, 1, r"size of the vocabulary is not known"),
         ({"context_parallel_size": 2}, 2, r"--context-parallel-size 2"),
-        ({"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, r"gpipe holds one chunk"),
+        ({"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, r"gpipe runs one chunk"),
     ],
     ids=[
         "heads", "world", "batch", "even_layers", "too_few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
@@ -78,5 +78,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(changes: dict[str, ob
 
 
 def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:
-    plan = resolve(wish(pipeline_model_parallel_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 40)), 4)
+    plan = resolve(
+        wish(pipeline_model_parallel_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 40), train_iters=None, train_samples=200), 4
+    )
     assert [plan.schedule(size // 4).num_microbatches for size in plan.batch.sizes] == [1, 2, 3, 4]

@@ -1,0 +1,76 @@
+"""`pretrain_gpt.py`: flags and YAML -> plan -> training, or one of the questions --print-config, --plan, --verify-grid.
+
+Everything that can be refused is refused before torch is imported and any process group is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.build.datasets import tokenizer_of
+from megapipe.checkpoint.configuration import checkpoint_config
+from megapipe.cli.failure import guarded
+from megapipe.config.config import Config
+from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
+from megapipe.environment import Environment, read_environment
+from megapipe.errors import ConfigError
+from megapipe.planner.report import plan_text
+from megapipe.planner.resolve import resolve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run pretraining on this rank; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        found = read_environment()
+    except ConfigError as error:  # who we are is not known, so everybody speaks
+        print(f"this cannot run: {error}", file=sys.stderr)
+        return error.exit_code
+    return guarded(lambda: _pretrain(arguments, found), found.global_rank, found.world_size)
+
+
+def _pretrain(arguments: list[str], environment: Environment) -> int:
+    loaded = load_config(arguments)
+    if loaded.config.checkpoint.use_checkpoint_args:
+        loaded = _with_model_of_checkpoint(loaded)
+    if loaded.requests.print_config:
+        if environment.global_rank == 0:
+            print(loaded.text(), end="")
+        return 0
+    plan = resolve(with_vocabulary(loaded.config), environment.world_size, environment.local_world_size)
+    if environment.global_rank == 0:
+        print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)
+    if loaded.requests.plan:
+        return 0
+    if loaded.requests.verify_grid is not None:
+        from megapipe.verify.run import verify
+
+        return verify(plan, environment, loaded.requests.verify_grid)
+    from megapipe.train.run import pretrain
+
+    return pretrain(plan, environment)
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with the tokenizer's vocabulary size where none is given. Raises ConfigError if the two disagree."""
+    tokenizer = tokenizer_of(config)
+    if tokenizer is None:
+        return config
+    given = config.model.vocab_size
+    if given is not None and given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer {config.data.tokenizer_model}; "
+            "leave it out"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size))
+
+
+def _with_model_of_checkpoint(loaded: LoadedConfig) -> LoadedConfig:
+    root = loaded.config.checkpoint.load
+    if root is None:
+        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint: say which with --load DIR")
+    saved, folder = checkpoint_config(Path(root), loaded.config.checkpoint.ckpt_step)
+    return with_checkpoint_model(loaded, saved, str(folder))

@@ -1,0 +1,62 @@
+"""NaN and infinity: which rank, stage and microbatch was first.
+
+Each stage's output is summed as it comes, without a synchronisation; only when the loss or the gradient norm of a step is not finite are
+the sums looked at, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.build.machines import Machines
+from megapipe.comm.collectives import gather_objects
+from megapipe.errors import TrainingError
+from megapipe.model.microbatch import StageLoss
+from megapipe.train.step import StepResult
+
+
+class OutputWatch:
+    """The sum of every stage's output of this step, by (microbatch, stage)."""
+
+    def __init__(self, machines: Machines) -> None:
+        self._sums: dict[tuple[int, int], Tensor] = {}
+        for stage, runner in machines.runners.items():
+            runner.observe = self._observer(stage)
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def first_unsound(self) -> tuple[int, int] | None:
+        """(microbatch, stage) of this rank's first output that is not finite."""
+        return min((key for key, total in self._sums.items() if not torch.isfinite(total)), default=None)
+
+    def _observer(self, stage: int) -> Callable[[int, Any], None]:
+        def observe(microbatch: int, output: Any) -> None:
+            value = output.loss_sum if isinstance(output, StageLoss) else output
+            self._sums[microbatch, stage] = value.detach().sum()
+
+        return observe
+
+
+def raise_unsound(machines: Machines, watch: OutputWatch, result: StepResult, step: int, sample_ids: Mapping[int, tuple[int, ...]]) -> None:
+    """Raise TrainingError naming where a loss or gradient norm stopped being finite. Called by all ranks of a step that did."""
+    first = watch.first_unsound()
+    samples = () if first is None else sample_ids.get(first[0], ())
+    bad_gradients = machines.optimizer.nonfinite_gradients()[:3]
+    found = gather_objects((first, samples, bad_gradients), machines.groups.world)
+    outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
+    text = f"step {step}: loss {result.loss}, gradient norm {result.update.grad_norm}"
+    if outputs:
+        (microbatch, stage), rank, samples = min(outputs)
+        layers = machines.plan.partition.stages[stage]
+        place = f"layers {layers.first_layer} to {layers.last_layer_exclusive - 1}" if layers.num_layers else "no layers"
+        shown = f", samples {', '.join(map(str, samples))} of the training data" if samples else ""
+        text += f"; first seen in the forward of stage {stage} ({place}) on rank {rank}, microbatch {microbatch}{shown}"
+    else:
+        rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
+        text += f"; all forwards were finite: it arose in a backward; first seen in the gradient of {', '.join(names) or 'unknown'} on rank {rank}"
+    raise TrainingError(text + ". Lower --lr, look at the data, or go on in spite of it with --no-check-for-nan-in-loss-and-grad")

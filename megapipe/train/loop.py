@@ -1,0 +1,190 @@
+"""`Training`: steps, evaluation, saving and leaving, on one rank; all ranks take the same decisions."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megapipe.build.datasets import RunData
+from megapipe.build.machines import Machines
+from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.comm.collectives import all_reduce
+from megapipe.data.loader import Loader
+from megapipe.optimizer.schedule import decoupled_lr_schedule, lr_schedule, weight_decay_schedule
+from megapipe.train.evaluation import evaluate
+from megapipe.train.faults import OutputWatch, raise_unsound
+from megapipe.train.metrics import EvaluationMetrics, StepMetrics
+from megapipe.train.pace import Pace
+from megapipe.train.profile import Profile
+from megapipe.train.signals import StopRequest
+from megapipe.train.state import TrainingState
+from megapipe.train.step import Rates, StepResult, TrainStep, is_sound
+from megapipe.train.timers import Timers
+from megapipe.train.writers import Writers
+
+Save = Callable[[TrainingState], None]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why the loop ended, for the last line of the log."""
+
+    reason: str
+    early: bool = False  # before the last step that was asked for
+
+
+class Training:
+    """One rank's run from `state` to the end, or to the first reason to leave.
+
+    save: writes a checkpoint of the state; None without --save. stop: what signals asked for; ranks agree on it after every step.
+    """
+
+    def __init__(
+        self,
+        machines: Machines,
+        data: RunData,
+        state: TrainingState,
+        writers: Writers,
+        stop: StopRequest,
+        save: Save | None = None,
+    ) -> None:
+        config = machines.plan.config
+        self.machines, self.data, self.state, self.writers = machines, data, state, writers
+        self._stop, self._save = stop, save
+        self._config, self._training = config, config.training
+        self._step = TrainStep(machines, config.logging.log_num_zeros_in_grad)
+        self._timers = Timers(config.logging.timing_log_level, machines.device)
+        self._pace = Pace(machines)
+        self._profile = Profile(config.logging, machines)
+        self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
+        if not self._training.skip_train:
+            self._lr = lr_schedule(config.optimizer, config.training)
+            self._decoupled_lr = decoupled_lr_schedule(config.optimizer, config.training)
+            self._weight_decay = weight_decay_schedule(config.optimizer, config.training)
+        self._started = time.monotonic()
+        self._saved_step: int | None = None
+
+    def run(self) -> Ending:
+        """Train, then evaluate on validation and test data and save. Raises TrainingError at a NaN."""
+        ending = Ending("evaluation only") if self._training.skip_train else self._train()
+        if not ending.early:
+            self._evaluate("validation", self.data.valid)
+            self._evaluate("test", self.data.test)
+        self._save_now()
+        self.machines.gather.finish()
+        return ending
+
+    def _train(self) -> Ending:
+        train_iters = self._training.train_iters
+        assert train_iters is not None
+        self._pace.start(self.state)
+        while self.state.step < train_iters:
+            self._one_step(train_iters)
+            reason = self._reason_to_leave()
+            if reason is not None:
+                return Ending(reason, early=self.state.step < train_iters)
+            if self._is_due(self._training.eval_interval) and self.state.step < train_iters:
+                self._evaluate("validation", self.data.valid)
+                self._pace.start(self.state)
+            if self._is_due(self._config.checkpoint.save_interval):
+                self._save_now()
+                self._pace.start(self.state)
+        return Ending(f"all {train_iters} steps done")
+
+    def _one_step(self, train_iters: int) -> None:
+        state, plan = self.state, self.machines.plan
+        assert self.data.train is not None
+        consumed = state.consumed_samples
+        count = plan.batch.num_microbatches_at(consumed)
+        microbatches = self.microbatches(self.data.train, consumed, count, state.step)
+        rates = Rates(self._lr(consumed), self._weight_decay(consumed), self._decoupled_lr(consumed))
+        self._profile.before(state.step)
+        result = self._step.run(microbatches, rates, self._timers)
+        self._profile.after(state.step)
+        self._check(result, microbatches)
+        samples = plan.batch.size_at(consumed)
+        state.advance(samples, samples * plan.config.model.seq_length, result.update.skipped)
+        self._pace.step(count, samples)
+        if self._is_due(self._config.logging.log_interval) or state.step == train_iters:
+            self._log(result, rates, samples, train_iters)
+
+    def microbatches(self, loader: Loader, consumed: int, count: int, step: int | None) -> Microbatches:
+        """This rank's microbatches of the global batch after `consumed` samples. step: None for evaluation, without dropout."""
+        dp, dp_rank, micro = self.machines.plan.topology.dp, self.machines.coordinates.dp_rank, self._training.micro_batch_size
+        keys = None if step is None else Keys(self._training.seed, step, dp_rank, dp)
+        return Microbatches(count, lambda k: loader.microbatch(consumed, k, dp_rank, dp, micro), keys, self.machines.device)
+
+    def _check(self, result: StepResult, microbatches: Microbatches) -> None:
+        overflow = result.update.skipped and math.isfinite(result.loss) and self.machines.optimizer.scaler.is_dynamic
+        if self._watch is not None:
+            if not is_sound(result) and not overflow:
+                raise_unsound(self.machines, self._watch, result, self.state.step + 1, microbatches.sample_ids)
+            self._watch.clear()
+
+    def _log(self, result: StepResult, rates: Rates, samples: int, train_iters: int) -> None:
+        pace = self._pace.take(self.state, train_iters)
+        norm = self.machines.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
+        self.writers.step(
+            StepMetrics(
+                step=self.state.step,
+                train_iters=train_iters,
+                consumed_samples=self.state.consumed_samples,
+                consumed_tokens=self.state.consumed_tokens,
+                global_batch_size=samples,
+                loss=result.loss,
+                lr=rates.lr,
+                grad_norm=result.update.grad_norm,
+                weight_decay=rates.weight_decay,
+                loss_scale=result.update.loss_scale,
+                skipped_steps=self.state.skipped_steps,
+                params_norm=norm,
+                num_zeros=result.update.num_zeros,
+                phases=self._timers.take(),
+                **pace,
+            )
+        )
+
+    def _evaluate(self, split: str, loader: Loader | None) -> None:
+        if loader is None or not self._training.eval_iters:
+            return
+        assert self._training.global_batch_size is not None
+        samples = self._training.global_batch_size
+        interval = self._training.eval_interval
+        earlier = max(0, self.state.step - 1) // interval if interval and split == "validation" else 0
+        first = earlier * self._training.eval_iters * samples  # every validation of a run sees other samples, as in Megatron
+        started = time.perf_counter()
+        count = samples // self.machines.plan.batch.samples_per_microbatch
+        batches = (self.microbatches(loader, first + i * samples, count, None) for i in range(self._training.eval_iters))
+        loss, tokens = evaluate(self._step, batches, self._training.calculate_per_token_loss)
+        seconds = time.perf_counter() - started
+        self.writers.evaluation(EvaluationMetrics(split, self.state.step, loss, tokens, seconds))
+
+    def _save_now(self) -> None:
+        if self._save is None or self._saved_step == self.state.step or self._training.skip_train:
+            return
+        self._save(self.state)
+        self._saved_step = self.state.step
+
+    def _is_due(self, interval: int | None) -> bool:
+        return interval is not None and self.state.step % interval == 0
+
+    def _reason_to_leave(self) -> str | None:
+        """A signal or the time limit on any rank; the exit interval. All ranks get the same answer."""
+        asked = 0 if self._stop.signal is None else int(self._stop.signal)
+        limit = self._training.exit_duration_in_mins
+        late = int(limit is not None and time.monotonic() - self._started > 60.0 * limit)
+        flags = torch.tensor([asked, late], device=self.machines.device)
+        all_reduce(flags, self.machines.groups.world, op="max")
+        asked, late = flags.tolist()
+        if asked:
+            return f"{signal.Signals(asked).name} received"
+        if late:
+            return f"--exit-duration-in-mins {limit:g} is over"
+        if self._is_due(self._training.exit_interval):
+            return f"--exit-interval {self._training.exit_interval}"
+        return None

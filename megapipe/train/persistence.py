@@ -1,0 +1,238 @@
+"""The state of a run to a checkpoint and back: which tensors of `Machines` are saved and loaded, and what the checkpoint flags mean.
+
+What stands in the manifest's `state`:
+    training    step, consumed samples and tokens, skipped steps
+    optimizer   updates made, loss scaler, update rule; null with --no-save-optim
+    random      the seed: all streams are keyed by (seed, step, ...), so that seed and step are the random state; null with --no-save-rng
+    schedules   learning rates and weight decay as they were in force
+    grid, precision   for people and `tools/inspect_checkpoint.py`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.build.machines import Machines
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
+from megapipe.checkpoint.tensor_box import TensorBox, padding_of, tensor_box
+from megapipe.comm.collectives import all_reduce, broadcast_object
+from megapipe.comm.groups import Group
+from megapipe.config.config import Config
+from megapipe.errors import CheckpointError
+from megapipe.sharding.boxes import pieces
+from megapipe.train.schedules import Schedules, schedules_to_resume
+from megapipe.train.state import TrainingState
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What `load` found. path: of the checkpoint, None for a fresh start. schedules: that hold from here on, None without --lr."""
+
+    state: TrainingState
+    schedules: Schedules | None
+    path: Path | None = None
+    remarks: tuple[str, ...] = ()
+
+
+def prepare_save(root: Path, step: int, world: Group) -> tuple[str, ...]:
+    """Before a run that starts at `step` saves in root: cleans up after interrupted saves and says what it removed.
+
+    Raises CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
+    """
+    outcome: tuple[str, ...] | CheckpointError = ()
+    if world.rank == 0:
+        try:
+            outcome = prepare_root(root, step)
+        except CheckpointError as error:
+            outcome = error
+    outcome = broadcast_object(outcome, world)
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
+
+
+def save(
+    machines: Machines,
+    state: TrainingState,
+    schedules: Schedules | None,
+    root: Path,
+    config_text: str,
+    tokenizer: Path | None = None,
+    disk: Disk | None = None,
+) -> SaveReport:
+    """Save everything; called by all ranks after the same step. config_text: the resolved configuration as YAML.
+
+    tokenizer: file or folder to copy beside it. Raises CheckpointError on all ranks.
+    """
+    machines.gather.finish()
+    flags = machines.plan.config.checkpoint
+    content = _state_content(machines, state, schedules)
+    boxes = _saved_boxes(machines, with_optimizer=not flags.no_save_optim)
+    extras = Extras(content, config_text, tokenizer)
+    return save_checkpoint(root, state.step, boxes, extras, machines.groups.world, flags.keep_last, disk)
+
+
+def load(machines: Machines, root: Path) -> Resumed:
+    """Load the newest complete checkpoint of root, or --ckpt-step, as the flags of the checkpoint section say; called by all ranks.
+
+    A root without any checkpoint is a fresh start, unless --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any
+    grid. Raises CheckpointError on all ranks.
+    """
+    config = machines.plan.config
+    flags = config.checkpoint
+    own = None if config.optimizer.lr is None else Schedules.of(config)
+    folder = _find(root, flags.ckpt_step, machines.groups.world)
+    if folder is None:
+        if flags.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {root} holds no checkpoint (--exit-on-missing-checkpoint)")
+        return Resumed(TrainingState(), own, None, (f"{root} holds no checkpoint: starting from step 0",))
+    saved = folder.manifest.state
+    with_optimizer = not (flags.no_load_optim or flags.finetune)
+    if not flags.finetune:
+        _check_random(config, saved, folder.path)
+    if with_optimizer:
+        _check_optimizer(config, saved, folder.path)
+        own = _schedules(config, own, saved, folder.path)
+    _load_tensors(machines, folder, with_optimizer)
+    if with_optimizer:
+        _load_plain_state(machines, saved)
+    state = TrainingState() if flags.finetune else TrainingState.from_dict(saved["training"])
+    return Resumed(state, own, folder.path, folder.remarks)
+
+
+def _state_content(machines: Machines, state: TrainingState, schedules: Schedules | None) -> dict[str, Any]:
+    config, topology = machines.plan.config, machines.plan.topology
+    optimizer: dict[str, Any] | None = None
+    if not config.checkpoint.no_save_optim:
+        optimizer = machines.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
+        optimizer["num_steps"] = _largest(machines, optimizer["num_steps"])  # a rank whose shards are all padding counts no steps
+    content = {
+        "training": state.to_dict(),
+        "optimizer": optimizer,
+        "random": None if config.checkpoint.no_save_rng else {"seed": config.training.seed},
+        "schedules": None if schedules is None else schedules.to_dict(),
+        "precision": config.precision.dtype,
+        "grid": {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp, "chunks": machines.plan.num_chunks},
+    }
+    as_json: dict[str, Any] = json.loads(json.dumps(content))
+    return as_json
+
+
+def _largest(machines: Machines, value: int) -> int:
+    tensor = torch.tensor([value], dtype=torch.int64, device=machines.device)
+    all_reduce(tensor, machines.groups.world, "max")
+    return int(tensor.item())
+
+
+def _saved_boxes(machines: Machines, with_optimizer: bool) -> Iterator[TensorBox]:
+    """What this rank answers for: masters and moments; without the optimizer masters alone, or weights where they are other memory."""
+    if with_optimizer or _masters_are_parameters(machines):
+        for held in machines.optimizer.state():
+            if held.primary and (with_optimizer or held.key == "master"):
+                box = tensor_box(held.key, held.piece, held.values)
+                if box is not None:
+                    yield box
+        return
+    for is_primary, box in _weights(machines):
+        if is_primary:
+            yield box
+
+
+def _masters_are_parameters(machines: Machines) -> bool:
+    """The same on all ranks, those without parameters included."""
+    return machines.parameter_dtype == machines.main_dtype
+
+
+def _weights(machines: Machines) -> Iterator[tuple[bool, TensorBox]]:
+    """This rank's parameters in their own dtype: (it answers for them, box)."""
+    tp_rank, tp = machines.coordinates.tp_rank, machines.plan.topology.tp
+    for stage, buffers in machines.buffers.items():
+        for buffer in buffers.buffers:
+            is_copy = buffer.layout.kind == "tied" and stage != 0
+            for slot in buffer.layout.slots:
+                for piece in pieces(slot.spec, tp_rank, tp):
+                    values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
+                    box = tensor_box("weights", piece, values)
+                    if box is not None:
+                        yield piece.owned and not is_copy and machines.groups.dp_cp.rank == 0, box
+
+
+def _find(root: Path, step: int | None, world: Group) -> CheckpointFolder | None:
+    """Rank 0 looks; all ranks get the same answer."""
+    outcome: CheckpointFolder | CheckpointError | None = None
+    if world.rank == 0:
+        try:
+            outcome = find_checkpoint(root, step)
+        except CheckpointError as error:
+            outcome = error
+    outcome = broadcast_object(outcome, world)
+    if isinstance(outcome, CheckpointError):
+        raise outcome
+    return outcome
+
+
+def _check_random(config: Config, saved: dict[str, Any], path: Path) -> None:
+    if config.checkpoint.no_load_rng:
+        return
+    if saved["random"] is None:
+        raise CheckpointError(
+            f"{path} holds no random state (--no-save-rng); give --no-load-rng to go on with --seed {config.training.seed}"
+        )
+    seed = saved["random"]["seed"]
+    if seed != config.training.seed:
+        raise CheckpointError(
+            f"--seed {config.training.seed} differs from the seed {seed} of {path}: dropout and the order of the data would change; "
+            f"give --seed {seed}, or --no-load-rng if that is wanted"
+        )
+
+
+def _check_optimizer(config: Config, saved: dict[str, Any], path: Path) -> None:
+    way_out = "give --no-load-optim to go on with a fresh optimizer, or --finetune to start at step 0"
+    if saved["optimizer"] is None:
+        raise CheckpointError(f"{path} holds no optimizer state (--no-save-optim); {way_out}")
+    rule = saved["optimizer"]["rule"]
+    if rule != config.optimizer.optimizer:
+        raise CheckpointError(f"{path} holds the state of --optimizer {rule}, this run uses {config.optimizer.optimizer}; {way_out}")
+
+
+def _schedules(config: Config, own: Schedules | None, saved: dict[str, Any], path: Path) -> Schedules | None:
+    if own is None or saved["schedules"] is None:
+        return own
+    return schedules_to_resume(own, Schedules.from_dict(saved["schedules"]), config.optimizer, str(path))
+
+
+def _load_tensors(machines: Machines, folder: CheckpointFolder, with_optimizer: bool) -> None:
+    """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards."""
+    machines.gather.finish()
+    world = machines.groups.world
+    if not with_optimizer and not folder.manifest.holds("master"):
+        load_tensors(folder, (box for _, box in _weights(machines)), world)
+        machines.optimizer.parameters_to_masters()
+        return
+    wanted = []
+    for held in machines.optimizer.state():
+        if held.key != "master" and not with_optimizer:
+            continue
+        if held.key != "master":
+            padding_of(held.piece, held.values).zero_()  # the vocabulary's: not saved
+        box = tensor_box(held.key, held.piece, held.values)
+        if box is not None:
+            wanted.append(box)
+    load_tensors(folder, wanted, world)
+    machines.optimizer.masters_to_parameters()
+
+
+def _load_plain_state(machines: Machines, saved: dict[str, Any]) -> None:
+    plain = dict(saved["optimizer"])
+    if saved["precision"] != machines.plan.config.precision.dtype:
+        plain["loss_scaler"] = machines.optimizer.plain_state()["loss_scaler"]  # another precision's scale means nothing here
+    machines.optimizer.load_plain_state(plain)

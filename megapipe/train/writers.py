@@ -1,0 +1,186 @@
+"""Where metrics go: console, metrics.jsonl, TensorBoard, Weights & Biases. All of them on one rank, none of them able to stop training."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError
+from megapipe.train.metrics import EvaluationMetrics, StepMetrics
+
+WANDB_START_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
+
+
+class Writer(Protocol):
+    """A place for metrics."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+    def evaluation(self, metrics: EvaluationMetrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class Console:
+    """One line a report, to standard output."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        print(metrics.line(), flush=True)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        perplexity = math.exp(min(metrics.loss, 50.0))
+        print(
+            f"{metrics.split} loss after step {metrics.step}: {metrics.loss:.4f} nats a token (perplexity {perplexity:.2f}) "
+            f"over {metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class JsonLines:
+    """One JSON object a line; a resumed run appends."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write({"kind": "step", **asdict(metrics)})
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write({"kind": "evaluation", **asdict(metrics)})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # JSON has no NaN: a loss that is none is written as null
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(clean, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+class TensorBoard:
+    """torch's SummaryWriter; imported only when asked for."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {directory} needs the package tensorboard: pip install 'megapipe[tensorboard]'"
+            ) from error
+        self._writer: Any = SummaryWriter(directory)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.scalars(), metrics.step)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write(metrics.scalars(), metrics.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WeightsAndBiases:
+    """A wandb run; offline where its server does not answer, and never the reason that training stops."""
+
+    def __init__(self, project: str, name: str | None, directory: str | None, configuration: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(f"--wandb-project {project} needs the package wandb: pip install 'megapipe[wandb]'") from error
+        self._wandb: Any = wandb
+        arguments = {"project": project, "name": name, "dir": directory, "config": configuration}
+        self._run = self._start(arguments)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.scalars(), metrics.step)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write(metrics.scalars(), metrics.step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            _within(WANDB_START_SECONDS, lambda: self._run.finish())
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        settings = self._wandb.Settings(init_timeout=WANDB_START_SECONDS, silent=True)
+        for mode in (None, "offline"):
+            try:
+                return self._wandb.init(**arguments, mode=mode, settings=settings)
+            except Exception as error:
+                after = "going on offline (wandb sync uploads later)" if mode is None else "training goes on without it"
+                print(
+                    f"wandb did not start: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {after}",
+                    file=sys.stderr,
+                )
+        return None
+
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log(scalars, step=step)
+        except Exception as error:
+            print(f"wandb stopped: {type(error).__name__}: {error}; training goes on without it", file=sys.stderr)
+            self._run = None
+
+
+class Writers:
+    """All writers of this rank; empty on ranks that do not log."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = tuple(writers)
+
+    def step(self, metrics: StepMetrics) -> None:
+        for writer in self._writers:
+            writer.step(metrics)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        for writer in self._writers:
+            writer.evaluation(metrics)
+
+    def say(self, text: str) -> None:
+        """A line for the person at the console."""
+        if self._writers:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def build_writers(config: Config, logs_here: bool) -> Writers:
+    """The writers the configuration asks for, on the rank that logs. Raises ConfigError where a package is missing."""
+    if not logs_here:
+        return Writers(())
+    logging = config.logging
+    writers: list[Writer] = [Console()]
+    metrics_file = logging.metrics_file or (str(Path(config.checkpoint.save) / "metrics.jsonl") if config.checkpoint.save else None)
+    if metrics_file:
+        writers.append(JsonLines(Path(metrics_file)))
+    if logging.tensorboard_dir:
+        writers.append(TensorBoard(logging.tensorboard_dir))
+    if logging.wandb_project:
+        name, directory = logging.wandb_exp_name, logging.wandb_save_dir
+        writers.append(WeightsAndBiases(logging.wandb_project, name, directory, asdict(config)))
+    return Writers(writers)
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> None:
+    """Run something that may hang, in a thread that is left behind if it does."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)

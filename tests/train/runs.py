@@ -1,0 +1,96 @@
+"""What the tests of saving and resuming share: tiny runs on any grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.build.machines import Machines
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.planner.resolve import resolve
+from megapipe.sharding.boxes import pieces
+
+
+def tiny(**changes: Any) -> Config:
+    """A model of four layers with a padded vocabulary; changes go to whichever section has the field."""
+    config = Config(
+        model=ModelConfig(
+            num_layers=4, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=29, make_vocab_size_divisible_by=4, ffn_hidden_size=24
+        ),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=10),
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    for name, value in changes.items():
+        section = next(f.name for f in dataclasses.fields(config) if name in {g.name for g in dataclasses.fields(getattr(config, f.name))})
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def machines_of(rank: int, world_size: int, **changes: Any) -> Machines:
+    plan = resolve(tiny(**changes), world_size)
+    return Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+
+
+def scramble(machines: Machines, salt: int = 0) -> None:
+    """Fill masters and moments with values that depend on the global element alone, as a trained run's state does."""
+    for held in machines.optimizer.state():
+        held.values.copy_(expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)[held.piece.box.slices].reshape(-1))
+    machines.optimizer.masters_to_parameters()
+    machines.gather.finish()
+
+
+def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
+    """The whole tensor that `scramble` gives to a parameter, fp32."""
+    # rows of the padding differ between grids, those of the vocabulary do not: one stream a row
+    seed = salt * 7919 + sum(map(ord, f"{key}/{name}"))
+    rows = [torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed * 1009 + row)) for row in range(shape[0])]
+    return torch.stack(rows)
+
+
+def differences(machines: Machines, keys: tuple[str, ...], salt: int = 0) -> list[str]:
+    """Where masters, moments and parameters are not those of `scramble`, vocabulary padding aside; and how many values were compared."""
+    machines.gather.finish()
+    found = []
+    for held in machines.optimizer.state():
+        if held.key in keys:
+            whole = expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)
+            found += _unequal(held.key, held.piece.spec.true_rows, held.piece.box, whole, held.values)
+    for buffers in machines.buffers.values():
+        for buffer in buffers.buffers:
+            for slot in buffer.layout.slots:
+                whole = expected("master", slot.spec.name, slot.spec.shape, salt)
+                for piece in pieces(slot.spec, machines.coordinates.tp_rank, machines.plan.topology.tp):
+                    values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
+                    found += _unequal(f"parameter {slot.spec.name}", slot.spec.true_rows, piece.box, whole.to(values.dtype), values)
+    return found
+
+
+def _unequal(what: str, true_rows: int | None, box: Any, whole: Tensor, values: Tensor) -> list[str]:
+    rows = box.shape[0] if true_rows is None else min(max(true_rows - box.offset[0], 0), box.shape[0])
+    here, there = values.view(box.shape)[:rows], whole[box.slices][:rows]
+    return [] if torch.equal(here, there) else [f"{what} {box}"]
+
+
+def state_of(machines: Machines) -> dict[str, Tensor]:
+    """A copy of everything this rank holds, padding included."""
+    machines.gather.finish()
+    found = {}
+    for held in machines.optimizer.state():
+        found[f"{held.key} {held.stage} {held.piece.spec.name} {held.piece.box.offset}"] = held.values.clone()
+    for stage, buffers in machines.buffers.items():
+        for name in buffers.names:
+            found[f"parameter {stage} {name}"] = buffers.parameter(name).clone()
+    return found
+
+
+def only_checkpoint(root: Path) -> Path:
+    (found,) = root.glob("step_*")
+    return found
