@@ -23,7 +23,13 @@ def tiny(**changes: Any) -> Config:
     """A model of four layers with a padded vocabulary; changes go to whichever section has the field."""
     config = Config(
         model=ModelConfig(
-            num_layers=4, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=29, make_vocab_size_divisible_by=4, ffn_hidden_size=24
+            num_layers=4,
+            hidden_size=16,
+            num_attention_heads=4,
+            seq_length=8,
+            vocab_size=29,
+            make_vocab_size_divisible_by=4,
+            ffn_hidden_size=24,
         ),
         training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=10),
         optimizer=OptimizerConfig(lr=1e-2),

@@ -33,7 +33,9 @@ def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any
     machines.optimizer.load_plain_state(machines.optimizer.plain_state() | {"num_steps": 6})
     config = machines.plan.config
     report = save(machines, STATE, Schedules.of(config), Path(root), to_yaml(config))
-    assert report.num_bytes == sum(path.stat().st_size for path in report.path.rglob("*") if path.is_file() and path.name != "manifest.json")
+    assert report.num_bytes == sum(
+        path.stat().st_size for path in report.path.rglob("*") if path.is_file() and path.name != "manifest.json"
+    )
 
 
 def load_and_compare(rank: int, world_size: int, root: str, changes: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[str], Any, int]:

@@ -1,0 +1,75 @@
+"""`load_tensors`: fill this rank's boxes from a checkpoint of any grid, reading and checking only what intersects them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from megapipe.checkpoint.folder import CheckpointFolder
+from megapipe.checkpoint.manifest import SavedTensor
+from megapipe.checkpoint.shard_file import DTYPES, copy_into
+from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.comm.collectives import gather_objects
+from megapipe.comm.groups import Group
+from megapipe.errors import CheckpointError
+
+
+def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: Group) -> int:
+    """Fill `values` of every wanted box; called by all ranks of the group, each with its own. Returns the bytes filled on this rank.
+
+    dtypes may widen (fp32 into fp64, bf16 into fp32), never narrow.
+    Raises CheckpointError on every rank if any rank fails, naming tensor or file: a tensor that is not there, of another shape, of a
+    wider dtype, damaged or truncated.
+    """
+    answer: int | str
+    try:
+        answer = _load(folder, list(wanted))
+    except CheckpointError as error:
+        answer = f"rank {group.global_rank}: {error}"
+    errors = [other for other in gather_objects(answer if isinstance(answer, str) else None, group) if other is not None]
+    if errors:
+        raise CheckpointError(errors[0] + (f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else ""))
+    assert isinstance(answer, int)
+    return answer
+
+
+def _load(folder: CheckpointFolder, wanted: list[TensorBox]) -> int:
+    by_name: dict[str, list[TensorBox]] = {}
+    for target in wanted:
+        by_name.setdefault(target.name, []).append(target)
+    for name, targets in by_name.items():
+        _check(folder, name, targets)
+    for name, targets in by_name.items():
+        _fill(folder, name, folder.manifest.tensors[name], targets)
+    return sum(target.values.numel() * target.values.dtype.itemsize for target in wanted)
+
+
+def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox]) -> None:
+    """Everything that can be known before bytes are read."""
+    saved = folder.manifest.tensors.get(name)
+    if saved is None:
+        raise CheckpointError(f"{folder.path} holds no tensor {name}")
+    for target in targets:
+        if target.shape != saved.shape:
+            raise CheckpointError(f"{folder.path}: {name} has shape {list(saved.shape)}, this model's has {list(target.shape)}")
+        if torch.promote_types(DTYPES[saved.dtype], target.values.dtype) != target.values.dtype:
+            raise CheckpointError(
+                f"{folder.path}: {name} was saved as {DTYPES[saved.dtype]}, which {target.values.dtype} does not hold exactly".replace(
+                    "torch.", ""
+                )
+            )
+
+
+def _fill(folder: CheckpointFolder, name: str, saved: SavedTensor, targets: list[TensorBox]) -> None:
+    block_bytes = folder.manifest.block_bytes
+    copied = 0
+    for box in saved.boxes:
+        if any(target.box.intersect(box.box) for target in targets):
+            copied += copy_into(folder.path, name, saved.dtype, box, targets, block_bytes)
+    expected = sum(target.box.num_elements for target in targets)
+    if copied != expected:
+        raise CheckpointError(
+            f"{folder.path}: {name} of shape {list(saved.shape)} ({math.prod(saved.shape)} elements) lacks {expected - copied}"
+        )
