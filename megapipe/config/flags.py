@@ -181,6 +181,7 @@ class HelpLayout(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=38, width=150)
 
 
+@cache
 def command_line_parser() -> argparse.ArgumentParser:
     """A parser with every flag, grouped by section."""
     parser = QuietParser(

@@ -193,12 +193,13 @@ def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str
 def apply(values: dict[str, Any], origins: dict[str, str], settings: list[Setting]) -> None:
     """Puts one source's settings over what earlier sources said.
 
-    The same flag given twice: the last one holds, as in every launch script. Two flags that set one field to different values: ConfigError.
+    A flag given twice, or its on and off form: the last one holds, as in every launch script. Two other flags that set one field to
+    different values (--bf16 and --fp16): ConfigError.
     """
     firm: dict[str, Setting] = {}
     for setting in (setting for setting in settings if setting.only_from is None):
         key, earlier = setting.field.key, firm.get(setting.field.key)
-        if earlier is not None and earlier.subject != setting.subject and earlier.value != setting.value:
+        if earlier is not None and earlier.value != setting.value and not same_switch(earlier.subject, setting.subject):
             raise contradiction(earlier, setting)
         firm[key] = setting
         values[key], origins[key] = setting.value, setting.origin
@@ -210,10 +211,14 @@ def apply(values: dict[str, Any], origins: dict[str, str], settings: list[Settin
             values[key], origins[key] = setting.value, setting.origin
 
 
+def same_switch(first: str, second: str) -> bool:
+    """Whether two flags are one, or the on and off form of one."""
+    return first == second or off_flag(first) == second or off_flag(second) == first
+
+
 def contradiction(first: Setting, second: Setting) -> ConfigError:
     """Two settings of one source that cannot both hold."""
-    turn_off = f" ({off_flag(first.subject)} turns it off)" if off_flag(first.subject) == second.subject else ""
     return ConfigError(
         f"{first.subject} and {second.subject} contradict each other: {first.field.key} would be {value_text(first.value)} "
-        f"and {value_text(second.value)}; give one of the two{turn_off}"
+        f"and {value_text(second.value)}; give one of the two"
     )

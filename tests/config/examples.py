@@ -31,7 +31,9 @@ def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
     if scalar is str:
         return st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
     if scalar is int:
-        numbers: st.SearchStrategy[Any] = st.integers(int(option.at_least or 0), int(option.at_most if option.at_most is not None else 10**9))
+        numbers: st.SearchStrategy[Any] = st.integers(
+            int(option.at_least or 0), int(option.at_most if option.at_most is not None else 10**9)
+        )
     else:
         low = option.at_least if option.at_least is not None else option.above if option.above is not None else 0.0
         high = option.at_most if option.at_most is not None else option.below if option.below is not None else 1e12

@@ -66,7 +66,7 @@ def test_every_missing_field_is_named_at_once() -> None:
 
 
 def test_evaluation_only_needs_no_rate_and_no_length() -> None:
-    words = [*SHAPE.split(), *"--micro-batch-size 2 --mock-data --vocab-size 100".split()]
+    words = [*SHAPE.split(), "--micro-batch-size", "2", "--mock-data", "--vocab-size", "100"]
     assert load_config([*words, "--skip-train"]).config.training.skip_train
     with pytest.raises(ConfigError, match="--lr is missing"):
         load_config(words)
@@ -78,8 +78,11 @@ def test_the_result_cannot_be_changed() -> None:
 
 
 class TestUseCheckpointArgs:
-    SAVED = Config(model=ModelConfig(num_layers=12, hidden_size=96, num_attention_heads=6, seq_length=48, vocab_size=50, padded_vocab_size=128))
-    WORDS = ("--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --load old --use-checkpoint-args").split()
+    SAVED = Config(
+        model=ModelConfig(num_layers=12, hidden_size=96, num_attention_heads=6, seq_length=48, vocab_size=50, padded_vocab_size=128)
+    )
+    LINE = "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --load old --use-checkpoint-args"
+    WORDS = LINE.split()
 
     def test_the_model_comes_from_the_checkpoint_and_the_rest_from_here(self) -> None:
         merged = with_checkpoint_model(load_config(self.WORDS), self.SAVED, "old")

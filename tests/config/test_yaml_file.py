@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megapipe.config.config import Config
 from megapipe.config.fields import all_fields, fields_by_key, make_config, value_of
 from megapipe.config.load import apply, from_yaml, load_config, settings_of_entry
+from megapipe.config.values import value_text
 from megapipe.config.yaml_file import read_entries, to_yaml
 from megapipe.errors import ConfigError
 from tests.config.examples import job, values
@@ -25,13 +26,13 @@ def read_back(text: str) -> Config:
     return make_config(found)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(config=ANY_CONFIG)
 def test_any_configuration_reads_back_from_its_yaml(config: Config) -> None:
     assert read_back(to_yaml(config)) == config
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(config=ANY_CONFIG)
 def test_yaml_of_a_configuration_means_the_same_to_another_yaml_reader(config: Config) -> None:
     loaded = yaml.safe_load(to_yaml(config))
@@ -44,8 +45,7 @@ def test_yaml_of_a_configuration_means_the_same_to_another_yaml_reader(config: C
 @given(data=st.data())
 def test_a_list_of_strings_survives_any_character(data: st.DataObject) -> None:
     paths = tuple(data.draw(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=3)))
-    config = make_config({"data.data_path": paths})
-    assert read_back(to_yaml(config)) == config
+    assert read_back(f"data_path: {value_text(paths)}").data.data_path == paths
 
 
 def test_default_configuration_round_trips_through_from_yaml() -> None:
@@ -142,7 +142,7 @@ def test_an_unreadable_file_is_a_message(tmp_path, kind: str) -> None:  # type: 
         path.mkdir()
     elif kind == "binary":
         path.write_bytes(b"model:\n  save: \xff\xfe\n")
-    with pytest.raises(ConfigError, match="--config .*c.yaml"):
+    with pytest.raises(ConfigError, match=r"--config .*c\.yaml"):
         load_config(job(f"--config {path}"))
 
 

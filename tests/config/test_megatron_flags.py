@@ -1,0 +1,185 @@
+"""The table of Megatron's flags: complete, in one class each, consistent with our fields and defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.document import flags_document
+from megapipe.config.fields import all_fields, fields_by_key
+from megapipe.config.flags import field_flags, read_command_line, takes_values
+from megapipe.config.load import load_config
+from megapipe.config.megatron_flags import ALREADY_SO, CLASSES, DELIBERATE_DIFFERENCES, REFUSED, SUPPORTED, differences_text, megatron_flags
+from megapipe.config.option import TAKES_VALUE
+from megapipe.errors import ConfigError
+
+ROWS = list(megatron_flags().values())
+
+# the issue's list, and the flags of Megatron's own GPT-3 and Llama examples
+HAS_TO_BE_SUPPORTED = """
+    --pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
+    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --microbatch-group-size-per-virtual-pipeline-stage
+    --train-data-path --valid-data-path --test-data-path --data-cache-path --exit-interval --exit-duration-in-mins --skip-train
+    --eval-interval --eval-iters --use-checkpoint-args --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
+    --no-load-optim --no-load-rng --no-save-optim --no-save-rng --exit-on-missing-checkpoint --log-params-norm
+    --log-num-zeros-in-grad --log-throughput --timing-log-level --profile --profile-step-start --profile-step-end
+    --profile-ranks --deterministic-mode --start-weight-decay --end-weight-decay --weight-decay-incr-style --decoupled-lr
+    --decoupled-min-lr --rampup-batch-size --recompute-activations --recompute-granularity --recompute-method
+    --recompute-num-layers --recompute-modules --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --grad-reduce-in-bf16 --sequence-parallel --tensor-model-parallel-size --pipeline-model-parallel-size
+    --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --bf16 --fp16 --swiglu
+    --group-query-attention --num-query-groups --use-rope-scaling --rotary-base --rotary-percent
+    --untie-embeddings-and-output-weights --normalization
+"""
+
+
+def test_the_table_has_all_flags_of_0_16_1() -> None:
+    assert len(ROWS) == 677
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_each_flag_is_in_one_class_and_says_why() -> None:
+    for row in ROWS:
+        assert row.kind in CLASSES, row
+        assert row.name.startswith("--"), row
+        assert row.name == row.name.replace("_", "-").lower(), row
+        assert row.values in ("", "1", "+"), row
+        assert row.note, row
+
+
+def test_supported_flags_are_those_of_our_fields() -> None:
+    assert {row.name for row in ROWS if row.kind == SUPPORTED} == set(field_flags()) & set(megatron_flags())
+    for row in ROWS:
+        if row.kind == SUPPORTED:
+            field, flag = field_flags()[row.name]
+            assert row.note == field.key
+            assert (takes_values(field, flag) == "") == (row.values == ""), row
+
+
+def test_each_field_is_reached_by_a_flag() -> None:
+    reached = {field.key for field, _ in field_flags().values()}
+    assert reached == set(fields_by_key())
+
+
+def test_what_launch_scripts_need_is_supported() -> None:
+    assert [name for name in HAS_TO_BE_SUPPORTED.split() if megatron_flags()[name].kind != SUPPORTED] == []
+
+
+def test_the_same_name_has_the_same_default_unless_the_difference_is_listed() -> None:
+    listed = {difference.flag for difference in DELIBERATE_DIFFERENCES}
+    other = set()
+    for field in all_fields():
+        row = megatron_flags().get(field.main_flag)
+        if row is None or field.option.required or field.kind.scalar is bool:
+            continue
+        default = field.default
+        theirs = row.default or None
+        ours = None if default is None else " ".join(str(item) for item in default) if isinstance(default, tuple) else str(default)
+        if isinstance(default, int | float) and theirs is not None:
+            same = float(default) == float(theirs)
+        else:
+            same = ours == theirs
+        if not same:
+            other.add(field.main_flag)
+    assert other <= listed, other - listed
+
+
+def test_a_switch_of_megatron_is_off_unless_the_difference_is_listed() -> None:
+    listed = {difference.flag for difference in DELIBERATE_DIFFERENCES}
+    for row in ROWS:
+        if row.kind == SUPPORTED and row.values == "":
+            field, flag = field_flags()[row.name]
+            assert field.default != flag.value or row.name in listed, row.name
+
+
+def test_every_difference_is_about_a_flag_of_ours() -> None:
+    assert {difference.flag for difference in DELIBERATE_DIFFERENCES} <= set(field_flags())
+    assert all(difference.flag in differences_text() for difference in DELIBERATE_DIFFERENCES)
+
+
+def test_a_refused_flag_is_named_with_what_to_do_instead() -> None:
+    for row in ROWS:
+        if row.kind == REFUSED:
+            with pytest.raises(ConfigError) as error:
+                read_command_line([row.name] if row.values == "" else [row.name, "unheard-of"])
+            assert str(error.value).startswith(row.name + " ")
+            assert row.note in str(error.value)
+
+
+def test_a_refused_flag_at_megatrons_default_is_accepted() -> None:
+    for row in ROWS:
+        if row.kind == REFUSED and row.default:
+            (remark,) = read_command_line([row.name, row.default]).remarks
+            assert remark.startswith(row.name + " ")
+
+
+def test_a_flag_that_is_already_so_says_why_in_one_line() -> None:
+    for row in ROWS:
+        if row.kind == ALREADY_SO:
+            words = [row.name] if row.values == "" else [row.name, row.accepts[0]]
+            assert read_command_line(words).remarks == (f"{' '.join(words)}: already so here: {row.note}",)
+
+
+def test_a_value_that_is_not_so_here_is_refused() -> None:
+    for row in ROWS:
+        if row.kind == ALREADY_SO and row.values:
+            with pytest.raises(
+                ConfigError, match=f"{row.name} unheard-of is a flag of Megatron that megapipe does not carry out: use {row.accepts[0]}"
+            ):
+                read_command_line([row.name, "unheard-of"])
+
+
+def test_a_flag_outside_megatron_is_marked_as_ours() -> None:
+    for name in ("--z-loss", "--activation", "--fp64", "--rank-order", "--metrics-file", "--keep-last", "--device", "--pipeline-schedule"):
+        assert name not in megatron_flags()
+
+
+def test_a_gpt3_launch_script_for_megatron_runs_as_it_is() -> None:
+    words = """
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
+    --attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-samples
+    146484375 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
+    --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-samples 126953125 --tensor-model-parallel-size
+    8 --pipeline-model-parallel-size 16 --data-path my_text_document --vocab-file v.json --merge-file m.txt --tokenizer-type
+    GPT2BPETokenizer --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt
+    --eval-iters 10 --tensorboard-dir logs
+""".replace("--lr-warmup-fraction .001 ", "")
+    config = load_config(words.split()).config
+    assert config.training.rampup_batch_size == (16, 16, 5859375)
+    assert config.precision.dtype == "fp16"
+
+
+def test_a_llama3_launch_script_for_megatron_runs_as_it_is() -> None:
+    words = """
+    --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+    --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
+    --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
+    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style
+    cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
+    --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc-interval 0 --tensor-model-parallel-size 1
+    --context-parallel-size 1 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --data-path d --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --split 99,1,0
+    --no-create-attention-mask-in-dataloader --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
+    --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+    --distributed-timeout-minutes 60 --save c --load c --tensorboard-dir t
+"""
+    loaded = load_config(words.split())
+    assert len(loaded.remarks) == 6
+    assert loaded.config.model.activation == "swiglu"
+
+
+def test_the_document_of_flags_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "flags.md"
+    assert page.read_text(encoding="utf-8") == flags_document(), "write it anew: python -m megapipe.config.document > docs/flags.md"
+
+
+def test_constants_of_flags_are_values_of_their_fields() -> None:
+    for field, flag in field_flags().values():
+        if flag.value is not TAKES_VALUE and field.option.choices:
+            assert flag.value in field.option.choices, flag.name
+        for name, constant in flag.also_sets:
+            other = fields_by_key()[f"{field.section}.{name}"]
+            assert not other.option.choices or constant in other.option.choices

@@ -1,0 +1,310 @@
+"""Rules inside the configuration: each is broken once, with the message that helps, and holds for its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.config import Config
+from megapipe.config.data import split_shares
+from megapipe.config.load import load_config
+from megapipe.config.rules.check import CONSISTENCY_RULES, check, check_job
+from megapipe.config.rules.data import JOB_RULES
+from megapipe.config.rules.wording import divisors, nearest_values, use_divisors, use_multiples
+from megapipe.errors import ConfigError
+from tests.config.examples import SHAPE, job
+
+SAMPLES = SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-samples 1000 --mock-data --vocab-size 9"
+
+# (rule, flags that break it, words of the message, flags next to them that are fine)
+CASES = [
+    (
+        "heads_divide_hidden",
+        "--hidden-size 60",
+        ["--num-attention-heads 8 does not divide --hidden-size 60", "use 56 or 64"],
+        "--hidden-size 60 --kv-channels 8",
+    ),
+    (
+        "groups_divide_heads",
+        "--num-query-groups 3",
+        ["--num-query-groups 3 does not divide --num-attention-heads 8; use 1, 2, 4 or 8"],
+        "--num-query-groups 2",
+    ),
+    (
+        "tp_divides_heads",
+        "--tensor-model-parallel-size 3",
+        ["--tensor-model-parallel-size 3 does not divide --num-attention-heads 8; use 1, 2, 4 or 8"],
+        "--tensor-model-parallel-size 4",
+    ),
+    (
+        "feed_forward_positive",
+        "--hidden-size 16 --swiglu",
+        ["--hidden-size 16", "give --ffn-hidden-size"],
+        "--hidden-size 16 --swiglu --ffn-hidden-size 40",
+    ),
+    (
+        "tp_divides_feed_forward",
+        "--tensor-model-parallel-size 4 --ffn-hidden-size 102",
+        ["does not divide --ffn-hidden-size 102", "use 100 or 104"],
+        "--tensor-model-parallel-size 4 --ffn-hidden-size 104",
+    ),
+    (
+        "tp_divides_sequence",
+        "--tensor-model-parallel-size 4 --seq-length 30 --sequence-parallel",
+        ["--tensor-model-parallel-size 4 does not divide --seq-length 30", "use 28 or 32"],
+        "--tensor-model-parallel-size 4 --seq-length 30",
+    ),
+    ("positions_cover_sequence", "--max-position-embeddings 31", ["31", "--seq-length 32"], "--max-position-embeddings 32"),
+    (
+        "rotary_width_even",
+        "--position-embedding-type rope --kv-channels 10 --rotary-percent 0.5",
+        ["pairs", "is 5"],
+        "--position-embedding-type rope --kv-channels 8 --rotary-percent 0.5",
+    ),
+    (
+        "rope_scaling_needs_rope",
+        "--use-rope-scaling",
+        ["--rope-scaling-type llama3", "learned_absolute"],
+        "--use-rope-scaling --position-embedding-type rope",
+    ),
+    (
+        "rope_bands_ordered",
+        "--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1",
+        ["--rope-high-freq-factor 1", "Llama 3 uses 4 and 1"],
+        "--position-embedding-type rope --rope-high-freq-factor 1",
+    ),
+    ("padded_vocabulary_fits", "--padded-vocab-size 99", ["--padded-vocab-size 99 is below --vocab-size 100"], "--padded-vocab-size 100"),
+    ("context_parallel_is_one", "--context-parallel-size 2", ["context parallelism is not there yet"], "--context-parallel-size 1"),
+    ("rank_order_names_axes", "--rank-order tp-dp-pp", ["--rank-order tp-dp-pp", "tp, cp, dp or pp"], "--rank-order pp-dp-cp-tp"),
+    (
+        "chunks_given_once",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+        ["give one of the two"],
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    (
+        "interleaving_needs_pipeline",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        ["needs --pipeline-model-parallel-size of at least 2"],
+        "--num-virtual-stages-per-pipeline-rank 1",
+    ),
+    (
+        "schedule_fits_chunks",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
+        ["needs chunks"],
+        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    (
+        "schedule_fits_chunks",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
+        ["runs one chunk a rank"],
+        "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b",
+    ),
+    (
+        "microbatch_group_fits",
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3",
+        ["3 is below --pipeline-model-parallel-size 4; use at least 4"],
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 5",
+    ),
+    (
+        "layers_placed_once",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL --decoder-first-pipeline-num-layers 1",
+        ["leave --decoder-first-pipeline-num-layers out"],
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL",
+    ),
+    (
+        "end_layers_fit",
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+        ["given 2 layers", "--num-layers 4"],
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+    ),
+    (
+        "parameter_gather_needs_distributed_optimizer",
+        "--overlap-param-gather",
+        ["add --use-distributed-optimizer"],
+        "--overlap-param-gather --use-distributed-optimizer",
+    ),
+    ("tp_overlap_needs_sequence_parallel", "--tp-comm-overlap", ["add --sequence-parallel"], "--tp-comm-overlap --sequence-parallel"),
+    ("backend_fits_device", "--device cpu --distributed-backend nccl", ["use gloo or auto"], "--device cpu --distributed-backend gloo"),
+    ("bf16_reduction_keeps_fp64", "--fp64 --grad-reduce-in-bf16", ["--dtype fp64"], "--bf16 --grad-reduce-in-bf16"),
+    (
+        "recompute_is_whole",
+        "--recompute-granularity full --recompute-method uniform",
+        ["needs --recompute-num-layers N"],
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    ("recompute_is_whole", "--recompute-num-layers 1", ["--recompute-num-layers", "not given"], "--recompute-granularity selective"),
+    ("recompute_modules_fit", "--recompute-modules mlp", ["selective"], "--recompute-activations --recompute-modules mlp layernorm"),
+    (
+        "recompute_modules_fit",
+        "--recompute-activations --recompute-modules mlp activation",
+        ["leave activation out"],
+        "--recompute-modules core_attn",
+    ),
+    (
+        "micro_divides_global",
+        "--global-batch-size 9",
+        ["--micro-batch-size 2 does not divide --global-batch-size 9; use 8 or 10"],
+        "--global-batch-size 8",
+    ),
+    ("one_measure_of_length", "--train-samples 10", ["--train-iters and --train-samples"], ""),
+    ("one_measure_of_length", "--lr-decay-samples 10", ["--lr-decay-samples count in samples"], "--lr-decay-iters 10"),
+    ("one_warmup", "--lr-warmup-iters 2 --lr-warmup-fraction 0.1", ["give one of them"], "--lr-warmup-fraction 0.1"),
+    ("warmup_within_decay", "--lr-warmup-iters 100", ["--lr-warmup-iters 100 has to end before --train-iters 100"], "--lr-warmup-iters 99"),
+    ("wsd_is_whole", "--lr-decay-style WSD", ["--lr-wsd-decay-iters"], "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    ("wsd_is_whole", "--lr-wsd-decay-iters 10", ["belong to --lr-decay-style WSD"], ""),
+    ("rates_ordered", "--min-lr 1e-2", ["--min-lr 0.01 is above --lr 0.001"], "--min-lr 1e-3"),
+    ("decoupled_rates_ordered", "--decoupled-min-lr 1e-5", ["needs --decoupled-lr"], "--decoupled-min-lr 1e-5 --decoupled-lr 1e-4"),
+    (
+        "weight_decay_ramp_is_whole",
+        "--weight-decay-incr-style linear",
+        ["needs --start-weight-decay"],
+        "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+    ),
+    ("weight_decay_ramp_is_whole", "--end-weight-decay 0.1", ["belong to a ramp"], "--start-weight-decay 0.01 --end-weight-decay 0.01"),
+    (
+        "one_scheduler_wins",
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        ["opposites"],
+        "--override-opt_param-scheduler",
+    ),
+    (
+        "loss_scale_needs_fp16",
+        "--bf16 --loss-scale 128",
+        ["--loss-scale: the loss is scaled only under --fp16, but --dtype is bf16"],
+        "--fp16 --loss-scale 128",
+    ),
+    (
+        "loss_scale_needs_fp16",
+        "--fp16 --initial-loss-scale 2 --min-loss-scale 4",
+        ["--min-loss-scale 4 is above"],
+        "--fp16 --initial-loss-scale 4",
+    ),
+    ("profile_span_ordered", "--profile-step-start 12", ["--profile-step-end 12 has to come after"], "--profile-step-start 11"),
+    ("one_source_of_data", "--data-path a", ["--mock-data and --data-path are different"], ""),
+    ("split_fits_source", "--split 0,0,0", ["--split 0,0,0", "969,30,1"], "--split 1,0,0"),
+    ("blends_alternate", "--no-mock-data --data-path 0.3 a b", ["alternate"], "--no-mock-data --data-path 0.3 a 0.7 b"),
+    ("blends_alternate", "--no-mock-data --data-path 0 a 1 b", ["above 0"], "--no-mock-data --data-path a b"),
+    ("tokenizer_has_its_files", "--tokenizer-type SentencePieceTokenizer", ["needs --tokenizer-model"], "--tokenizer-type ByteTokenizer"),
+    (
+        "tokenizer_has_its_files",
+        "--tokenizer-model t",
+        ["needs --tokenizer-type"],
+        "--tokenizer-model t --tokenizer-type HuggingFaceTokenizer",
+    ),
+    ("saving_needs_a_directory", "--save-interval 5", ["--save-interval needs --save DIR"], "--save-interval 5 --save d"),
+    ("loading_needs_a_directory", "--finetune", ["--finetune needs --load DIR"], "--finetune --load d"),
+    ("finetuning_starts_anew", "--load d --finetune --use-checkpoint-opt_param-scheduler", ["step 0"], "--load d --finetune"),
+    ("wandb_needs_a_project", "--wandb-exp-name n", ["needs --wandb-project"], "--wandb-exp-name n --wandb-project p"),
+]
+RAMPS = [
+    ("--rampup-batch-size 2 2 100", "needs --global-batch-size"),
+    ("--global-batch-size 8 --rampup-batch-size 16 2 100", "starts above --global-batch-size 8"),
+    ("--global-batch-size 8 --rampup-batch-size 2 4 100", "an INCREMENT that divides 6"),
+    ("--global-batch-size 8 --rampup-batch-size 4 1 100", "multiples of --micro-batch-size 2"),
+    ("--global-batch-size 8 --rampup-batch-size 0 2 100", "at least 1"),
+]
+JOBS = [
+    ("job_has_a_length", {"training": {"train_iters": None}}, "--train-iters or --train-samples"),
+    ("job_has_a_rate", {"optimizer": {"lr": None}}, "--lr is missing"),
+    ("job_has_data", {"data": {"mock_data": False}}, "--data-path"),
+    ("job_has_data", {"data": {"mock_data": False, "valid_data_path": ("v",)}}, "add --train-data-path"),
+    ("job_has_a_vocabulary", {"model": {"vocab_size": None}}, "--tokenizer-type"),
+]
+
+
+@pytest.mark.parametrize(("rule", "flags", "words", "fine"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
+def test_a_broken_rule_says_what_works_and_its_neighbour_passes(rule: str, flags: str, words: list[str], fine: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(job(flags))
+    for word in words:
+        assert word in str(error.value)
+    load_config(job(fine))
+
+
+@pytest.mark.parametrize(("flags", "words"), RAMPS, ids=[case[1] for case in RAMPS])
+def test_a_batch_ramp_has_to_arrive(flags: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config([*SAMPLES.split(), *flags.split()])
+    ramp = "--global-batch-size 8 --rampup-batch-size 2 2 100"
+    load_config([*SAMPLES.split(), *ramp.split()])
+
+
+@pytest.mark.parametrize(("rule", "changes", "words"), JOBS, ids=[f"{case[0]}: {case[1]}" for case in JOBS])
+def test_a_job_has_what_it_needs(rule: str, changes: dict[str, dict[str, object]], words: str) -> None:
+    config = load_config(job()).config
+    check_job(config)
+    broken = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()})
+    check(broken)
+    with pytest.raises(ConfigError, match=words):
+        check_job(broken)
+
+
+def test_every_rule_is_broken_by_a_case() -> None:
+    covered = {case[0] for case in CASES} | {case[0] for case in JOBS} | {"rampup_reaches_batch"}
+    assert covered == {rule.__name__ for rule in (*CONSISTENCY_RULES, *JOB_RULES)}
+
+
+def test_defaults_break_no_rule() -> None:
+    check(Config())
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(job("--context-parallel-size 2 --global-batch-size 9 --finetune"))
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_a_configuration_made_in_code_is_held_to_choices_and_ranges() -> None:
+    config = Config()
+    broken = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=0, normalization="Norm"))
+    with pytest.raises(ConfigError) as error:
+        check(broken)
+    assert str(error.value).splitlines()[0] == "model.num_layers 0: expected a value at least 1"
+    assert "model.normalization Norm: choose LayerNorm or RMSNorm" in str(error.value)
+
+
+def test_sequence_parallelism_without_tensor_parallelism_is_accepted() -> None:
+    assert load_config(job("--sequence-parallel --seq-length 31")).config.parallel.sequence_parallel
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 400))
+@settings(max_examples=50)
+def test_proposed_values_work(first: int, second: int, wanted: int) -> None:
+    proposed = nearest_values(divisors(first, second), wanted)
+    assert proposed
+    assert all(first % value == 0 and second % value == 0 for value in proposed)
+    assert str(proposed[0]) in use_divisors(first, second, wanted=wanted)
+    assert all(int(word) % first == 0 for word in use_multiples(first, wanted).removeprefix("use ").split(" or "))
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("969,30,1", (0.969, 0.03, 0.001)),
+        ("99, 1, 0", (0.99, 0.01, 0.0)),
+        ("8/1/1", (0.8, 0.1, 0.1)),
+        ("1", (1.0, 0.0, 0.0)),
+        ("3,1", (0.75, 0.25, 0.0)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_split_is_shares_that_sum_to_one(text: str, shares: tuple[float, float, float]) -> None:
+    assert split_shares(text) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize("text", ["", "a,b", "1,2,3,4", "-1,1,1", "0,0", "nan,1", "inf,1"])
+def test_a_bad_split_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--split"):
+        split_shares(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [("", 256), ("--swiglu", 128), ("--swiglu --ffn-hidden-size 40", 40), ("--activation geglu_tanh --hidden-size 4096", 10880)],
+)
+def test_the_width_of_the_mlp_is_megatrons(flags: str, width: int) -> None:
+    assert load_config(job(flags)).config.model.feed_forward_size() == width

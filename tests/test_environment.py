@@ -1,0 +1,135 @@
+"""Who this process is, from the variables of torchrun, SLURM, or neither."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.environment import child_environment, first_node, read_environment, set_for_libraries, tasks_on_node
+from megapipe.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "r",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "OMP_NUM_THREADS": "3",
+}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_torchrun() -> None:
+    found = read_environment(TORCHRUN)
+    assert (found.global_rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 4)
+    assert (found.num_nodes, found.node_rank, found.master_addr, found.master_port) == (2, 1, "head", 29500)
+    assert (found.launcher, found.run_id, found.restart_count, found.num_threads) == ("torchrun", "r", 2, 3)
+    assert found.is_distributed
+
+
+def test_nodes_follow_from_the_ranks_a_node_where_torchrun_does_not_say() -> None:
+    found = read_environment({name: value for name, value in TORCHRUN.items() if not name.startswith("GROUP")})
+    assert (found.num_nodes, found.node_rank) == (2, 1)
+
+
+def test_slurm() -> None:
+    found = read_environment(SLURM)
+    assert (found.global_rank, found.world_size, found.local_rank, found.local_world_size) == (6, 7, 2, 3)
+    assert (found.num_nodes, found.node_rank, found.master_addr, found.launcher) == (2, 1, "gpu07", "slurm")
+    assert 20000 <= found.master_port < 40000
+    assert found.master_port == read_environment({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}).master_port
+
+
+def test_slurm_rendezvous_can_be_set() -> None:
+    found = read_environment({**SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "1234"})
+    assert (found.master_addr, found.master_port) == ("other", 1234)
+
+
+def test_torchrun_inside_slurm_is_torchrun() -> None:
+    assert read_environment({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"MASTER_ADDR": "left-over"}], ids=["nothing", "one task", "address"]
+)
+def test_without_a_launcher_there_is_one_rank(variables: dict[str, str]) -> None:
+    found = read_environment(variables)
+    assert (found.launcher, found.global_rank, found.world_size, found.is_distributed) == ("single", 0, 1, False)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_set_variables_name_what_is_missing(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"not {name}; start with torchrun"):
+        read_environment({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK is 'x' in the environment; expected a whole number"),
+        ({**TORCHRUN, "RANK": "8"}, r"the global rank is 8, but it has to lie in 0 .. 7"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, r"the local rank is 4, but it has to lie in 0 .. 3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
+        ({**TORCHRUN, "OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS is 'many'"),
+        ({key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}, "not SLURM_LOCALID; start each rank as a task of srun"),
+        ({**SLURM, "SLURM_STEP_NODELIST": ""}, "set MASTER_ADDR"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"}, "expected something like"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "7"}, "lists 1 nodes"),
+        ({key: value for key, value in SLURM.items() if "TASKS_PER" not in key}, "use --ntasks-per-node"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_variables_that_cannot_be_are_refused(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_environment(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("node[03-05,9],login", "node03"),
+        ("a[1-2]b[07-08]", "a1b07"),
+        ("n-[12]", "n-12"),
+        ("x.y.z,b", "x.y.z"),
+        ("", ""),
+    ],
+    ids=lambda value: value or "none",
+)
+def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+@pytest.mark.parametrize(("tasks", "counts"), [("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x2)", [1, 2, 2])], ids=lambda value: str(value))
+def test_tasks_a_node(tasks: str, counts: list[int]) -> None:
+    assert [tasks_on_node(tasks, node) for node in range(len(counts))] == counts
+
+
+def test_a_child_gets_this_environment_with_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("DROPPED", "1")
+    variables = child_environment(DROPPED=None, ADDED=2)
+    assert (variables["KEPT"], variables["ADDED"], "DROPPED" in variables) == ("1", "2", False)
+
+
+def test_a_library_variable_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "mine")
+    monkeypatch.delenv("MEGAPIPE_TEST_ONLY", raising=False)
+    set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", MEGAPIPE_TEST_ONLY=1)
+    changed = child_environment()
+    monkeypatch.setenv("MEGAPIPE_TEST_ONLY", "1")  # so that it is taken away again
+    assert (changed["CUBLAS_WORKSPACE_CONFIG"], changed["MEGAPIPE_TEST_ONLY"]) == ("mine", "1")
