@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Makes a virtual environment and installs megapipe into it through constraints.txt, the versions that the tests were run with.
+#
+#   launch/install.sh [--extras NAME[,NAME...]]      extras of pyproject.toml: test, tokenizers, transformers, wandb, tensorboard
+#
+#   VENV=DIR      the virtual environment, made if it is not there (default: .venv in the repository)
+#   PYTHON=EXE    the Python to make it with, 3.11 or newer (default: the first one found)
+#
+# A machine without an NVIDIA GPU gets torch's CPU build: from the index that pip is set to use, if that offers one, else from
+# download.pytorch.org, if that can be reached, else whatever the index has. Nothing is done when nothing has changed.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${VENV:-$root/.venv}
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+extras=
+
+fail() {
+    printf 'install: %s\n' "$*" >&2
+    exit 1
+}
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --extras) [ $# -ge 2 ] || fail "--extras needs a name, as in --extras test"; extras=$2; shift 2 ;;
+        --extras=*) extras=${1#*=}; shift ;;
+        -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        *) fail "unknown argument '$1'; see --help" ;;
+    esac
+done
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
+        if command -v "$candidate" >/dev/null 2>&1 &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+        [ "$candidate" != "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not a Python 3.11 or newer"
+    done
+    fail "no Python 3.11 or newer was found; install one, or name it: PYTHON=/path/to/python3.11 $0"
+}
+
+make_environment() {
+    [ ! -x "$venv/bin/python" ] || return 0
+    local python
+    python=$(find_python)
+    printf 'install: making %s with %s\n' "$venv" "$("$python" --version)"
+    "$python" -m venv "$venv" || fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
+}
+
+has_nvidia_gpu() {
+    [ -e /proc/driver/nvidia/version ] || { command -v nvidia-smi >/dev/null 2>&1 && timeout 10 nvidia-smi -L >/dev/null 2>&1; }
+}
+
+# the constraint "torch==X" as a version
+torch_version() {
+    sed -n 's/^torch==\([^ ;+]*\).*/\1/p' "$root/constraints.txt"
+}
+
+# does the index that pip is set to use (and nothing else) offer this requirement? Reads its page, downloads no wheel from a real index.
+offered() {
+    timeout 90 "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --retries 1 --timeout 15 "$1" >/dev/null 2>&1
+}
+
+reachable() {
+    timeout 20 "$venv/bin/python" - "$1" >/dev/null 2>&1 <<'PYTHON'
+import sys, urllib.request
+urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeout=8)
+PYTHON
+}
+
+install_torch() {
+    local version
+    version=$(torch_version)
+    [ -n "$version" ] || fail "constraints.txt pins no torch"
+    if "$venv/bin/python" -c "
+import importlib.metadata as m, sys
+sys.exit(m.version('torch').split('+')[0] != '$version')" >/dev/null 2>&1; then
+        return
+    fi
+    local pip=("$venv/bin/python" -m pip install -qq -c "$root/constraints.txt")
+    if [ "$(uname -s)" != Linux ]; then
+        "${pip[@]}" "torch==$version"
+    elif has_nvidia_gpu; then
+        printf 'install: torch %s for NVIDIA GPUs\n' "$version"
+        "${pip[@]}" "torch==$version"
+    elif offered "torch==$version+cpu"; then
+        printf 'install: torch %s, the CPU build of this index\n' "$version"
+        "${pip[@]}" "torch==$version+cpu"
+    elif reachable "$torch_cpu_index/torch/"; then
+        printf 'install: torch %s, the CPU build of %s\n' "$version" "$torch_cpu_index"
+        "${pip[@]}" --extra-index-url "$torch_cpu_index" "torch==$version+cpu"
+    else
+        printf 'install: torch %s as this index has it; no CPU build was found, so this may bring CUDA libraries (gigabytes)\n' "$version"
+        "${pip[@]}" "torch==$version"
+    fi || fail "torch $version could not be installed; pip's message stands above"
+}
+
+# changes when anything that decides what is installed changes
+state() {
+    "$venv/bin/python" - "$root" "$extras" <<'PYTHON'
+import hashlib, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+digest = hashlib.sha256(repr(sys.argv[1:]).encode())
+for name in ("pyproject.toml", "constraints.txt"):
+    digest.update((root / name).read_bytes())
+print(digest.hexdigest())
+PYTHON
+}
+
+make_environment
+stamp=$venv/megapipe-installed${extras:+-${extras//,/-}}
+wanted=$(state)
+if [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
+    exit 0
+fi
+install_torch
+printf 'install: megapipe%s into %s\n' "${extras:+[$extras]}" "$venv"
+"$venv/bin/python" -m pip install -qq -c "$root/constraints.txt" -e "$root${extras:+[$extras]}" ||
+    fail "megapipe could not be installed; pip's message stands above"
+printf '%s\n' "$wanted" >"$stamp"

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Installs what the tests need, then runs lint, types and all tests, and prints the time of each phase.
+#
+#   launch/test.sh [--slow] [--gpu] [--no-install] [arguments of pytest]
+#
+#   --slow          also the long variants, before a release
+#   --gpu           also the tests that need a CUDA device
+#   --no-install    use the virtual environment as it is
+#   anything else   goes to pytest, which then runs alone: launch/test.sh tests/comm -x
+#
+#   VENV=DIR and PYTHON=EXE as in launch/install.sh
+#
+# Every phase is run even if one before it failed; the exit code is 0 only if all passed.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+install=yes
+options=()
+selection=()
+for argument in "$@"; do
+    case $argument in
+        --slow | --gpu) options+=("$argument") ;;
+        --no-install) install=no ;;
+        -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        *) selection+=("$argument") ;;
+    esac
+done
+
+# a path given by the user is meant from where the user stands
+for index in "${!selection[@]}"; do
+    path=${selection[$index]%%::*}
+    case $path in -* | /*) ;; *) [ ! -e "$path" ] || selection[index]=$PWD/${selection[$index]} ;; esac
+done
+venv=${VENV:-$root/.venv}
+case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
+export VENV=$venv
+cd "$root"
+
+names=()
+seconds=()
+verdicts=()
+phase() {
+    local name=$1 began=$SECONDS verdict=passed
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" || verdict=FAILED
+    names+=("$name")
+    seconds+=($((SECONDS - began)))
+    verdicts+=("$verdict")
+}
+
+report() {
+    local failed=0 total=0 index
+    printf '\n'
+    for index in "${!names[@]}"; do
+        printf '%-22s %5d s  %s\n' "${names[$index]}" "${seconds[$index]}" "${verdicts[$index]}"
+        total=$((total + seconds[index]))
+        [ "${verdicts[$index]}" = passed ] || failed=1
+    done
+    printf '%-22s %5d s\n' total "$total"
+    return $failed
+}
+
+if [ "$install" = yes ]; then
+    phase install "$root/launch/install.sh" --extras test
+    [ "${verdicts[0]}" = passed ] || { report; exit 1; }
+elif [ ! -x "$venv/bin/python" ]; then
+    printf 'test: there is no virtual environment at %s; leave out --no-install, or set VENV\n' "$venv" >&2
+    exit 1
+fi
+python=$venv/bin/python
+
+if [ ${#selection[@]} -gt 0 ]; then
+    phase tests "$python" -m pytest "${options[@]}" "${selection[@]}"
+else
+    phase format "$python" -m ruff format --check .
+    phase lint "$python" -m ruff check .
+    phase types "$python" -m mypy
+    phase "tests without torch" "$python" -m pytest --torchfree "${options[@]}"
+    phase "tests with torch" "$python" -m pytest -m "not torchfree" "${options[@]}"
+fi
+report
