@@ -37,9 +37,14 @@ class LossScaler:
             minimum=precision.min_loss_scale,
         )
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Overflows are part of the search for the right scale; with a constant scale they are a fault."""
+        return self._window is not None
+
     def update(self, overflow: bool) -> None:
         """Account for one step; overflow: some gradient on some rank was infinite or NaN, so that the step was skipped."""
-        if self._window is None:
+        if not self.is_dynamic:
             return
         if overflow:
             self._good_steps = 0
@@ -59,7 +64,7 @@ class LossScaler:
 
     def load_state(self, state: dict[str, float | int]) -> None:
         """Go on from a checkpoint; a constant scale stays what the configuration says."""
-        if self._window is not None:
+        if self.is_dynamic:
             self.scale = float(state["scale"])
             self._good_steps = int(state["good_steps"])
             self._overflows_left = int(state["overflows_left"])

@@ -56,4 +56,5 @@ def test_state_goes_on_where_it_stopped() -> None:
 def test_scale_is_the_configured_one(precision: PrecisionConfig, scale: float, after_overflows: float) -> None:
     scaler = LossScaler.of(precision)
     assert scaler.scale == scale
+    assert scaler.is_dynamic == (precision.dtype == "fp16" and precision.loss_scale is None)
     assert scales(scaler, "xxx")[-1] == after_overflows
