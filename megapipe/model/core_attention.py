@@ -45,8 +45,9 @@ def explicit_attention(
     seq, batch, groups, queries, head_dim = q.shape
     q = q.permute(1, 2, 3, 0, 4).reshape(batch * groups, queries * seq, head_dim)  # a copy where queries > 1
     k, v = (x.flatten(1, 3).transpose(0, 1) for x in (k, v))  # [b g, s, d]
-    logits = torch.bmm(q, k.transpose(1, 2)).view(batch, groups * queries, seq, seq)
-    probs = _MaskedSoftmax.apply(logits, mask, scale, cap).to(v.dtype)
+    # the scale belongs into the GEMM: unscaled logits overflow fp16
+    logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale).view(batch, groups * queries, seq, seq)
+    probs = _MaskedSoftmax.apply(logits, mask, cap).to(v.dtype)
     if dropout is not None:
         probs = dropout(probs)
     output = torch.bmm(probs.view(batch * groups, queries * seq, seq), v)
@@ -54,17 +55,16 @@ def explicit_attention(
 
 
 class _MaskedSoftmax(torch.autograd.Function):
-    """softmax(cap tanh(scale logits / cap) + mask) in at least fp32. Keeps the probabilities and, with a cap, the tanh."""
+    """softmax(cap tanh(logits / cap) + mask) in at least fp32. Keeps the probabilities and, with a cap, the tanh."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, mask: Tensor, scale: float, cap: float | None) -> Tensor:
-        ctx.scale, ctx.cap, ctx.dtype = scale, cap, logits.dtype
-        logits = logits.to(at_least_fp32(logits.dtype)) * scale
-        squashed = None
+    def forward(ctx: Any, logits: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+        ctx.dtype = logits.dtype
+        logits, squashed = logits.to(at_least_fp32(logits.dtype)), None
         if cap is not None:
-            squashed = logits.div_(cap).tanh_()
+            squashed = torch.div(logits, cap).tanh_()
             logits = squashed * cap
-        probs = torch.softmax(logits.add_(mask), dim=-1)
+        probs = torch.softmax(logits + mask, dim=-1)
         ctx.save_for_backward(probs, squashed)
         return probs
 
@@ -74,7 +74,7 @@ class _MaskedSoftmax(torch.autograd.Function):
         grad = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
         if squashed is not None:
             grad = grad.addcmul_(grad * squashed, squashed, value=-1)
-        return grad.mul_(ctx.scale).to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

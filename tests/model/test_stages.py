@@ -11,6 +11,8 @@ from torch import Tensor
 from megapipe.comm.groups import Group
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.model.context import additive, causal
+from megapipe.model.core_attention import explicit_attention
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs, specs_of_stage
@@ -164,3 +166,12 @@ def test_tables_and_masks_do_not_pile_up_over_lengths() -> None:
             logits = stage(dataclasses.replace(make_microbatch(config), tokens=tokens[:, :length]), return_logits=True)
             assert_equal(logits, whole[:length], f"{length} tokens")
     assert len(stage._make_context.rotary._tables) == 1
+
+
+def test_explicit_attention_in_fp16_does_not_overflow_on_large_logits() -> None:
+    q = torch.full((4, 1, 1, 2, 64), 60.0, dtype=torch.float16)
+    k = torch.full((4, 1, 1, 1, 64), 60.0, dtype=torch.float16)
+    v = torch.arange(4, dtype=torch.float16).view(4, 1, 1, 1, 1).expand_as(k)
+    mask = additive(causal(4, None, q.device), q.dtype)
+    output = explicit_attention(q, k, v, mask, 64**-0.5, None, None)  # q k = 230,400 > 65,504
+    assert torch.equal(output[:, 0, 0], torch.tensor([0.0, 0.5, 1.0, 1.5], dtype=torch.float16))
