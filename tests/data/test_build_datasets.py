@@ -58,6 +58,13 @@ def test_one_weighted_prefix_is_still_a_blend_with_surplus(request_a):
     assert len(built.train) == 201
 
 
+def test_shares_are_rounded_up_and_the_blend_is_their_sum(request_a):
+    built = build_datasets(replace(request_a, data_path=["1", A, "1", B, "1", C], split="100,0,0", num_samples=(100, 0, 0)))
+    assert isinstance(built.train, BlendedDataset)
+    assert len(built.train) == 102
+    assert [member.num_asked for member in built.train.members] == [35, 35, 35]
+
+
 def test_each_part_can_have_files_of_its_own(request_a):
     own = replace(request_a, data_path=None, split=None, train_data_path=["0.5", A, "0.5", B], valid_data_path=["1.0", C])
     built = build_datasets(own)

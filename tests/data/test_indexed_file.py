@@ -128,6 +128,24 @@ def test_interrupted_writer_leaves_the_old_file_and_no_other(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_crash_between_the_two_renames_leaves_no_index_beside_a_foreign_bin(tmp_path, monkeypatch):
+    write_file(tmp_path / "x", [3])
+    replace = os.replace
+
+    def crash_at_index(source, target):
+        if str(target).endswith(".idx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    writer = IndexedWriter(tmp_path / "x", "u2")
+    writer.add_document([7])
+    monkeypatch.setattr(os, "replace", crash_at_index)
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit()
+    with pytest.raises(DataError, match=r"no token file .*x\.idx"):
+        IndexedFile(tmp_path / "x")
+
+
 def test_full_disk_is_a_data_error_and_leaves_nothing(tmp_path, monkeypatch):
     writer = IndexedWriter(tmp_path / "x", "u2")
     writer.add_document([1, 2])

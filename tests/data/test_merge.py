@@ -69,7 +69,12 @@ def test_plain_and_multimodal_are_not_mixed(tmp_path):
 def test_output_over_an_input_is_refused(tmp_path):
     write_file(tmp_path / "x", [3])
     with pytest.raises(ConfigError, match="is one of the files to merge"):
+        merge([str(tmp_path / "x")], str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="is one of the files to merge"):
         merge([TINY, str(tmp_path / "x")], str(tmp_path / "x"))
+    write_file(tmp_path / "y", [3])
+    merge([TINY], str(tmp_path / "y"))  # over another file it is allowed
+    assert IndexedFile(tmp_path / "y").num_tokens == 12
     assert IndexedFile(tmp_path / "x").num_tokens == 3
 
 

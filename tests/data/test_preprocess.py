@@ -56,6 +56,22 @@ def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tmp_path,
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_reader_is_never_far_ahead_of_the_workers(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)  # a batch a record
+    read = []
+
+    def records():
+        for i in range(100):
+            read.append(i)
+            yield json_record(i, text="abc")
+
+    encoded = module._encode_all(records(), ByteTokenizer, ("text",), False, 2)
+    for written in range(10):
+        next(encoded)
+        assert len(read) <= written + 2 * module.BATCHES_PER_WORKER + 1
+    encoded.close()
+
+
 def test_bad_record_stops_with_its_line_and_leaves_no_file(tmp_path):
     records = [*(json_record(i, text="abc") for i in range(1, 5)), Record("c.jsonl", 5, b'{"text"', True)]
     with pytest.raises(DataError, match=r"c\.jsonl line 5 is not JSON"):

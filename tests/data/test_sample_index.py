@@ -32,7 +32,8 @@ def test_every_sample_and_every_document_occurs(lengths, num_samples, seq_length
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "num_epochs", "last_apart"), [(9, 1, False), (10, 2, True), (17, 2, False), (19, 2, False), (20, 3, True)]
+    ("num_samples", "num_epochs", "last_apart"),
+    [(9, 1, False), (10, 2, True), (15, 2, True), (16, 2, False), (17, 2, False), (19, 2, False), (20, 3, True)],
 )
 def test_last_epoch_is_apart_when_less_than_four_fifths_are_needed(num_samples, num_epochs, last_apart):
     plan = plan_epochs(100, num_samples, 10)

@@ -82,6 +82,16 @@ def test_hugging_face_ids_with_holes_have_room_for_the_highest(bpe_folder, tmp_p
     assert max(tokenizer.encode("<late>")) < tokenizer.vocab_size
 
 
+def test_hugging_face_truncation_and_padding_are_switched_off(bpe_folder, tmp_path):
+    tokenizer = library.Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path)).encode(TEXT[0]) == build_tokenizer(
+        "HuggingFaceTokenizer", str(bpe_folder)
+    ).encode(TEXT[0])
+
+
 def test_gpt2_takes_its_two_files_by_flag(bpe_folder):
     by_flag = build_tokenizer("GPT2BPETokenizer", vocab_file=str(bpe_folder / "vocab.json"), merge_file=str(bpe_folder / "merges.txt"))
     assert by_flag.encode(TEXT[0]) == build_tokenizer("HuggingFaceTokenizer", str(bpe_folder)).encode(TEXT[0])
