@@ -12,7 +12,7 @@ from megapipe.config.fields import ConfigField, all_fields, fields_by_key, make_
 from megapipe.config.flags import GivenFlag, Requests, field_flags, help_text, normalised, off_flag, read_command_line
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.config.option import TAKES_VALUE, Flag
-from megapipe.config.rules.check import check, check_job, raise_all
+from megapipe.config.rules.check import check_job, raise_all
 from megapipe.config.values import NONE_WORDS, TRUE_WORDS, nearest, read_value, value_text
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
@@ -29,9 +29,9 @@ class LoadedConfig:
     requests: Requests = dataclasses.field(default_factory=Requests)
     remarks: tuple[str, ...] = ()  # one line for each Megatron flag that is already so here
 
-    def text(self) -> str:
-        """What `--print-config` prints: YAML that loads again, with the origin of each value as a comment."""
-        return to_yaml(self.config, self.origins)
+    def text(self, resolved: Config | None = None) -> str:
+        """What `--print-config` prints and what lies beside a checkpoint: YAML that loads again, origins and derived values as comments."""
+        return to_yaml(self.config, self.origins, resolved)
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,16 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
 
 
 def from_yaml(text: str, name: str = "configuration") -> Config:
-    """The configuration that a YAML text holds, defaults where it is silent: the way back from `to_yaml`. Checked for consistency."""
+    """The configuration that a YAML text holds, defaults where it is silent: the way back from `to_yaml`.
+
+    Each value is checked by itself. The rules between fields are not: a resolved configuration says lengths in two units, say.
+    """
     values: dict[str, Any] = {field.key: field.default for field in all_fields()}
     settings: list[Setting] = []
     for entry in read_entries(text, name):
         settings += settings_of_entry(entry, [])
     apply(values, dict.fromkeys(values, DEFAULT), settings)
-    config = make_config(values)
-    check(config)
-    return config
+    return make_config(values)
 
 
 def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> LoadedConfig:

@@ -25,3 +25,5 @@ class LoggingConfig:
     profile_step_end: int = option(12, "step at which tracing ends (not traced)", unit="steps", at_least=1)
     profile_ranks: tuple[int, ...] = option((0,), "global ranks that are traced", at_least=0)
     metrics_file: str | None = option(None, "JSON lines, one a step", derived="metrics.jsonl in --save; without --save none")
+    sample_prompts: tuple[str, ...] | None = option(None, "texts that the trained model continues at the end, printed")
+    sample_tokens: int = option(48, "tokens that each of --sample-prompts is continued by", unit="tokens", at_least=1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.config.config import Config
-from megapipe.config.fields import all_fields, section_types, value_of
+from megapipe.config.fields import ConfigField, all_fields, section_types, value_of
 from megapipe.config.values import value_text
 from megapipe.errors import ConfigError
 
@@ -94,20 +94,32 @@ def entry(section: str | None, key: str, node, where: str) -> Entry:  # type: ig
     raise ConfigError(f"{where}: {key} holds a mapping or nested list; expected a value or a flat list")
 
 
-def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """The whole configuration as YAML in sections, which loads again; with origins, each line says where its value came from."""
+def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: Config | None = None) -> str:
+    """The whole configuration as YAML in sections, which loads again and means the same.
+
+    origins: each line says in a comment where its value came from.
+    resolved: the planner's version of this configuration; what it derived stands in comments too. The values themselves stay those
+    that were asked for: a file with both --train-iters and the --train-samples derived from it would say the length twice and could not be
+    changed by one flag.
+    """
     lines: list[str] = []
     section = ""
     for field in all_fields():
         if field.section != section:
             section = field.section
             lines += ([""] if lines else []) + [f"{section}:"]
-        value = value_of(config, field)
-        line = f"  {field.name}: {value_text(value)}"
-        if origins is not None:
-            remark = origins.get(field.key, "default").replace("\n", " ")
-            if value is None and field.option.derived:
-                remark += f"; derived: {field.option.derived}"
-            line = f"{line:<56} # {remark}"
-        lines.append(line)
+        line = f"  {field.name}: {value_text(value_of(config, field))}"
+        remarks = remark(field, config, origins, resolved)
+        lines.append(f"{line:<56} # {remarks}" if remarks else line)
     return "\n".join(lines) + "\n"
+
+
+def remark(field: ConfigField, config: Config, origins: Mapping[str, str] | None, resolved: Config | None) -> str:
+    """The comment after a value: its origin, and what was or will be derived from it."""
+    value = value_of(config, field)
+    parts = [] if origins is None else [origins.get(field.key, "default").replace("\n", " ")]
+    if resolved is not None and value_of(resolved, field) != value:
+        parts.append(f"derived: {value_text(value_of(resolved, field))}")
+    elif origins is not None and value is None and field.option.derived:
+        parts.append(f"derived: {field.option.derived}")
+    return "; ".join(parts)

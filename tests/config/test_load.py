@@ -10,8 +10,32 @@ import pytest
 from megapipe.config.config import Config
 from megapipe.config.load import from_yaml, load_config, with_checkpoint_model
 from megapipe.config.model import ModelConfig
+from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import ConfigError
+from megapipe.planner.resolve import resolve
 from tests.config.examples import SHAPE, job
+
+RESOLVED = [
+    ("--train-iters 10", 2),
+    ("--train-iters 100 --lr-warmup-iters 10 --lr-decay-style WSD --lr-wsd-decay-iters 5", 1),
+    ("--train-samples 100 --global-batch-size 4 --rampup-batch-size 2 2 20", 1),
+    ("--train-iters 9 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2", 8),
+    ("--train-iters 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --swiglu --decoupled-lr 1e-4", 2),
+]
+NO_LENGTH = SHAPE + " --micro-batch-size 2 --lr 1e-3 --mock-data --vocab-size 100 "
+
+
+@pytest.mark.parametrize(("flags", "world_size"), RESOLVED, ids=[flags for flags, _ in RESOLVED])
+def test_what_lies_beside_a_checkpoint_loads_and_plans_the_same(flags: str, world_size: int, tmp_path: Path) -> None:
+    loaded = load_config((NO_LENGTH + flags).split())
+    plan = resolve(loaded.config, world_size)
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(loaded.text(plan.config))
+    again = load_config(["--config", str(saved)])
+    assert again.config == loaded.config
+    assert resolve(again.config, world_size).config == plan.config
+    assert f"# default; derived: {plan.config.model.padded_vocab_size}" in saved.read_text()
+    assert from_yaml(to_yaml(plan.config)) == plan.config
 
 
 @pytest.fixture
