@@ -49,9 +49,10 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         from megapipe.verify.run import verify
 
         return verify(plan, environment, loaded.requests.verify_grid)
+    from megapipe.cli.samples import print_samples
     from megapipe.train.run import pretrain
 
-    return pretrain(plan, environment)
+    return pretrain(plan, environment, print_samples)
 
 
 def with_vocabulary(config: Config) -> Config:

@@ -21,7 +21,7 @@ from megapipe.schedule.action import Action, Op
 from megapipe.schedule.schedule import Schedule
 
 Key = tuple[int, int]  # (stage, microbatch)
-Tensors = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor, ...]
 
 
 def _nothing(stage: int) -> None:
@@ -78,7 +78,7 @@ class Engine:
         pp_rank: int,
         stages: Mapping[int, StageRunner],
         channels: Mapping[tuple[int, str], Channel],
-        hooks: Hooks = Hooks(),  # noqa: B008 - frozen
+        hooks: Hooks = Hooks(),
         tracer: Tracer | None = None,
     ) -> None:
         placement = schedule.placement
@@ -136,7 +136,8 @@ class Engine:
         stage, microbatch = action.stage, _number(action)
         inputs: tuple[Tensor, ...] = ()
         if stage > 0:
-            inputs = run.activations.pop((stage, microbatch), None) or self._received(run, Op.RECV_F, stage, microbatch)  # type: ignore[assignment]
+            held = run.activations.pop((stage, microbatch), None)
+            inputs = self._received(run, Op.RECV_F, stage, microbatch) if held is None else held
         is_last = stage == self.last_stage
         result = self._stages[stage].forward(microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None)
         if is_last:
@@ -178,14 +179,18 @@ class Engine:
         if run.step.training:
             self._hooks.reduce_gradients(action.stage)
 
-    def _output_gradients(self, run: _Run, stage: int, microbatch: int) -> Tensors:
+    def _output_gradients(self, run: _Run, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         if stage == self.last_stage:
             return (None,)  # the objective's gradient is 1
-        return run.gradients.pop((stage, microbatch), None) or self._received(run, Op.RECV_B, stage, microbatch)
+        held = run.gradients.pop((stage, microbatch), None)
+        return self._received(run, Op.RECV_B, stage, microbatch) if held is None else held
 
-    def _deliver(self, run: _Run, stage: int, microbatch: int, input_gradients: Tensors) -> None:
+    def _deliver(self, run: _Run, stage: int, microbatch: int, found: tuple[Tensor | None, ...]) -> None:
         if stage == 0:
             return
+        input_gradients = tuple(gradient for gradient in found if gradient is not None)
+        if len(input_gradients) != len(found):
+            raise ValueError(f"stage {stage} does not use all its {len(found)} inputs: nothing can be sent back to stage {stage - 1}")
         if stage - 1 in self._local:
             run.gradients[stage - 1, microbatch] = input_gradients
         else:

@@ -9,7 +9,7 @@ from megapipe.schedule.simulate import Costs, Timeline, simulate
 
 
 def stage_costs(plan: RunPlan) -> Costs:
-    """Relative seconds of every op of every stage: forward FLOPs (full attention), the backward twice that (thrice under full recompute)."""
+    """Relative seconds of every op of every stage: forward FLOPs (full attention); backward twice that, thrice with full recompute."""
     model = plan.config.model
     layer = layer_forward_flops(model, causal=False)
     forward = plan.partition.stage_costs([layer] * model.num_layers, 0.0, head_forward_flops(model))

@@ -53,8 +53,8 @@ def cut_layers(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Par
         return cut_evenly(model.num_layers, pp, chunks, first, last, embedding, loss)
     if model.num_layers < pp * chunks:
         raise ConfigError(
-            f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {chunks} chunks = {pp * chunks} stages; use fewer stages, "
-            "or write --pipeline-model-parallel-layout, in which a stage may be empty"
+            f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {chunks} chunks = {pp * chunks} stages; use fewer "
+            "stages, or write --pipeline-model-parallel-layout, in which a stage may be empty"
         )
     layer = layer_forward_flops(model, causal=False)
     return cut_by_cost([layer] * model.num_layers, 0.0, head_forward_flops(model), pp * chunks)

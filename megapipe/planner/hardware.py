@@ -13,7 +13,7 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one device by configuration dtype; fp32 is that of the matrix units in TF32, which megapipe does not use, so it is absent."""
+    """FLOP/s of one device by configuration dtype; fp32 is absent: the matrix units know only TF32, which is not used."""
 
     bf16: float
     fp16: float

@@ -33,7 +33,8 @@ def _headline(plan: RunPlan) -> Iterator[str]:
     )
     groups = f", {model.num_query_groups} key/value heads" if model.num_query_groups != model.num_attention_heads else ""
     yield (
-        f"  model    {model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, {model.num_attention_heads} heads{groups}, "
+        f"  model    {model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
+        f"{model.num_attention_heads} heads{groups}, "
         f"sequence {model.seq_length}, vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), {plan.config.precision.dtype}"
     )
 
@@ -93,10 +94,9 @@ def _bubble(plan: RunPlan) -> Iterator[str]:
     if plan.topology.pp == 1:
         return
     timeline = predicted_timeline(plan, plan.batch.full // plan.batch.samples_per_microbatch)
-    chained, barrier = timeline.chained_bubble.share, timeline.barrier_bubble.share
     yield (
-        f"  bubble   {barrier:.1%} of the step expected from first to last action of any rank ({chained:.1%} chained), stages by FLOPs, "
-        "messages free"
+        f"  bubble   {timeline.barrier_bubble.share:.1%} of the ranks' time expected idle, from the first action of any rank to the last "
+        "(stages weighed by FLOPs, messages free)"
     )
 
 

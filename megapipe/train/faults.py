@@ -58,5 +58,5 @@ def raise_unsound(machines: Machines, watch: OutputWatch, result: StepResult, st
         text += f"; first seen in the forward of stage {stage} ({place}) on rank {rank}, microbatch {microbatch}{shown}"
     else:
         rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
-        text += f"; all forwards were finite: it arose in a backward; first seen in the gradient of {', '.join(names) or 'unknown'} on rank {rank}"
-    raise TrainingError(text + ". Lower --lr, look at the data, or go on in spite of it with --no-check-for-nan-in-loss-and-grad")
+        text += f"; all forwards were finite, so it arose in a backward: gradient of {', '.join(names) or 'unknown'} on rank {rank}"
+    raise TrainingError(f"{text}. Lower --lr, look at the data, or go on in spite of it with --no-check-for-nan-in-loss-and-grad")

@@ -15,12 +15,12 @@ from megapipe.build.machines import Machines
 from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.comm.collectives import all_reduce
 from megapipe.data.loader import Loader
-from megapipe.optimizer.schedule import decoupled_lr_schedule, lr_schedule, weight_decay_schedule
 from megapipe.train.evaluation import evaluate
 from megapipe.train.faults import OutputWatch, raise_unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.pace import Pace
 from megapipe.train.profile import Profile
+from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest
 from megapipe.train.state import TrainingState
 from megapipe.train.step import Rates, StepResult, TrainStep, is_sound
@@ -41,7 +41,8 @@ class Ending:
 class Training:
     """One rank's run from `state` to the end, or to the first reason to leave.
 
-    save: writes a checkpoint of the state; None without --save. stop: what signals asked for; ranks agree on it after every step.
+    schedules: None only where nothing is trained. save: writes a checkpoint of the state; None without --save. stop: what signals asked
+    for; ranks agree on it after every step.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Training:
         machines: Machines,
         data: RunData,
         state: TrainingState,
+        schedules: Schedules | None,
         writers: Writers,
         stop: StopRequest,
         save: Save | None = None,
@@ -62,10 +64,7 @@ class Training:
         self._pace = Pace(machines)
         self._profile = Profile(config.logging, machines)
         self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
-        if not self._training.skip_train:
-            self._lr = lr_schedule(config.optimizer, config.training)
-            self._decoupled_lr = decoupled_lr_schedule(config.optimizer, config.training)
-            self._weight_decay = weight_decay_schedule(config.optimizer, config.training)
+        self._schedules = schedules
         self._started = time.monotonic()
         self._saved_step: int | None = None
 
@@ -98,11 +97,11 @@ class Training:
 
     def _one_step(self, train_iters: int) -> None:
         state, plan = self.state, self.machines.plan
-        assert self.data.train is not None
+        assert self.data.train is not None and self._schedules is not None
         consumed = state.consumed_samples
         count = plan.batch.num_microbatches_at(consumed)
         microbatches = self.microbatches(self.data.train, consumed, count, state.step)
-        rates = Rates(self._lr(consumed), self._weight_decay(consumed), self._decoupled_lr(consumed))
+        rates = self._schedules.rates(consumed)
         self._profile.before(state.step)
         result = self._step.run(microbatches, rates, self._timers)
         self._profile.after(state.step)

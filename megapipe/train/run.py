@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from megapipe.build.datasets import build_data
+from megapipe.build.datasets import RunData, build_data
 from megapipe.build.machines import Machines
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.yaml_file import to_yaml
 from megapipe.environment import Environment
-from megapipe.errors import ConfigError
 from megapipe.planner.run_plan import RunPlan
 from megapipe.train import persistence
-from megapipe.train.loop import Training
+from megapipe.train.loop import Save, Training
+from megapipe.train.metrics import human_bytes
+from megapipe.train.persistence import Resumed
+from megapipe.train.schedules import Schedules
 from megapipe.train.signals import stop_requests
 from megapipe.train.state import TrainingState
 from megapipe.train.writers import Writers, build_writers
 
+Afterwards = Callable[[Machines, RunData, Writers], None]
 
-def pretrain(plan: RunPlan, environment: Environment) -> int:
-    """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code."""
+
+def pretrain(plan: RunPlan, environment: Environment, afterwards: Afterwards | None = None) -> int:
+    """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
+
+    afterwards: called on every rank after a run that reached its end, with the trained machines.
+    """
     config = plan.config
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
@@ -36,12 +44,13 @@ def pretrain(plan: RunPlan, environment: Environment) -> int:
         machines = Machines(plan, groups, world.device, tracer=tracer)
         data = build_data(plan)
         try:
-            state = load_state(machines, writers)
-            root, text = config.checkpoint.save, to_yaml(config)
-            save = None if root is None else lambda now: writers.say(str(persistence.save(machines, now, Path(root), text)))
-            training = Training(machines, data, state, writers, stop, save)
+            resumed = resume(machines, writers)
+            save = saver(machines, resumed, data, writers)
+            training = Training(machines, data, resumed.state, resumed.schedules, writers, stop, save)
             ending = training.run()
-            writers.say(f"ended after step {state.step}: {ending.reason}")
+            if afterwards is not None and not ending.early:
+                afterwards(machines, data, writers)
+            writers.say(f"ended after step {resumed.state.step}: {ending.reason}")
         finally:
             data.close()
             writers.close()
@@ -56,17 +65,34 @@ def join(plan: RunPlan, environment: Environment) -> World:
     return start(environment, parallel.distributed_backend, 60.0 * parallel.distributed_timeout_minutes, plan.config.training.device)
 
 
-def load_state(machines: Machines, writers: Writers) -> TrainingState:
-    """The state to go on from: a checkpoint's where --load holds one, else the beginning."""
-    checkpoint = machines.plan.config.checkpoint
-    if checkpoint.load is None:
-        return TrainingState()
+def resume(machines: Machines, writers: Writers) -> Resumed:
+    """What to go on from: a checkpoint where --load holds one, else the beginning."""
+    config = machines.plan.config
+    if config.checkpoint.load is None:
+        return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
-    state = persistence.load(machines, Path(checkpoint.load))
-    if state is None:
-        if checkpoint.exit_on_missing_checkpoint:
-            raise ConfigError(f"--load {checkpoint.load} holds no complete checkpoint, and --exit-on-missing-checkpoint is set")
-        writers.say(f"{checkpoint.load} holds no checkpoint yet: starting from the beginning")
-        return TrainingState()
-    writers.say(f"going on after step {state.step} ({state.consumed_samples:,} samples), loaded in {time.perf_counter() - started:.1f} s")
-    return state
+    resumed = persistence.load(machines, Path(config.checkpoint.load))
+    for remark in resumed.remarks:
+        writers.say(remark)
+    if resumed.path is not None:
+        state = resumed.state
+        seconds = time.perf_counter() - started
+        writers.say(f"loaded {resumed.path} in {seconds:.1f} s: going on after step {state.step}, {state.consumed_samples:,} samples")
+    return resumed
+
+
+def saver(machines: Machines, resumed: Resumed, data: RunData, writers: Writers) -> Save | None:
+    """What the loop calls to save; None without --save. Cleans up after interrupted saves first."""
+    config = machines.plan.config
+    if config.checkpoint.save is None:
+        return None
+    root, text = Path(config.checkpoint.save), to_yaml(config)
+    for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world):
+        writers.say(remark)
+    tokenizer = None if config.data.tokenizer_model is None else Path(config.data.tokenizer_model)
+
+    def save(state: TrainingState) -> None:
+        report = persistence.save(machines, state, resumed.schedules, root, text, tokenizer)
+        writers.say(f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s)")
+
+    return save

@@ -1,4 +1,4 @@
-"""Phase timers of a step. Level 0 times the step, level 1 its phases; on a GPU each reading waits for the device, so level 1 costs overlap."""
+"""Phase timers: level 0 times the step, level 1 its phases. On a GPU each reading waits for the device, so level 1 costs overlap."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import pytest
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.planner.resolve import resolve
@@ -58,7 +57,7 @@ def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
     [
         ({"tensor_model_parallel_size": 3}, 3, r"--tensor-model-parallel-size 3 .*--num-attention-heads 8.* use .*1, 2, 4"),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, r"a world of 6 ranks .* multiple of 4"),
-        ({"num_query_groups": 4, "num_attention_heads": 8, "tensor_model_parallel_size": 8, "global_batch_size": 3}, 8, r"--global-batch-size 3"),
+        ({"num_query_groups": 4, "tensor_model_parallel_size": 8, "global_batch_size": 3}, 8, r"--global-batch-size 3"),
         ({"pipeline_model_parallel_size": 3, "pipeline_balance": "even"}, 3, r"8 layers .* do not divide over 3"),
         ({"pipeline_model_parallel_size": 16}, 16, r"--num-layers 8 is fewer than 16 pipeline ranks"),
         ({"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 34}, 4, r"--seq-length 34.*use 32 or 36"),
@@ -66,10 +65,14 @@ def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
         ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2, r"3 stages, not a multiple"),
         ({"vocab_size": None}, 1, r"size of the vocabulary is not known"),
         ({"context_parallel_size": 2}, 2, r"--context-parallel-size 2"),
-        ({"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}, 2, r"gpipe runs one chunk"),
+        (
+            {"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            2,
+            r"gpipe runs one chunk",
+        ),
     ],
     ids=[
-        "heads", "world", "batch", "even_layers", "too_few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
+        "heads", "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_anything_starts(changes: dict[str, object], world: int, message: str) -> None:
