@@ -1,8 +1,10 @@
 """The one file that reads and writes environment variables: who this process is, as torchrun or SLURM says it, and what its children need.
 
 torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT.
-SLURM (srun, one task a rank): SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_NNODES, SLURM_STEP_NODELIST (the first node is
-the rendezvous), SLURM_JOB_ID (which spreads ports). Neither: one process. torchrun wins where both stand, for srun often starts torchrun.
+SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_STEP_NODELIST
+(the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's variables, not the job's: a batch script has the
+job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process. Neither launcher: one process. torchrun wins where both stand, for srun often
+starts torchrun.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from megapipe.errors import ConfigError
 
 TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-SLURM_NEEDS = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES")
+SLURM_NEEDS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
 
 
@@ -48,7 +50,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     variables = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         found = from_torchrun(variables)
-    elif "SLURM_PROCID" in variables and whole_number(variables, "SLURM_NTASKS", "1") > 1:
+    elif whole_number(variables, "SLURM_STEP_NUM_TASKS", "1") > 1:
         found = from_slurm(variables)
     else:
         found = Environment(
@@ -101,20 +103,20 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
 def from_slurm(variables: Mapping[str, str]) -> Environment:
     """srun's variables. The first node of the step is the rendezvous unless MASTER_ADDR says otherwise."""
     require(variables, SLURM_NEEDS, "start each rank as a task of srun")
-    world_size, num_nodes = whole_number(variables, "SLURM_NTASKS"), whole_number(variables, "SLURM_NNODES")
-    node_list = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST", "")
+    world_size, num_nodes = whole_number(variables, "SLURM_STEP_NUM_TASKS"), whole_number(variables, "SLURM_STEP_NUM_NODES")
+    node_list = variables.get("SLURM_STEP_NODELIST", "")
     address = variables.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else first_node(node_list))
     if not address:
         raise ConfigError("SLURM_STEP_NODELIST is not set in the environment; set MASTER_ADDR to the name of the first node")
     job = whole_number(variables, "SLURM_JOB_ID", "0")
     node_rank = whole_number(variables, "SLURM_NODEID")
-    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
+    tasks = variables.get("SLURM_STEP_TASKS_PER_NODE")
     if tasks is not None:
         local_world_size = tasks_on_node(tasks, node_rank)
     elif world_size % max(1, num_nodes) == 0:
         local_world_size = world_size // max(1, num_nodes)
     else:
-        raise ConfigError(f"SLURM_NTASKS {world_size} does not divide over SLURM_NNODES {num_nodes}; use --ntasks-per-node")
+        raise ConfigError(f"SLURM_STEP_NUM_TASKS {world_size} does not divide over SLURM_STEP_NUM_NODES {num_nodes}; use --ntasks-per-node")
     return Environment(
         global_rank=whole_number(variables, "SLURM_PROCID"),
         world_size=world_size,
@@ -169,10 +171,10 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigError(f"SLURM_TASKS_PER_NODE is {tasks!r} in the environment; expected something like 4(x2),3")
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks!r} in the environment; expected something like 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts) or node_rank < 0:
-        raise ConfigError(f"SLURM_NODEID is {node_rank}, but SLURM_TASKS_PER_NODE {tasks} lists {len(counts)} nodes")
+        raise ConfigError(f"SLURM_NODEID is {node_rank}, but SLURM_STEP_TASKS_PER_NODE {tasks} lists {len(counts)} nodes")
     return counts[node_rank]
 
 

@@ -22,10 +22,12 @@ TORCHRUN = {
 }
 SLURM = {
     "SLURM_PROCID": "6",
-    "SLURM_NTASKS": "7",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "7",
     "SLURM_LOCALID": "2",
     "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
+    "SLURM_NNODES": "4",
+    "SLURM_STEP_NUM_NODES": "2",
     "SLURM_STEP_NODELIST": "gpu[07-08]",
     "SLURM_STEP_TASKS_PER_NODE": "4,3",
     "SLURM_JOB_ID": "123456",
@@ -63,7 +65,14 @@ def test_torchrun_inside_slurm_is_torchrun() -> None:
 
 
 @pytest.mark.parametrize(
-    "variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"MASTER_ADDR": "left-over"}], ids=["nothing", "one task", "address"]
+    "variables",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"},
+        {"MASTER_ADDR": "left-over"},
+    ],
+    ids=["nothing", "one task", "batch script of a job of 8", "address"],
 )
 def test_without_a_launcher_there_is_one_rank(variables: dict[str, str]) -> None:
     found = read_environment(variables)
