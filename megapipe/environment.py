@@ -2,9 +2,9 @@
 
 torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT.
 SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_STEP_NODELIST
-(the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's variables, not the job's: a batch script has the
-job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process. Neither launcher: one process. torchrun wins where both stand, for srun often
-starts torchrun.
+(the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's variables, not the job's: a batch script has
+the job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process. Neither launcher: one process. torchrun wins where both stand, for srun
+often starts torchrun.
 """
 
 from __future__ import annotations
