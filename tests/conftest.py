@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.harness import RankPool
 
 TESTS = Path(__file__).resolve().parent
 TORCHFREE_ROOMS = ("config", "topology", "sharding", "schedule", "data", "tokenizers", "monitor", "planner", "visualize")
@@ -37,6 +42,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[Callable[[int], RankPool]]:
+    """world_size -> live ranks shared by the session: rank_pools(4).run(function, *args). For jobs that leave no traces in a process."""
+    from tests.harness import RankPool
+
+    pools: dict[int, RankPool] = {}
+    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
+    for pool in pools.values():
+        pool.close()
+
+
 @functools.cache
 def cuda_is_there() -> bool:
     """Asked of a child process: a parent that has touched CUDA cannot fork ranks."""
@@ -54,8 +70,8 @@ def cost_class(item: pytest.Item) -> int:
         return 4
     if item.get_closest_marker("torchfree"):
         return 1
-    names = vars(getattr(item, "module", None) or object).keys() if hasattr(item, "module") else ()
-    return 3 if {"run_ranks", "RankPool"} & set(names) else 2
+    names = {*vars(getattr(item, "module", object)), *getattr(item, "fixturenames", ())}
+    return 3 if names & {"run_ranks", "RankPool", "rank_pools"} else 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,10 +7,10 @@
 `function(rank, world_size, *args)` must stand at the top of a module; its arguments and results must pickle (tensors do). Both return
 the results by rank. Every rank has torch.distributed initialised over gloo (world_size > 1) and computes with one thread.
 
-Workers are forked from a server that has imported torch and never computed, meet in a FileStore (no ports), write their output to a
-file that is shown when they fail, and end by os._exit. The first rank to raise ends the job with its traceback; the others stay alive
-until then, so that its error is not hidden under their complaints of a lost peer. When the time is up every rank's stacks are
-dumped and shown. This file imports no torch: only the workers do.
+Workers are forked from a server that has imported torch and megapipe (tests/preload.py) and never computed, meet in a FileStore (no
+ports), write their output to a file that is shown when they fail, and end by os._exit. The first rank to raise ends the job with its
+traceback; the others stay alive until then, so that its error is not hidden under their complaints of a lost peer. When the time is up
+every rank's stacks are dumped and shown. This file imports no torch: only the workers do.
 """
 
 from __future__ import annotations
@@ -35,17 +35,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PRELOADED = [
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "megapipe.comm.bootstrap",
-    "megapipe.comm.groups",
-    "megapipe.comm.collectives",
-    "megapipe.comm.channels",
-]
+PRELOADED = "tests.preload"
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 and SIGTERM belong to the training loop
 LOG_TAIL_CHARACTERS = 4000
 
@@ -219,7 +209,7 @@ def _fork_server() -> Any:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([PRELOADED])
     return context
 
 

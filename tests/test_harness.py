@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -80,3 +81,9 @@ def test_pool_answers_many_jobs_and_is_rebuilt_after_a_failure() -> None:
 def test_pool_destroys_the_groups_of_a_job() -> None:
     with RankPool(2) as pool:
         assert pool.run(make_groups) == pool.run(make_groups)
+
+
+@pytest.mark.parametrize("offset", [1, 2], ids=lambda n: f"offset{n}")
+def test_shared_pools_keep_their_ranks(rank_pools: Callable[[int], RankPool], offset: int) -> None:
+    assert rank_pools(2) is rank_pools(2)
+    assert rank_pools(2).run(add_up, offset)[0].item() == 2 * offset + 1

@@ -99,7 +99,10 @@ def _build(name: str, topology: Topology, global_rank: int, backend: str, timeou
     siblings = topology.groups(name)
     mine: Group | None = None
     for ranks in siblings:
-        handle = new_handle(ranks, name, backend, timeout_seconds) if len(ranks) > 1 else None
+        if name == "world":
+            handle = dist.group.WORLD  # there since bootstrap.start
+        else:
+            handle = new_handle(ranks, name, backend, timeout_seconds) if len(ranks) > 1 else None
         if global_rank in ranks:
             mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings)
     return mine

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megapipe.comm.bootstrap import choose_backend, shutdown, start
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import build_process_groups
-from megapipe.environment import Environment, read_environment
+from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.topology import Topology
 from tests.harness import RankFailure, run_ranks
@@ -24,15 +24,24 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def slurm_environment(rank: int, world_size: int, port: int) -> Environment:
-    variables = {"PROCID": rank, "NTASKS": world_size, "LOCALID": rank, "NODEID": 0, "NNODES": 1, "TASKS_PER_NODE": world_size}
-    return read_environment({**{f"SLURM_{name}": str(value) for name, value in variables.items()}, "MASTER_PORT": str(port)})
+def environment_of(rank: int, world_size: int, port: int = 1, launcher: str = "slurm") -> Environment:
+    return Environment(
+        global_rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        num_nodes=1,
+        node_rank=0,
+        master_addr="127.0.0.1",
+        master_port=port,
+        launcher=launcher,
+    )
 
 
 def join_and_leave(rank: int, world_size: int, port: int, code: int, folder: Path) -> None:
     """A whole life without the harness's own process group."""
     dist.destroy_process_group()
-    world = start(slurm_environment(rank, world_size, port), timeout_seconds=30, device="cpu")
+    world = start(environment_of(rank, world_size, port), timeout_seconds=30, device="cpu")
     groups = build_process_groups(Topology(dp=world.world_size), world.global_rank, world.backend, world.timeout_seconds)
     total = torch.tensor([world.global_rank + 1.0])
     all_reduce(total, groups.dp)
@@ -53,7 +62,7 @@ def test_ranks_meet_compute_and_leave_with_their_code(code: int, tmp_path: Path)
 
 def wait_for_nobody(rank: int, world_size: int, port: int) -> str:
     with pytest.raises(CommunicationError) as caught:
-        start(slurm_environment(0, 2, port), timeout_seconds=1, device="cpu")
+        start(environment_of(0, 2, port), timeout_seconds=1, device="cpu")
     return str(caught.value)
 
 
@@ -62,11 +71,6 @@ def test_ranks_that_do_not_come_are_an_error_that_names_the_meeting_place() -> N
     assert run_ranks(wait_for_nobody, 1, port)[0].startswith(
         f"rank 0 of 2 could not join the others at 127.0.0.1:{port} over gloo (time-out 1 s): "
     )
-
-
-def environment_of(rank: int, world_size: int) -> Environment:
-    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    return read_environment({name: str(value) for name, value in variables.items()})
 
 
 def join_again(rank: int, world_size: int) -> tuple[int, int, str]:
@@ -79,7 +83,7 @@ def test_a_world_that_is_already_there_is_used() -> None:
 
 
 def test_world_of_one_meets_nobody() -> None:
-    world = start(read_environment({}), device="cpu")
+    world = start(environment_of(0, 1, launcher="single"), device="cpu")
     assert (world.global_rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import Channels, MessageSpec, PendingReceive, PendingSend
+from megapipe.comm.channels import NUMBER_BITS, Channels, MessageSpec, PendingReceive, PendingSend
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError, ScheduleError
@@ -73,8 +73,9 @@ def test_large_messages_in_any_interleaving_arrive_whole() -> None:
 
 
 def many_in_order(rank: int, world_size: int, count: int) -> list[float]:
-    """More messages than a tag can number."""
+    """Messages whose running number passes what a tag can hold."""
     channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp, max_in_flight=4)[0, "activation"]
+    channel._number = (1 << NUMBER_BITS) - count // 2
     if rank == 0:
         for number in range(count):
             channel.send((torch.tensor([float(number)]),))
@@ -84,7 +85,26 @@ def many_in_order(rank: int, world_size: int, count: int) -> list[float]:
 
 
 def test_messages_stay_in_order_beyond_the_numbers_of_a_tag() -> None:
-    assert run_ranks(many_in_order, 2, 2500)[1] == [float(number) for number in range(2500)]
+    assert run_ranks(many_in_order, 2, 60)[1] == [float(number) for number in range(60)]
+
+
+def bounded(rank: int, world_size: int) -> list[bool]:
+    """With one message in flight the second send waits until the first has arrived."""
+    groups = groups_of(rank, Topology(pp=2))
+    channel = Channels.build(linear(2), groups.pp, max_in_flight=1)[0, "activation"]
+    if rank == 0:
+        first = channel.send((torch.zeros(2, 3),))
+        before = first.done()
+        channel.send((torch.ones(2, 3),))
+        after = first.done()
+        channel.drain()
+        return [before, after]
+    time.sleep(0.1)
+    return [channel.post_receive(FEW).wait()[0].eq(value).all().item() for value in (0, 1)]
+
+
+def test_bounded_channel_waits_for_the_oldest_message() -> None:
+    assert run_ranks(bounded, 2) == [[False, True], [True, True]]
 
 
 def every_dtype(rank: int, world_size: int) -> list[tuple[Tensor, ...]]:
