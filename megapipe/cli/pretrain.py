@@ -15,6 +15,7 @@ from megapipe.checkpoint.configuration import checkpoint_config
 from megapipe.cli.failure import guarded
 from megapipe.config.config import Config
 from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
+from megapipe.config.megatron_flags import differences_line
 from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError
 from megapipe.planner.report import plan_text
@@ -38,11 +39,11 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         loaded = _with_model_of_checkpoint(loaded)
     if loaded.requests.print_config:
         if environment.global_rank == 0:
-            print(loaded.text(), end="")
+            print(_config_text(loaded, environment), end="")
         return 0
     plan = resolve(with_vocabulary(loaded.config), environment.world_size, environment.local_world_size)
     if environment.global_rank == 0:
-        print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)
+        print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)
     if loaded.requests.plan:
         return 0
     if loaded.requests.verify_grid is not None:
@@ -52,7 +53,15 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
     from megapipe.cli.samples import print_samples
     from megapipe.train.run import pretrain
 
-    return pretrain(plan, environment, print_samples)
+    return pretrain(plan, environment, loaded.text(plan.config), print_samples)
+
+
+def _config_text(loaded: LoadedConfig, environment: Environment) -> str:
+    """The configuration with what it comes to on this many ranks; on a number of ranks that does not fit, as it was asked for."""
+    try:
+        return loaded.text(resolve(with_vocabulary(loaded.config), environment.world_size, environment.local_world_size).config)
+    except ConfigError:
+        return loaded.text()
 
 
 def with_vocabulary(config: Config) -> Config:

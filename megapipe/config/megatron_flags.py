@@ -111,3 +111,8 @@ def differences_text() -> str:
     """The table of deliberate differences, for the start of a run and the documents."""
     width = max(len(difference.flag) for difference in DELIBERATE_DIFFERENCES)
     return "\n".join(f"{d.flag:<{width}}  {d.here} (Megatron: {d.megatron}): {d.reason}" for d in DELIBERATE_DIFFERENCES)
+
+
+def differences_line() -> str:
+    """The deliberate differences in one line, for the start of a run."""
+    return "unlike Megatron's: " + ", ".join(f"{d.flag} {d.here}" for d in DELIBERATE_DIFFERENCES) + " (docs/flags.md says why)"

@@ -13,7 +13,6 @@ from megapipe.build.machines import Machines
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
-from megapipe.config.yaml_file import to_yaml
 from megapipe.environment import Environment
 from megapipe.planner.run_plan import RunPlan
 from megapipe.train import persistence
@@ -28,10 +27,10 @@ from megapipe.train.writers import Writers, build_writers
 Afterwards = Callable[[Machines, RunData, Writers], None]
 
 
-def pretrain(plan: RunPlan, environment: Environment, afterwards: Afterwards | None = None) -> int:
+def pretrain(plan: RunPlan, environment: Environment, config_text: str, afterwards: Afterwards | None = None) -> int:
     """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
 
-    afterwards: called on every rank after a run that reached its end, with the trained machines.
+    config_text: the configuration as YAML that loads again, saved beside every checkpoint. afterwards: called on every rank after a run that reached its end, with the trained machines.
     """
     config = plan.config
     if config.training.deterministic_mode:
@@ -45,7 +44,7 @@ def pretrain(plan: RunPlan, environment: Environment, afterwards: Afterwards | N
         data = build_data(plan)
         try:
             resumed = resume(machines, writers)
-            save = saver(machines, resumed, data, writers)
+            save = saver(machines, resumed, config_text, writers)
             training = Training(machines, data, resumed.state, resumed.schedules, writers, stop, save)
             ending = training.run()
             if afterwards is not None and not ending.early:
@@ -81,18 +80,18 @@ def resume(machines: Machines, writers: Writers) -> Resumed:
     return resumed
 
 
-def saver(machines: Machines, resumed: Resumed, data: RunData, writers: Writers) -> Save | None:
+def saver(machines: Machines, resumed: Resumed, config_text: str, writers: Writers) -> Save | None:
     """What the loop calls to save; None without --save. Cleans up after interrupted saves first."""
     config = machines.plan.config
     if config.checkpoint.save is None:
         return None
-    root, text = Path(config.checkpoint.save), to_yaml(config)
+    root = Path(config.checkpoint.save)
     for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world):
         writers.say(remark)
     tokenizer = None if config.data.tokenizer_model is None else Path(config.data.tokenizer_model)
 
     def save(state: TrainingState) -> None:
-        report = persistence.save(machines, state, resumed.schedules, root, text, tokenizer)
+        report = persistence.save(machines, state, resumed.schedules, root, config_text, tokenizer)
         writers.say(f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s)")
 
     return save
