@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.build.machines import Machines
+from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import build_process_groups
+from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
@@ -33,6 +34,7 @@ def tiny(**changes: Any) -> Config:
         ),
         training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=10),
         optimizer=OptimizerConfig(lr=1e-2),
+        checkpoint=CheckpointConfig(save="given apart", load="given apart"),
     )
     for name, value in changes.items():
         section = next(f.name for f in dataclasses.fields(config) if name in {g.name for g in dataclasses.fields(getattr(config, f.name))})
@@ -86,17 +88,18 @@ def _unequal(what: str, true_rows: int | None, box: Any, whole: Tensor, values: 
 
 
 def state_of(machines: Machines) -> dict[str, Tensor]:
-    """A copy of everything this rank holds, padding included."""
+    """A copy of everything this rank holds, vocabulary padding aside: it means nothing and is not saved."""
     machines.gather.finish()
     found = {}
     for held in machines.optimizer.state():
-        found[f"{held.key} {held.stage} {held.piece.spec.name} {held.piece.box.offset}"] = held.values.clone()
+        box = tensor_box(held.key, held.piece, held.values)
+        if box is not None:
+            found[f"{box.name} {box.box} of stage {held.stage}"] = box.values.clone()
     for stage, buffers in machines.buffers.items():
-        for name in buffers.names:
-            found[f"parameter {stage} {name}"] = buffers.parameter(name).clone()
-    return found
-
-
-def only_checkpoint(root: Path) -> Path:
-    (found,) = root.glob("step_*")
+        for buffer in buffers.buffers:
+            for slot in buffer.layout.slots:
+                for piece in pieces(slot.spec, machines.coordinates.tp_rank, machines.plan.topology.tp):
+                    box = tensor_box("parameter", piece, buffer.parameters[slot.start + piece.start : slot.start + piece.stop])
+                    if box is not None:
+                        found[f"{box.name} {box.box} of stage {stage}"] = box.values.clone()
     return found

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megapipe.comm.groups import Group
+from megapipe.checkpoint.configuration import checkpoint_config
+from megapipe.checkpoint.manifest import read_manifest
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.persistence import load, prepare_save, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool
-from tests.train.runs import differences, machines_of, scramble
+from tests.train.runs import differences, machines_of, scramble, state_of
 
 ALL = ("master", "exp_avg", "exp_avg_sq")
 STATE = TrainingState(step=7, consumed_samples=56, consumed_tokens=448, skipped_steps=1)
@@ -53,7 +56,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2_plain": (2, {}),
     "tp2_swiglu_gqa_sequence_parallel": (
         2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "activation": "swiglu", "num_query_groups": 2, "position_embedding_type": "rope"},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "activation": "swiglu", "num_query_groups": 2},
     ),
     "tp2_pp2_bf16": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "dtype": "bf16"}),
     "pp2_chunks2_dp2_zero_bf16": (
@@ -78,3 +81,178 @@ def test_the_same_grid_loads_every_bit(pools: dict[int, RankPool], tmp_path: Pat
     pools[world].run(save_scrambled, str(tmp_path), changes)
     for found, state, num_steps in pools[world].run(load_and_compare, str(tmp_path), changes, ALL):
         assert (found, state, num_steps) == ([], STATE, 6)
+
+
+OTHERS = {
+    "one_rank_to_tp2_pp2": ((1, {}), (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})),
+    "pp2_chunks2_dp2_zero_to_tp2": (
+        GRIDS["pp2_chunks2_dp2_zero_bf16"],
+        (2, {"tensor_model_parallel_size": 2, "dtype": "bf16", "make_vocab_size_divisible_by": 32}),
+    ),
+    "tp4_fp32_to_dp2_zero_bf16": (
+        (4, {"tensor_model_parallel_size": 4, "num_query_groups": 2, "make_vocab_size_divisible_by": 32}),
+        (2, {"num_query_groups": 2, "use_distributed_optimizer": True, "dtype": "bf16", "ddp_bucket_size": 700}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("writer", "reader"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_grid_loads_the_same_global_tensors(pools: dict[int, RankPool], tmp_path: Path, writer: Any, reader: Any) -> None:
+    pools[writer[0]].run(save_scrambled, str(tmp_path), writer[1])
+    for found, state, num_steps in pools[reader[0]].run(load_and_compare, str(tmp_path), reader[1], ALL):
+        assert (found, state, num_steps) == ([], STATE, 6)
+
+
+def saved_keys(root: Path) -> set[str]:
+    (path,) = root.glob("step_*")
+    return {name.split("/")[0] for name in read_manifest(path).tensors}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_optimizer", "keys"),
+    [
+        ("fp32", True, {"master", "exp_avg", "exp_avg_sq"}),
+        ("bf16", True, {"master", "exp_avg", "exp_avg_sq"}),
+        ("fp32", False, {"master"}),
+        ("bf16", False, {"weights"}),
+    ],
+    ids=["fp32", "bf16", "fp32_no_optimizer", "bf16_no_optimizer"],
+)
+@pytest.mark.parametrize("flag", ["no_load_optim", "finetune"])
+def test_weights_alone(pools: dict[int, RankPool], tmp_path: Path, dtype: str, with_optimizer: bool, keys: set[str], flag: str) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), {"dtype": dtype, "no_save_optim": not with_optimizer})
+    assert saved_keys(tmp_path) == keys
+    changes = {"dtype": dtype, "pipeline_model_parallel_size": 2, flag: True}
+    compared = () if keys == {"weights"} else ("master",)  # parameters are always compared
+    for found, state, num_steps in pools[2].run(load_and_compare, str(tmp_path), changes, compared):
+        assert (found, state, num_steps) == ([], TrainingState() if flag == "finetune" else STATE, 0)
+
+
+def test_masters_of_bf16_weights_are_the_weights(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), {"dtype": "bf16", "no_save_optim": True})
+    assert all(pools[2].run(masters_equal_parameters, str(tmp_path)))
+
+
+def masters_equal_parameters(rank: int, world_size: int, root: str) -> bool:
+    machines = machines_of(rank, world_size, dtype="bf16", no_load_optim=True, use_distributed_optimizer=True)
+    load(machines, Path(root))
+    before = state_of(machines)
+    machines.optimizer.masters_to_parameters()
+    after = state_of(machines)
+    masters = [values for name, values in after.items() if name.startswith("master/")]
+    assert masters
+    return all(torch.equal(before[name], after[name]) for name in after) and all(torch.equal(v, v.bfloat16().float()) for v in masters)
+
+
+def refusal(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> str:
+    machines = machines_of(rank, world_size, **changes)
+    try:
+        return f"no refusal: {load(machines, Path(root))}"
+    except CheckpointError as error:
+        return str(error)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no_optimizer": ({"no_save_optim": True}, {}, r"holds no optimizer state \(--no-save-optim\); give --no-load-optim .* or --finetune"),
+    "another_rule": ({}, {"optimizer": "sgd"}, r"holds the state of --optimizer adam, this run uses sgd; give --no-load-optim"),
+    "no_random_state": ({"no_save_rng": True}, {}, r"holds no random state \(--no-save-rng\); give --no-load-rng"),
+    "seed": ({}, {"seed": 5}, r"--seed 5 differs from the seed 1234 of .*; give --seed 1234, or --no-load-rng"),
+    "schedule": (
+        {},
+        {"lr": 0.5, "train_iters": 20},
+        r"schedules differ .*step_00000007.*\n  --lr: 0.5 here, 0.01 in the checkpoint\n"
+        r"  --lr-decay-iters .*: 160 here, 80 in the checkpoint\n"
+        r"  --decoupled-lr: 0.5 here, .*\n.*--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler",
+    ),
+    "another_model": ({}, {"hidden_size": 32}, r"master/.* has shape \[.*16.*\], this model's has \[.*32.*\]"),
+    "more_layers": ({}, {"num_layers": 6}, r"holds no tensor master/decoder.layers.[45]"),
+    "wider": ({"dtype": "fp64"}, {}, r"was saved as float64, which float32 does not hold exactly"),
+    "step": ({}, {"ckpt_step": 3}, r"--ckpt-step 3: .* has no step_00000003; it holds step_00000007"),
+}
+
+
+@pytest.mark.parametrize(("writer", "reader", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_what_cannot_be_resumed_is_refused_on_all_ranks(
+    pools: dict[int, RankPool], tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any], message: str
+) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), writer)
+    for said in pools[2].run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
+        assert re.search(message, said, re.DOTALL), said
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ({}, {"seed": 5, "no_load_rng": True}),
+        ({"no_save_rng": True}, {"no_load_rng": True}),
+        ({}, {"seed": 5, "finetune": True, "lr": 0.5}),
+        ({}, {"lr": 0.5, "override_opt_param_scheduler": True}),
+        ({}, {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}),
+        ({}, {"ckpt_step": 7}),
+        ({}, {"dtype": "fp64"}),
+    ],
+    ids=["other_seed", "no_random_state", "finetune", "override_schedules", "checkpoint_schedules", "step", "widened"],
+)
+def test_flags_that_allow_it(pools: dict[int, RankPool], tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any]) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), writer)
+    for said in pools[2].run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
+        assert said.startswith("no refusal"), said
+
+
+def resumed_lr(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> float:
+    schedules = load(machines_of(rank, world_size, **changes), Path(root)).schedules
+    assert schedules is not None
+    return schedules.rates(0).lr
+
+
+def test_the_two_schedule_flags_say_whose_settings_hold(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), {"lr": 0.25})
+    assert pools[1].run(resumed_lr, str(tmp_path), {"lr": 0.5, "override_opt_param_scheduler": True}) == [0.5]
+    assert pools[1].run(resumed_lr, str(tmp_path), {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}) == [0.25]
+    assert pools[1].run(resumed_lr, str(tmp_path), {"lr": 0.5, "finetune": True}) == [0.5]
+
+
+def test_an_empty_root_is_a_fresh_start_unless_that_is_an_error(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    for said in pools[2].run(refusal, str(tmp_path), {}):
+        assert said.startswith("no refusal: Resumed(state=TrainingState(step=0") and "holds no checkpoint: starting from step 0" in said
+    for said in pools[2].run(refusal, str(tmp_path), {"exit_on_missing_checkpoint": True}):
+        assert re.search(r"--load .* holds no checkpoint \(--exit-on-missing-checkpoint\)", said)
+
+
+def test_damage_that_one_rank_meets_ends_all(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), {})
+    (path,) = tmp_path.glob("step_*")
+    saved = read_manifest(path).tensors["master/decoder.layers.3.mlp.linear_fc2.weight"].boxes[0]
+    shard = path / saved.file
+    content = bytearray(shard.read_bytes())
+    content[saved.start] ^= 1
+    shard.write_bytes(content)
+    messages = set(pools[2].run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2}))
+    (message,) = messages
+    assert re.match(r"rank 1: .*rank_00000.safetensors, tensor master/decoder.layers.3.mlp.linear_fc2.weight@0,0 is damaged", message)
+
+
+def prepare(rank: int, world_size: int, root: str, step: int) -> str:
+    world = machines_of(rank, world_size).groups.world
+    try:
+        return str(prepare_save(Path(root), step, world))
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_the_root_is_prepared_once_for_all(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), {})
+    (tmp_path / ".step_00000008.tmp-0123abcd").mkdir()
+    for said in pools[2].run(prepare, str(tmp_path), 7):
+        assert ".step_00000008.tmp-0123abcd, left by an interrupted save" in said
+    for said in pools[2].run(prepare, str(tmp_path), 6):
+        assert "already holds step_00000007, later than step 6" in said
+
+
+def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(pools: dict[int, RankPool], tmp_path: Path) -> None:
+    pools[1].run(save_scrambled, str(tmp_path), {})
+    config, path = checkpoint_config(tmp_path)
+    assert path.name == "step_00000007"
+    assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)
+    with pytest.raises(CheckpointError, match=r"--use-checkpoint-args: .*nothing holds no checkpoint"):
+        checkpoint_config(tmp_path / "nothing")

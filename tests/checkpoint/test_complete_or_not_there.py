@@ -1,0 +1,263 @@
+"""A save that is stopped, or fails, at any instant leaves complete checkpoints alone, and what it leaves is named and cleaned up."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import clean_torn, prepare_root, read_latest
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.save import Extras, save_checkpoint
+from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.comm.groups import Group, build_process_groups
+from megapipe.errors import CheckpointError
+from megapipe.sharding.boxes import Box
+from megapipe.topology import Topology
+from tests.checkpoint.layouts import WORLD, newest, save_one
+from tests.harness import RankFailure, run_ranks
+
+
+class Stopped(BaseException):
+    """Ends the process, as far as the code under test can tell."""
+
+
+class Trap:
+    """An observer that raises at event number `at`, counted from 0, or never."""
+
+    def __init__(self, at: int | None = None, error: type[BaseException] | BaseException = Stopped) -> None:
+        self.events: list[tuple[str, Path]] = []
+        self._at = at
+        self._error = error
+
+    def __call__(self, what: str, path: Path) -> None:
+        self.events.append((what, path))
+        if self._at == len(self.events) - 1:
+            raise self._error
+
+
+def value_of(root: Path) -> float:
+    """The newest checkpoint's values, all equal to its step."""
+    values = torch.zeros(20)
+    load_tensors(newest(root), [TensorBox("master/w", (5, 4), Box((0, 0), (5, 4)), values)], WORLD)
+    assert len(set(values.tolist())) == 1
+    return values[0].item()
+
+
+def events_of_a_save(root: Path) -> list[str]:
+    """With a predecessor to be removed."""
+    save_one(root, 1)
+    trap = Trap()
+    save_one(root, 2, disk=Disk(trap), keep_last=1)
+    return [what for what, _ in trap.events]
+
+
+def test_the_order_of_events_is_write_sync_rename(tmp_path: Path) -> None:
+    files = ["create", "write", "sync"]
+    shard = ["create", "write", "write", "sync"]  # header, one tensor
+    commit = ["make", *shard, *files, *files, "sync", "rename", "sync"]  # configuration, manifest, the folder itself
+    latest = [*files, "rename", "sync"]
+    removal = ["rename", "sync", "remove"]
+    assert events_of_a_save(tmp_path) == commit + latest + removal
+
+
+def test_stopped_after_any_event_a_complete_checkpoint_loads_and_the_rest_is_cleaned_up(tmp_path: Path) -> None:
+    events = events_of_a_save(tmp_path / "all")
+    committed = events.index("rename")
+    for at in range(len(events)):
+        root = tmp_path / str(at)
+        save_one(root, 1)
+        with pytest.raises(Stopped):
+            save_one(root, 2, disk=Disk(Trap(at)), keep_last=1)
+        step = 2 if at >= committed else 1
+        assert (newest(root).step, value_of(root)) == (step, step), at
+        torn = sorted(path.name for path in root.iterdir() if path.name.startswith("."))
+        if at < committed:
+            assert len(torn) == 1, at
+        remarks = prepare_root(root, step)
+        assert [f"removed {root / name}, left by an interrupted" in remark for name, remark in zip(torn, remarks, strict=True)] == [
+            True
+        ] * len(torn)
+        assert not [path for path in root.iterdir() if path.name.startswith(".")]
+        assert save_one(root, 3, keep_last=2).remark == ""  # nothing is in the way of the next save
+        assert (newest(root).step, value_of(root)) == (3, 3)
+
+
+def test_an_error_at_any_event_is_reported_and_removes_what_was_begun(tmp_path: Path) -> None:
+    events = events_of_a_save(tmp_path / "all")
+    committed = events.index("rename")
+    for at in range(committed):
+        root = tmp_path / str(at)
+        save_one(root, 1)
+        with pytest.raises(CheckpointError, match=r"No space left on device \(errno 28\); checkpoints saved earlier are intact"):
+            save_one(root, 2, disk=Disk(Trap(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))))
+        assert value_of(root) == 1
+        if at > 0:  # failing to make the folder leaves it to the next start
+            assert sorted(path.name for path in root.iterdir()) == ["latest", "step_00000001"], at
+        assert save_one(root, 2).remark == ""
+        assert value_of(root) == 2
+
+
+def test_an_error_after_the_commit_says_that_the_checkpoint_is_complete(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    at = events_of_a_save(tmp_path / "all").index("rename") + 2
+    with pytest.raises(CheckpointError, match=r"step_00000002 is complete, but then .*No space left"):
+        save_one(tmp_path, 2, disk=Disk(Trap(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))))
+    assert value_of(tmp_path) == 2
+
+
+def test_latest_names_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_one(tmp_path, step)
+        assert read_latest(tmp_path) == f"step_0000000{step}"
+    assert newest(tmp_path).remarks == ()
+
+
+def test_saving_never_overwrites(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert "was saved before and is complete" in save_one(tmp_path, 1, torch.zeros(5, 4)).remark
+    other = TensorBox("master/w", (1,), Box((0,), (1,)), torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"step_00000001 is there already, complete and of another state; saving never overwrites"):
+        save_checkpoint(tmp_path, 1, [other], Extras({"training": {"step": 1, "consumed_samples": 9}}, ""), WORLD)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_moved_aside(tmp_path: Path) -> None:
+    (save_one(tmp_path, 1).path / "config.yaml").unlink()
+    save_one(tmp_path, 1)
+    assert value_of(tmp_path) == 1
+    assert len(list(tmp_path.glob("step_00000001.damaged-*/manifest.json"))) == 1
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    reports = [save_one(tmp_path, step, keep_last=2) for step in (1, 2, 3, 10, 11)]
+    assert [path.name for path in reports[-1].removed] == ["step_00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000010", "step_00000011"]
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    (save_one(tmp_path, 2).path / "manifest.json").unlink()
+    save_one(tmp_path, 3, keep_last=2)
+    assert [newest(tmp_path).step, (tmp_path / "step_00000001" / "manifest.json").exists()] == [3, True]
+
+
+def test_a_run_may_not_start_below_checkpoints_it_would_run_into(tmp_path: Path) -> None:
+    save_one(tmp_path, 10)
+    prepare_root(tmp_path, 10)
+    with pytest.raises(CheckpointError, match=r"already holds step_00000010, later than step 4 where this run starts"):
+        prepare_root(tmp_path, 4)
+    (tmp_path / "step_00000010" / "config.yaml").unlink()
+    prepare_root(tmp_path, 4)
+
+
+def test_a_root_that_cannot_be_written_to_is_known_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"--save .*file/checkpoints cannot be written to: Not a directory"):
+        prepare_root(tmp_path / "file" / "checkpoints", 0)
+    with pytest.raises(CheckpointError, match=r"cannot save in .*file/checkpoints: Not a directory"):
+        save_one(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_cleaning_touches_nothing_else(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    names = [".hidden", ".step_00000001.tmp", "step_00000009.damaged-ab", ".latest.tmp-xyz"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert clean_torn(tmp_path) == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "latest", "step_00000001"])
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "a.model").write_bytes(b"pieces")
+    for step, source in ((1, folder), (2, folder / "a.model")):
+        report = save_checkpoint(tmp_path / "root", step, [], Extras({}, "model:\n", source), WORLD)
+        assert (report.path / "tokenizer" / "a.model").read_bytes() == b"pieces"
+        assert (report.path / "config.yaml").read_text() == "model:\n"
+        assert newest(tmp_path / "root").manifest.files["tokenizer/a.model"].num_bytes == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {made.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
+    save_one(small_disk, 1)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 cannot write .*rank_00000.safetensors: No space left on device \(errno 28\); checkpoints"
+    ):
+        save_one(small_disk, 2, torch.zeros(1000, 1000))
+    assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "step_00000001"]
+    assert value_of(small_disk) == 1
+    save_one(small_disk, 2)
+    assert value_of(small_disk) == 2
+
+
+# --- several ranks
+
+
+def world_of(rank: int, world_size: int) -> Group:
+    return build_process_groups(Topology(tp=1, cp=1, pp=1, dp=world_size), rank, "gloo", 30).world
+
+
+def row_of(rank: int, world_size: int) -> TensorBox:
+    return TensorBox("master/w", (world_size, 4), Box((rank, 0), (1, 4)), torch.full((4,), float(rank)))
+
+
+def fail_on_one_rank(rank: int, world_size: int, root: str) -> str:
+    """Rank 1 meets a full disk."""
+    trap = Trap(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) if rank == 1 else Trap()
+    try:
+        save_checkpoint(Path(root), 2, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=Disk(trap))
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    messages = set(run_ranks(fail_on_one_rank, 2, str(tmp_path)))
+    (message,) = messages
+    assert message.startswith("rank 1 cannot write ") and "rank_00001.safetensors: No space left on device (errno 28)" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
+class DiskOfItsOwn(Disk):
+    """A node whose path of the same name leads elsewhere, and has the folder."""
+
+    def create(self, path: Path):  # type: ignore[no-untyped-def]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return super().create(path)
+
+
+def save_in_own_folder(rank: int, world_size: int, root: str, own_disk: bool) -> None:
+    """The relative path `checkpoints` is another folder on each rank."""
+    folder = Path(root) / f"node{rank}"
+    folder.mkdir()
+    os.chdir(folder)
+    disk = DiskOfItsOwn() if own_disk else Disk()
+    save_checkpoint(Path("checkpoints"), 1, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=disk)
+
+
+@pytest.mark.parametrize("own_disk", [False, True], ids=["folder_missing_on_rank_1", "shard_unseen_by_rank_0"])
+def test_a_directory_that_is_not_shared_is_recognised(tmp_path: Path, own_disk: bool) -> None:
+    with pytest.raises(RankFailure, match=r"does not see .*the checkpoint directory is not shared between the nodes"):
+        run_ranks(save_in_own_folder, 2, str(tmp_path), own_disk)
+    assert list((tmp_path / "node0" / "checkpoints").iterdir()) == []

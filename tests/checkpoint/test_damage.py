@@ -1,0 +1,127 @@
+"""What is damaged after it was saved is found when it is opened or read, and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.checkpoint.folder import find_checkpoint, open_folder
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.manifest import Manifest
+from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.errors import CheckpointError
+from megapipe.sharding.boxes import Box
+from tests.checkpoint.layouts import LAYOUTS, WORLD, Layout, global_tensors, newest, save_layout, save_one
+
+SHARD = "rank_00000.safetensors"
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_of_any_tensor_names_file_and_tensor(tmp_path: Path) -> None:
+    wholes = global_tensors()
+    layout = Layout(2, 2, 16)
+    path = save_layout(tmp_path, layout, wholes, block_bytes=40).path
+    folder = newest(tmp_path)
+    for name, tensor in folder.manifest.tensors.items():
+        for saved in tensor.boxes:
+            for position in (saved.start, saved.start + 4 * saved.box.num_elements - 1):
+                flip(path / SHARD, position)
+                with pytest.raises(CheckpointError, match=rf"{SHARD}, tensor {name}@.* is damaged: .* checksum"):
+                    load_tensors(folder, [box for _, box in layout.held(wholes)], WORLD)
+                flip(path / SHARD, position)
+    load_tensors(folder, [box for _, box in layout.held(wholes)], WORLD)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "message"),
+    [
+        (
+            SHARD,
+            lambda path: path.write_bytes(path.read_bytes()[:-3]),
+            rf"step_00000002 is damaged: {SHARD} has \d+ bytes, .* written with",
+        ),
+        (SHARD, Path.unlink, rf"step_00000002 is incomplete: {SHARD} is missing"),
+        ("config.yaml", Path.unlink, r"config.yaml is missing"),
+        ("manifest.json", Path.unlink, r"step_00000002 is no complete checkpoint: it has no manifest.json"),
+        ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:-40]), r"step_00000002/manifest.json is damaged"),
+    ],
+    ids=["truncated_shard", "deleted_shard", "deleted_configuration", "deleted_manifest", "truncated_manifest"],
+)
+def test_an_incomplete_checkpoint_is_passed_over_with_a_remark_unless_asked_for(tmp_path: Path, name: str, harm, message: str) -> None:  # type: ignore[no-untyped-def]
+    save_one(tmp_path, 1)
+    harm(save_one(tmp_path, 2).path / name)
+    found = newest(tmp_path)
+    assert found.step == 1
+    with pytest.raises(CheckpointError, match=message):
+        raise CheckpointError(found.remarks[0])
+    assert "latest names step_00000002; the newest complete checkpoint is step_00000001" in found.remarks[1]
+    with pytest.raises(CheckpointError, match=message):
+        find_checkpoint(tmp_path, 2)
+
+
+def test_if_nothing_complete_is_left_that_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    (save_one(tmp_path, 1).path / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint:\n.*rank_00000.safetensors is missing"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_step_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 3: .* has no step_00000003; it holds step_00000001"):
+        find_checkpoint(tmp_path, 3)
+
+
+def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "nothing") is None
+
+
+def test_every_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
+    content = (save_one(tmp_path, 1).path / "manifest.json").read_bytes()
+    whole = Manifest.from_json(content.decode(), "here")
+    messages = []
+    for position in range(len(content)):
+        flipped = content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        try:
+            assert Manifest.from_json(flipped.decode(), "here") == whole, position  # white space alone may differ unseen
+        except CheckpointError as error:
+            messages.append(str(error))
+    assert len(messages) > len(content) * 0.9
+    assert all(message.startswith("here ") for message in messages)
+
+
+def test_a_manifest_is_its_own_json(tmp_path: Path) -> None:
+    save_layout(tmp_path, LAYOUTS["tp2_shards4_vocabulary16"], global_tensors())
+    manifest = newest(tmp_path).manifest
+    assert Manifest.from_json(manifest.to_json(), "here") == manifest
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("version", 2, r"has format version 2; this megapipe reads version 1"),
+        ("format", "other", r"is not the manifest of a megapipe checkpoint"),
+    ],
+    ids=["version", "format"],
+)
+def test_another_format_is_refused_by_name(tmp_path: Path, key: str, value: object, message: str) -> None:
+    path = save_one(tmp_path, 1).path / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError, match=message):
+        open_folder(path.parent)
+
+
+def test_a_file_cut_while_it_is_read_is_called_truncated(tmp_path: Path) -> None:
+    shard = save_one(tmp_path, 1).path / SHARD
+    folder = newest(tmp_path)
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=rf"{SHARD}, tensor master/w@0,0 is truncated: the file ends at byte \d+"):
+        load_tensors(folder, [TensorBox("master/w", (5, 4), Box((0, 0), (5, 4)), torch.zeros(20))], WORLD)

@@ -1,0 +1,105 @@
+"""Training goes on from a checkpoint as if it had never stopped, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.build.machines import Machines
+from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.config.yaml_file import to_yaml
+from megapipe.data.batch import Batch, DocumentRules
+from megapipe.train.persistence import load, save
+from megapipe.train.schedules import Schedules
+from megapipe.train.state import TrainingState
+from megapipe.train.step import TrainStep
+from tests.harness import run_ranks
+from tests.train.runs import machines_of, state_of
+
+INTERLEAVED_ZERO = {
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 700,
+    "dtype": "bf16",
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+TENSOR_PARALLEL_FP16 = {
+    "tensor_model_parallel_size": 2,
+    "sequence_parallel": True,
+    "dtype": "fp16",
+    "initial_loss_scale": 2.0**24,  # overflows at first: skipped steps and the scale have to come back, too
+    "hysteresis": 1,
+    "loss_scale_window": 3,
+    "hidden_dropout": 0.1,
+    "train_iters": 6,
+}
+
+
+def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: int) -> list[float]:
+    """Steps up to `stop` on samples that are numbers made from their index; returns the losses."""
+    config, coordinates, dp = machines.plan.config, machines.coordinates, machines.plan.topology.dp
+    step = TrainStep(machines)
+    micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size
+    assert batch_size is not None
+    losses = []
+    while state.step < stop:
+        start = state.consumed_samples
+
+        def read(k: int, start: int = start) -> Batch:
+            ids = tuple(start + (k * dp + coordinates.dp_rank) * micro + row for row in range(micro))
+            tokens = np.stack([np.random.RandomState(number).randint(0, 29, config.model.seq_length + 1) for number in ids])
+            return Batch.of(tokens.astype(np.int64), ids, DocumentRules())
+
+        keys = Keys(config.training.seed, state.step, coordinates.dp_rank, dp)
+        batch = Microbatches(batch_size // (micro * dp), read, keys, machines.device)
+        result = step.run(batch, schedules.rates(start))
+        state.advance(batch_size, int(result.num_tokens), result.update.skipped)
+        losses.append(result.loss)
+    return losses
+
+
+def straight(rank: int, world_size: int, changes: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor], TrainingState]:
+    machines, state = machines_of(rank, world_size, **changes), TrainingState()
+    losses = train(machines, state, Schedules.of(machines.plan.config), steps)
+    return losses, state_of(machines), state
+
+
+def interrupted(
+    rank: int, world_size: int, changes: dict[str, Any], steps: int, root: str
+) -> tuple[list[float], dict[str, Tensor], TrainingState]:
+    machines, state = machines_of(rank, world_size, **changes), TrainingState()
+    schedules = Schedules.of(machines.plan.config)
+    losses = train(machines, state, schedules, steps // 2)
+    save(machines, state, schedules, Path(root), to_yaml(machines.plan.config))
+    del machines
+    machines = machines_of(rank, world_size, **changes)
+    resumed = load(machines, Path(root))
+    assert resumed.schedules is not None and resumed.state == state
+    losses += train(machines, resumed.state, resumed.schedules, steps)
+    return losses, state_of(machines), resumed.state
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "steps"),
+    [(4, INTERLEAVED_ZERO, 10), (2, TENSOR_PARALLEL_FP16, 6)],
+    ids=["interleaved_zero_bf16_dropout", "tp_fp16_with_overflows"],
+)
+def test_half_saved_loaded_and_half_equals_all_at_once(tmp_path: Path, world: int, changes: dict[str, Any], steps: int) -> None:
+    at_once = run_ranks(straight, world, changes, steps)
+    in_two = run_ranks(interrupted, world, changes, steps, str(tmp_path))
+    for (losses, tensors, state), (again_losses, again_tensors, again_state) in zip(at_once, in_two, strict=True):
+        assert (again_losses, again_state) == (losses, state)
+        assert len(losses) == steps and len(set(losses)) > steps // 2
+        assert (state.skipped_steps > 0) == (changes["dtype"] == "fp16")
+        assert again_tensors.keys() == tensors.keys()
+        for name, values in tensors.items():
+            assert torch.equal(again_tensors[name], values), name
