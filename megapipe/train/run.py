@@ -30,7 +30,8 @@ Afterwards = Callable[[Machines, RunData, Writers], None]
 def pretrain(plan: RunPlan, environment: Environment, config_text: str, afterwards: Afterwards | None = None) -> int:
     """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
 
-    config_text: the configuration as YAML that loads again, saved beside every checkpoint. afterwards: called on every rank after a run that reached its end, with the trained machines.
+    config_text: the configuration as YAML that loads again, saved beside every checkpoint. afterwards: called on every rank after a run
+    that reached its end, with the trained machines.
     """
     config = plan.config
     if config.training.deterministic_mode:
