@@ -22,10 +22,12 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -145,7 +147,9 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="megapipe-ranks-"))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, theirs, str(self._folder), self.timeout), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, theirs, str(self._folder), self.timeout, os.getpid()), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append(_Worker(rank, process, ours, self._folder))
@@ -213,8 +217,9 @@ def _fork_server() -> Any:
     return context
 
 
-def _serve(rank: int, world_size: int, connection: Connection, folder: str, timeout: float) -> None:
+def _serve(rank: int, world_size: int, connection: Connection, folder: str, timeout: float, parent: int) -> None:
     """A rank's life: redirect output, meet the others, answer jobs until the parent closes the pipe, leave by os._exit."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         with _rank_output(Path(folder) / f"rank{rank}.log"), (Path(folder) / f"rank{rank}.stacks").open("w") as stacks:
             faulthandler.enable(stacks, all_threads=True)
@@ -265,6 +270,27 @@ def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: b
     for group in list(world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when the test run ends: a hung rank must not outlive a run that was killed. Runs in a thread of its own."""
+    try:
+        handle = os.pidfd_open(parent)
+        select.select([handle], [], [])
+    except AttributeError:  # not Linux
+        while _is_alive(parent):
+            time.sleep(2)
+    except OSError:  # already gone
+        pass
+    os._exit(1)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
