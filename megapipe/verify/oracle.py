@@ -1,0 +1,114 @@
+"""`Oracle`: the plain model of megapipe.reference, trained in one process on the global batches that the grid sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.build.microbatches import to_microbatch
+from megapipe.config.config import Config
+from megapipe.reference.config import ReferenceConfig
+from megapipe.reference.gpt import ReferenceGPT
+from megapipe.reference.train import build_optimizer, reference_step
+from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.train.step import Rates
+from megapipe.verify.batches import GlobalBatch
+from megapipe.verify.masks import GridMasks
+
+FROM_TRAINING = ("label_smoothing", "z_loss")
+OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
+
+
+@dataclass(frozen=True)
+class OracleStep:
+    """loss: before the update. grad_norm, gradients: averaged over the global batch, before clipping. weights: after the update. Whole
+    tensors by name."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Oracle:
+    """config: resolved; its grid matters only for the dropout masks. weights: whole tensors by name, vocabulary padding included.
+
+    dtype: of everything. The optimizer is the configuration's.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._config, self._dtype, self._device = config, dtype, torch.device(device)
+        self.model = ReferenceGPT(reference_config(config)).to(self._device, dtype)
+        self.model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()})
+        optimizer = config.optimizer
+        self._optimizer = build_optimizer(
+            self.model,
+            OPTIMIZERS[optimizer.optimizer],
+            weight_decay=1.0,  # marks the groups that decay; their rate is each step's
+            betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+            eps=optimizer.adam_eps,
+            momentum=optimizer.sgd_momentum,
+        )
+        self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
+
+    def step(self, batch: GlobalBatch, step: int, rates: Rates) -> OracleStep:
+        """One optimizer step. step: the number that the grid's dropout keys carry."""
+        for group in self._decaying:
+            group["weight_decay"] = rates.weight_decay
+        microbatches = [self._arguments(batch, number, step) for number in range(len(batch))]
+        config = self._config
+        result = reference_step(
+            self.model,
+            self._optimizer,
+            microbatches,
+            per_token_loss=config.training.calculate_per_token_loss,
+            clip_grad=config.optimizer.clip_grad,
+            lr=rates.lr,
+            decoupled_lr=rates.decoupled_lr,
+        )
+        weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
+        return OracleStep(result.loss, result.grad_norm, gradients, weights)
+
+    def _arguments(self, batch: GlobalBatch, number: int, step: int) -> dict[str, Any]:
+        key = DropoutKey(self._config.training.seed, step, number)
+        microbatch = to_microbatch(batch[number], self._device, key)
+        return {
+            "tokens": microbatch.tokens,
+            "labels": microbatch.labels,
+            "loss_mask": microbatch.loss_mask,
+            "position_ids": microbatch.position_ids,
+            "document_ids": microbatch.document_ids,
+            "dropout_masks": GridMasks(self._config, key, self._dtype, self._device),
+        }
+
+
+def run_oracle(
+    config: Config,
+    weights: Mapping[str, Tensor],
+    batches: Sequence[GlobalBatch],
+    rates: Sequence[Rates],
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> list[OracleStep]:
+    """The oracle's steps over the given global batches, the first being step 0."""
+    oracle = Oracle(config, weights, dtype, device)
+    return [oracle.step(batch, step, rate) for step, (batch, rate) in enumerate(zip(batches, rates, strict=True))]
+
+
+def reference_config(config: Config) -> ReferenceConfig:
+    """The shape of the reference model; every option of a resolved model section has a field of its own name there, or no effect."""
+    names = {field.name for field in dataclasses.fields(ReferenceConfig)}
+    values = {name: value for name, value in vars(config.model).items() if name in names}
+    return ReferenceConfig(**values, **{name: getattr(config.training, name) for name in FROM_TRAINING})

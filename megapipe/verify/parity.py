@@ -1,0 +1,164 @@
+"""The grid's training step beside the oracle's: every rank compares what it holds, and all learn what all found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapipe.build.loss import StepLoss
+from megapipe.build.machines import DrawSlice, Machines
+from megapipe.comm.collectives import broadcast, gather_objects
+from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.model.microbatch import Microbatch
+from megapipe.planner.run_plan import RunPlan
+from megapipe.sharding.spec import ParamSpec
+from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep
+from megapipe.train.timers import Timers
+from megapipe.verify.batches import GlobalBatch, share_of
+from megapipe.verify.compare import Difference, HeldPiece, compare, gradient_pieces, weight_pieces
+from megapipe.verify.oracle import Oracle, OracleStep
+from megapipe.verify.tolerance import Tolerance
+from megapipe.verify.weights import whole_weights
+
+MOST_REPEATS = 60  # of a step whose gradients overflowed while the loss scale is searched
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank found in one step; small enough to be sent to all.
+
+    worst_*: the tensor with the largest difference / bound. first_*: the first in model order that is out of bounds. wrong_*: names of all
+    that are.
+    """
+
+    global_rank: int
+    loss: float
+    grad_norm: float
+    worst_gradient: Difference | None  # None: this rank's shards are all padding
+    worst_weight: Difference | None
+    first_gradient: Difference | None
+    first_weight: Difference | None
+    wrong_gradients: tuple[str, ...]
+    wrong_weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ParityStep:
+    """One step on all ranks, in order of global ranks. num_repeats: attempts that overflowed while the loss scale was searched."""
+
+    step: int
+    num_microbatches: int
+    loss: float  # the oracle's
+    grad_norm: float  # the oracle's
+    ranks: tuple[RankStep, ...]
+    tolerance: Tolerance
+    num_repeats: int = 0
+
+    @property
+    def loss_passes(self) -> bool:
+        return all(_close(rank.loss, self.loss, self.tolerance.loss) for rank in self.ranks)
+
+    @property
+    def grad_norm_passes(self) -> bool:
+        return all(_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
+
+    @property
+    def passes(self) -> bool:
+        tensors = all(rank.first_gradient is None and rank.first_weight is None for rank in self.ranks)
+        return tensors and self.loss_passes and self.grad_norm_passes
+
+
+class RecordingStep(TrainStep):
+    """The training step, which lets its averaged gradients be seen between the reduction and the update."""
+
+    def __init__(self, machines: Machines) -> None:
+        super().__init__(machines)
+        self._recorded: list[HeldPiece] = []
+
+    def gradients(self, microbatches: Sequence[Microbatch], timers: Timers = NO_TIMERS) -> StepLoss:
+        loss = super().gradients(microbatches, timers)
+        factor = 1.0 / (loss.denominator * self._machines.optimizer.loss_scale)
+        pieces = gradient_pieces(self._machines)
+        self._recorded = [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in pieces]
+        return loss
+
+    @property
+    def averaged(self) -> list[HeldPiece]:
+        """The averaged gradients of the last step, fp64 copies, before clipping."""
+        return self._recorded
+
+
+def compare_with_oracle(
+    plan: RunPlan,
+    groups: ProcessGroups,
+    device: torch.device,
+    slices: DrawSlice,
+    batches: Sequence[GlobalBatch],
+    rates: Sequence[Rates],
+    tolerance: Tolerance,
+) -> list[ParityStep]:
+    """Train the plan's grid and, on rank 0, the oracle, for len(batches) steps from the same weights. The same result on every rank.
+
+    slices: the initial weights, numbers of the parameters' dtype. The oracle computes in fp64, so that all differences are the grid's.
+    """
+    machines = Machines(plan, groups, device, slices)
+    trainer = RecordingStep(machines)
+    is_judge = groups.world.rank == 0
+    oracle = Oracle(plan.config, whole_weights(plan.specs, slices), torch.float64, device) if is_judge else None
+    order = {spec.name: place for place, spec in enumerate(plan.specs)}
+    found = []
+    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
+        result, repeats = _step(trainer, machines, batch, step, rate)
+        plain = _shared(oracle.step(batch, step, rate) if oracle else None, plan.specs, groups.world, device)
+        gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, order)
+        weights = compare(weight_pieces(machines), plain.weights, tolerance.weight, order)
+        mine = RankStep(
+            groups.world.global_rank,
+            result.loss,
+            result.update.grad_norm,
+            *(_worst(differences) for differences in (gradients, weights)),
+            *(next((d for d in differences if not d.passes), None) for differences in (gradients, weights)),
+            *(tuple(d.name for d in differences if not d.passes) for differences in (gradients, weights)),
+        )
+        ranks = tuple(gather_objects(mine, groups.world))
+        count = len(batch) // plan.topology.dp
+        found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
+    return found
+
+
+def _step(trainer: RecordingStep, machines: Machines, batch: GlobalBatch, step: int, rates: Rates) -> tuple[StepResult, int]:
+    """The grid's step, again as long as it only lowers a dynamic loss scale, as training would with its next batches."""
+    for repeats in range(MOST_REPEATS):
+        result = trainer.run(share_of(machines, batch, step), rates)
+        if not (result.update.skipped and machines.optimizer.scaler.is_dynamic):
+            break
+    return result, repeats
+
+
+def _shared(plain: OracleStep | None, specs: Sequence[ParamSpec], world: Group, device: torch.device) -> OracleStep:
+    """Rank 0's oracle step on every rank, in one message."""
+    numel = sum(spec.num_elements for spec in specs)
+    flat = torch.empty(2 + 2 * numel, dtype=torch.float64, device=device)
+    if plain is not None:
+        tensors = [whole[spec.name].reshape(-1) for whole in (plain.gradients, plain.weights) for spec in specs]
+        torch.cat([torch.tensor([plain.loss, plain.grad_norm], dtype=torch.float64, device=device), *tensors], out=flat)
+    broadcast(flat, world)
+    loss, grad_norm = flat[:2].tolist()
+    gradients, weights = (_unpacked(part, specs) for part in flat[2:].split(numel))
+    return OracleStep(loss, grad_norm, gradients, weights)
+
+
+def _unpacked(flat: Tensor, specs: Sequence[ParamSpec]) -> dict[str, Tensor]:
+    parts = flat.split([spec.num_elements for spec in specs])
+    return {spec.name: part.view(spec.shape) for spec, part in zip(specs, parts, strict=True)}
+
+
+def _worst(differences: Sequence[Difference]) -> Difference | None:
+    return max(differences, key=lambda d: d.difference / d.bound if d.bound else d.difference, default=None)
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * abs(b)  # False for NaN
