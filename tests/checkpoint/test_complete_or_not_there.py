@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 from megapipe.topology import Topology
 from tests.checkpoint.layouts import WORLD, newest, save_one
-from tests.harness import RankFailure, run_ranks
+from tests.harness import RankFailure, RankPool, run_ranks
 
 
 class Stopped(BaseException):
@@ -231,9 +231,9 @@ def fail_on_one_rank(rank: int, world_size: int, root: str) -> str:
     return "saved"
 
 
-def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_is_an_error_on_all(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:
     save_one(tmp_path, 1)
-    messages = set(run_ranks(fail_on_one_rank, 2, str(tmp_path)))
+    messages = set(rank_pools(2).run(fail_on_one_rank, str(tmp_path)))
     (message,) = messages
     assert message.startswith("rank 1 cannot write ") and "rank_00001.safetensors: No space left on device (errno 28)" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]

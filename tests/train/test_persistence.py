@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,8 @@ from tests.harness import RankPool
 from tests.train.runs import differences, machines_of, scramble, state_of
 
 ALL = ("master", "exp_avg", "exp_avg_sq")
+Pools = Callable[[int], RankPool]
 STATE = TrainingState(step=7, consumed_samples=56, consumed_tokens=448, skipped_steps=1)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
-        yield {1: one, 2: two, 4: four}
 
 
 def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> None:
@@ -77,9 +72,9 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("world", "changes"), GRIDS.values(), ids=GRIDS.keys())
-def test_the_same_grid_loads_every_bit(pools: dict[int, RankPool], tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
-    pools[world].run(save_scrambled, str(tmp_path), changes)
-    for found, state, num_steps in pools[world].run(load_and_compare, str(tmp_path), changes, ALL):
+def test_the_same_grid_loads_every_bit(rank_pools: Pools, tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
+    rank_pools(world).run(save_scrambled, str(tmp_path), changes)
+    for found, state, num_steps in rank_pools(world).run(load_and_compare, str(tmp_path), changes, ALL):
         assert (found, state, num_steps) == ([], STATE, 6)
 
 
@@ -97,9 +92,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("writer", "reader"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_grid_loads_the_same_global_tensors(pools: dict[int, RankPool], tmp_path: Path, writer: Any, reader: Any) -> None:
-    pools[writer[0]].run(save_scrambled, str(tmp_path), writer[1])
-    for found, state, num_steps in pools[reader[0]].run(load_and_compare, str(tmp_path), reader[1], ALL):
+def test_another_grid_loads_the_same_global_tensors(rank_pools: Pools, tmp_path: Path, writer: Any, reader: Any) -> None:
+    rank_pools(writer[0]).run(save_scrambled, str(tmp_path), writer[1])
+    for found, state, num_steps in rank_pools(reader[0]).run(load_and_compare, str(tmp_path), reader[1], ALL):
         assert (found, state, num_steps) == ([], STATE, 6)
 
 
@@ -119,18 +114,18 @@ def saved_keys(root: Path) -> set[str]:
     ids=["fp32", "bf16", "fp32_no_optimizer", "bf16_no_optimizer"],
 )
 @pytest.mark.parametrize("flag", ["no_load_optim", "finetune"])
-def test_weights_alone(pools: dict[int, RankPool], tmp_path: Path, dtype: str, with_optimizer: bool, keys: set[str], flag: str) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), {"dtype": dtype, "no_save_optim": not with_optimizer})
+def test_weights_alone(rank_pools: Pools, tmp_path: Path, dtype: str, with_optimizer: bool, keys: set[str], flag: str) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {"dtype": dtype, "no_save_optim": not with_optimizer})
     assert saved_keys(tmp_path) == keys
     changes = {"dtype": dtype, "pipeline_model_parallel_size": 2, flag: True}
     compared = () if keys == {"weights"} else ("master",)  # parameters are always compared
-    for found, state, num_steps in pools[2].run(load_and_compare, str(tmp_path), changes, compared):
+    for found, state, num_steps in rank_pools(2).run(load_and_compare, str(tmp_path), changes, compared):
         assert (found, state, num_steps) == ([], TrainingState() if flag == "finetune" else STATE, 0)
 
 
-def test_masters_of_bf16_weights_are_the_weights(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), {"dtype": "bf16", "no_save_optim": True})
-    assert all(pools[2].run(masters_equal_parameters, str(tmp_path)))
+def test_masters_of_bf16_weights_are_the_weights(rank_pools: Pools, tmp_path: Path) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {"dtype": "bf16", "no_save_optim": True})
+    assert all(rank_pools(2).run(masters_equal_parameters, str(tmp_path)))
 
 
 def masters_equal_parameters(rank: int, world_size: int, root: str) -> bool:
@@ -173,10 +168,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("writer", "reader", "message"), REFUSALS.values(), ids=REFUSALS.keys())
 def test_what_cannot_be_resumed_is_refused_on_all_ranks(
-    pools: dict[int, RankPool], tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any], message: str
+    rank_pools: Pools, tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any], message: str
 ) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), writer)
-    for said in pools[2].run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
+    rank_pools(1).run(save_scrambled, str(tmp_path), writer)
+    for said in rank_pools(2).run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
         assert re.search(message, said, re.DOTALL), said
 
 
@@ -193,9 +188,9 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks(
     ],
     ids=["other_seed", "no_random_state", "finetune", "override_schedules", "checkpoint_schedules", "step", "widened"],
 )
-def test_flags_that_allow_it(pools: dict[int, RankPool], tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any]) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), writer)
-    for said in pools[2].run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
+def test_flags_that_allow_it(rank_pools: Pools, tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any]) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), writer)
+    for said in rank_pools(2).run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
         assert said.startswith("no refusal"), said
 
 
@@ -205,29 +200,29 @@ def resumed_lr(rank: int, world_size: int, root: str, changes: dict[str, Any]) -
     return schedules.rates(0).lr
 
 
-def test_the_two_schedule_flags_say_whose_settings_hold(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), {"lr": 0.25})
-    assert pools[1].run(resumed_lr, str(tmp_path), {"lr": 0.5, "override_opt_param_scheduler": True}) == [0.5]
-    assert pools[1].run(resumed_lr, str(tmp_path), {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}) == [0.25]
-    assert pools[1].run(resumed_lr, str(tmp_path), {"lr": 0.5, "finetune": True}) == [0.5]
+def test_the_two_schedule_flags_say_whose_settings_hold(rank_pools: Pools, tmp_path: Path) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {"lr": 0.25})
+    assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "override_opt_param_scheduler": True}) == [0.5]
+    assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}) == [0.25]
+    assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "finetune": True}) == [0.5]
 
 
-def test_an_empty_root_is_a_fresh_start_unless_that_is_an_error(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    for said in pools[2].run(refusal, str(tmp_path), {}):
+def test_an_empty_root_is_a_fresh_start_unless_that_is_an_error(rank_pools: Pools, tmp_path: Path) -> None:
+    for said in rank_pools(2).run(refusal, str(tmp_path), {}):
         assert said.startswith("no refusal: Resumed(state=TrainingState(step=0") and "holds no checkpoint: starting from step 0" in said
-    for said in pools[2].run(refusal, str(tmp_path), {"exit_on_missing_checkpoint": True}):
+    for said in rank_pools(2).run(refusal, str(tmp_path), {"exit_on_missing_checkpoint": True}):
         assert re.search(r"--load .* holds no checkpoint \(--exit-on-missing-checkpoint\)", said)
 
 
-def test_damage_that_one_rank_meets_ends_all(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), {})
+def test_damage_that_one_rank_meets_ends_all(rank_pools: Pools, tmp_path: Path) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {})
     (path,) = tmp_path.glob("step_*")
     saved = read_manifest(path).tensors["master/decoder.layers.3.mlp.linear_fc2.weight"].boxes[0]
     shard = path / saved.file
     content = bytearray(shard.read_bytes())
     content[saved.start] ^= 1
     shard.write_bytes(content)
-    messages = set(pools[2].run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2}))
+    messages = set(rank_pools(2).run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2}))
     (message,) = messages
     assert re.match(r"rank 1: .*rank_00000.safetensors, tensor master/decoder.layers.3.mlp.linear_fc2.weight@0,0 is damaged", message)
 
@@ -240,17 +235,17 @@ def prepare(rank: int, world_size: int, root: str, step: int) -> str:
         return str(error)
 
 
-def test_the_root_is_prepared_once_for_all(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), {})
+def test_the_root_is_prepared_once_for_all(rank_pools: Pools, tmp_path: Path) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {})
     (tmp_path / ".step_00000008.tmp-0123abcd").mkdir()
-    for said in pools[2].run(prepare, str(tmp_path), 7):
+    for said in rank_pools(2).run(prepare, str(tmp_path), 7):
         assert ".step_00000008.tmp-0123abcd, left by an interrupted save" in said
-    for said in pools[2].run(prepare, str(tmp_path), 6):
+    for said in rank_pools(2).run(prepare, str(tmp_path), 6):
         assert "already holds step_00000007, later than step 6" in said
 
 
-def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(pools: dict[int, RankPool], tmp_path: Path) -> None:
-    pools[1].run(save_scrambled, str(tmp_path), {})
+def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(rank_pools: Pools, tmp_path: Path) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {})
     config, path = checkpoint_config(tmp_path)
     assert path.name == "step_00000007"
     assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)

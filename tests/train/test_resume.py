@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megapipe.train.persistence import load, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from megapipe.train.step import TrainStep
-from tests.harness import run_ranks
+from tests.harness import RankPool
 from tests.train.runs import machines_of, state_of
 
 INTERLEAVED_ZERO = {
@@ -93,9 +94,11 @@ def interrupted(
     [(4, INTERLEAVED_ZERO, 10), (2, TENSOR_PARALLEL_FP16, 6)],
     ids=["interleaved_zero_bf16_dropout", "tp_fp16_with_overflows"],
 )
-def test_half_saved_loaded_and_half_equals_all_at_once(tmp_path: Path, world: int, changes: dict[str, Any], steps: int) -> None:
-    at_once = run_ranks(straight, world, changes, steps)
-    in_two = run_ranks(interrupted, world, changes, steps, str(tmp_path))
+def test_half_saved_loaded_and_half_equals_all_at_once(
+    rank_pools: Callable[[int], RankPool], tmp_path: Path, world: int, changes: dict[str, Any], steps: int
+) -> None:
+    at_once = rank_pools(world).run(straight, changes, steps)
+    in_two = rank_pools(world).run(interrupted, changes, steps, str(tmp_path))
     for (losses, tensors, state), (again_losses, again_tensors, again_state) in zip(at_once, in_two, strict=True):
         assert (again_losses, again_state) == (losses, state)
         assert len(losses) == steps and len(set(losses)) > steps // 2
