@@ -76,4 +76,3 @@ class ParallelConfig:
     allow_tp_across_nodes: bool = option(False, "let a tensor-parallel group span nodes")
     distributed_backend: str = option("auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=DISTRIBUTED_BACKENDS)
     distributed_timeout_minutes: float = option(10.0, "a collective that waits longer than this ends the job", unit="minutes", above=0)
-    tp_comm_overlap: bool = option(False, "tensor-parallel communication under the GEMMs next to it")

@@ -42,13 +42,16 @@ class DocumentRules:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arrays of one microbatch. document_ids: which document of its sample each token is in, counted from 0; None = attend to all
-    before."""
+    """Arrays of one microbatch. What no rule asks for is None, so that a model can take its faster road without it.
+
+    loss_mask: 1 where the loss counts; None: everywhere. position_ids None: 0 .. seq - 1. document_ids: which document of its sample each
+    token is in, counted from 0; None: attend to all before.
+    """
 
     tokens: TokenArray  # [micro, seq]
     labels: TokenArray  # [micro, seq]: the token that follows each
-    loss_mask: NDArray[np.float32]  # [micro, seq]: 1 where the loss counts
-    position_ids: TokenArray  # [micro, seq]
+    loss_mask: NDArray[np.float32] | None  # [micro, seq]
+    position_ids: TokenArray | None  # [micro, seq]
     document_ids: NDArray[np.int64] | None  # [micro, seq]
     sample_ids: tuple[int, ...]  # [micro] places in the data set, for messages
 
@@ -56,13 +59,9 @@ class Batch:
     def of(cls, samples: TokenArray, sample_ids: tuple[int, ...], rules: DocumentRules) -> Batch:
         """samples: [micro, seq + 1]."""
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
-        is_eod = tokens == rules.eod if rules.eod is not None else np.zeros(tokens.shape, dtype=bool)
-        loss_mask = np.ones(tokens.shape, dtype=np.float32)
-        if rules.eod_mask_loss:
-            loss_mask[is_eod] = 0.0
-        position_ids = (
-            _positions(is_eod) if rules.reset_position_ids else np.tile(np.arange(tokens.shape[1], dtype=np.int64), (len(tokens), 1))
-        )
+        is_eod: NDArray[np.bool_] = np.equal(tokens, -1 if rules.eod is None else rules.eod)
+        loss_mask = np.where(is_eod, np.float32(0.0), np.float32(1.0)) if rules.eod_mask_loss else None
+        position_ids = _positions(is_eod) if rules.reset_position_ids else None
         document_ids = _documents(is_eod) if rules.reset_attention_mask else None
         return cls(tokens, labels, loss_mask, position_ids, document_ids, sample_ids)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -37,7 +39,7 @@ class Loader:
         self.rules = rules if rules is not None else DocumentRules()
         self.name = name
         self._num_ahead = AHEAD_PER_WORKER * num_workers
-        self._workers = ThreadPoolExecutor(num_workers, f"{name}-loader") if num_workers else None
+        self._workers = _Readers(num_workers, f"{name}-loader") if num_workers else None
         self._ready: OrderedDict[tuple[int, int], Future[Batch]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -57,7 +59,7 @@ class Loader:
             return self._read(start, micro_batch_size)
         return self._read_ahead(start, micro_batch_size, dp_size * micro_batch_size, self._workers)
 
-    def _read_ahead(self, start: int, count: int, stride: int, workers: ThreadPoolExecutor) -> Batch:
+    def _read_ahead(self, start: int, count: int, stride: int, workers: _Readers) -> Batch:
         """The batch asked for, with the next ones put to work first."""
         with self._lock:
             for step in range(self._num_ahead + 1):
@@ -77,6 +79,36 @@ class Loader:
         return Batch.of(samples, sample_ids, self.rules)
 
     def close(self) -> None:
-        """End the threads; what they were reading is dropped."""
+        """End the threads without waiting for what they are reading."""
+        for waiting in self._ready.values():
+            waiting.cancel()
         if self._workers is not None:
-            self._workers.shutdown(wait=True, cancel_futures=True)
+            self._workers.close()
+
+
+class _Readers:
+    """Daemon threads, so that a read that hangs (a lost network disk) cannot keep the process: those of concurrent.futures are joined."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Batch], Callable[[], Batch]] | None] = SimpleQueue()
+        self._count = count
+        for index in range(count):
+            threading.Thread(target=self._serve, name=f"{name}_{index}", daemon=True).start()
+
+    def submit(self, read: Callable[[int, int], Batch], start: int, count: int) -> Future[Batch]:
+        future: Future[Batch] = Future()
+        self._tasks.put((future, lambda: read(start, count)))
+        return future
+
+    def close(self) -> None:
+        for _ in range(self._count):
+            self._tasks.put(None)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, read = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(read())
+                except BaseException as error:
+                    future.set_exception(error)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from megapipe.config.config import Config
-from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.rules.check import check
@@ -59,39 +59,22 @@ def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
     if model.vocab_size is None:
         raise ConfigError("the size of the vocabulary is not known: give --vocab-size, or --tokenizer-type and --tokenizer-model")
     multiple = model.make_vocab_size_divisible_by * tp
-    padded = model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple
-    if padded < model.vocab_size or padded % tp:
-        raise ConfigError(
-            f"--padded-vocab-size {padded} must be a multiple of the tensor-parallel size {tp} and at least the vocabulary's "
-            f"{model.vocab_size}; leave it out, or use {-(-model.vocab_size // multiple) * multiple}"
-        )
-    ffn = int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.activation in GATED_ACTIVATIONS else 4 * model.hidden_size
-    heads = model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % heads:
-        raise ConfigError(
-            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {heads}; give --kv-channels or change one"
-        )
-    kv_channels = model.kv_channels or model.hidden_size // heads
+    kv_channels = model.head_size()
     filled = dataclasses.replace(
         model,
-        padded_vocab_size=padded,
-        ffn_hidden_size=model.ffn_hidden_size or ffn,
-        num_query_groups=model.num_query_groups or heads,
+        padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
+        ffn_hidden_size=model.feed_forward_size(),
+        num_query_groups=model.query_groups(),
         kv_channels=kv_channels,
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         softmax_scale=model.softmax_scale or 1.0 / math.sqrt(kv_channels),
     )
-    _check_tensor_parallel(filled, tp)
+    _check_query_groups(filled, tp)
     return filled
 
 
-def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    assert model.ffn_hidden_size and model.num_query_groups
-    groups = model.num_query_groups
-    for flag, size in (("--num-attention-heads", model.num_attention_heads), ("--ffn-hidden-size", model.ffn_hidden_size)):
-        if size % tp:
-            ways = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)
-            raise ConfigError(f"--tensor-model-parallel-size {tp} does not divide {flag} {size}; use one of {ways}")
+def _check_query_groups(model: ModelConfig, tp: int) -> None:
+    groups = model.query_groups()
     if groups % tp and tp % groups:
         divisors = (n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0)
         ways = ", ".join(str(n) for n in divisors if groups % n == 0 or n % groups == 0)
@@ -104,8 +87,6 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
 def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None) -> Topology:
     tp, groups = parallel.tensor_model_parallel_size, model.num_query_groups
     assert groups
-    if parallel.context_parallel_size != 1:
-        raise ConfigError(f"--context-parallel-size {parallel.context_parallel_size}: context parallelism is not there yet; use 1")
     return Topology.of_world(
         world_size,
         tp=tp,
@@ -134,14 +115,6 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig
 
 
 def _parallel(parallel: ParallelConfig, model: ModelConfig, topology: Topology) -> ParallelConfig:
-    if parallel.sequence_parallel and model.seq_length % topology.tp:
-        near = model.seq_length // topology.tp * topology.tp
-        raise ConfigError(
-            f"--sequence-parallel: --seq-length {model.seq_length} is not divisible by --tensor-model-parallel-size {topology.tp}; "
-            f"use {near or topology.tp} or {near + topology.tp}"
-        )
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        raise ConfigError("--overlap-param-gather gathers what the distributed optimizer sharded; add --use-distributed-optimizer")
     return dataclasses.replace(
         parallel,
         num_virtual_stages_per_pipeline_rank=num_chunks(parallel, model.num_layers),

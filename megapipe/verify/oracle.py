@@ -87,7 +87,7 @@ class Oracle:
         return {
             "tokens": microbatch.tokens,
             "labels": microbatch.labels,
-            "loss_mask": microbatch.loss_mask,
+            "loss_mask": torch.ones_like(microbatch.tokens) if microbatch.loss_mask is None else microbatch.loss_mask,
             "position_ids": microbatch.position_ids,
             "document_ids": microbatch.document_ids,
             "dropout_masks": GridMasks(self._config, key, self._dtype, self._device),

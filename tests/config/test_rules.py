@@ -127,7 +127,6 @@ CASES = [
         ["add --use-distributed-optimizer"],
         "--overlap-param-gather --use-distributed-optimizer",
     ),
-    ("tp_overlap_needs_sequence_parallel", "--tp-comm-overlap", ["add --sequence-parallel"], "--tp-comm-overlap --sequence-parallel"),
     ("backend_fits_device", "--device cpu --distributed-backend nccl", ["use gloo or auto"], "--device cpu --distributed-backend gloo"),
     ("bf16_reduction_keeps_fp64", "--fp64 --grad-reduce-in-bf16", ["--dtype fp64"], "--bf16 --grad-reduce-in-bf16"),
     (

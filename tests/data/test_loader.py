@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,3 +115,33 @@ def test_past_the_last_sample_is_an_error_and_no_wrap_around(num_workers):
     with pytest.raises(DataError, match=r"the valid data has 10 samples, but microbatch 1 of dp rank 0 .* needs 10\.\.12"):
         loader.microbatch(8, 1, 0, 1, 2)
     loader.close()
+
+
+HANGING = """
+import sys, threading
+sys.path.insert(0, {repository!r})
+from megapipe.data.loader import Loader
+
+class Hanging:
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        if index >= 2:
+            started.set()
+            threading.Event().wait()
+        return __import__("numpy").zeros(9, dtype="int64")
+
+started = threading.Event()
+loader = Loader(Hanging(), num_workers=2)
+loader.microbatch(0, 0, 0, 1, 2)
+started.wait()
+loader.close()
+print("closed")
+"""
+
+
+def test_a_read_that_hangs_does_not_keep_the_process():
+    repository = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING.format(repository=repository)], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "closed\n"

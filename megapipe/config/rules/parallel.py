@@ -147,12 +147,6 @@ def parameter_gather_needs_distributed_optimizer(config: Config) -> str | None:
     return "--overlap-param-gather overlaps the gather of the distributed optimizer; add --use-distributed-optimizer or leave it out"
 
 
-def tp_overlap_needs_sequence_parallel(config: Config) -> str | None:
-    if not config.parallel.tp_comm_overlap or config.parallel.sequence_parallel:
-        return None
-    return "--tp-comm-overlap overlaps the gathers and scatters of sequence parallelism; add --sequence-parallel or leave it out"
-
-
 def backend_fits_device(config: Config) -> str | None:
     if config.parallel.distributed_backend == "nccl" and config.training.device == "cpu":
         return "--distributed-backend nccl talks between GPUs, but --device is cpu; use gloo or auto"
@@ -209,7 +203,6 @@ PARALLEL_RULES = (
     layers_placed_once,
     end_layers_fit,
     parameter_gather_needs_distributed_optimizer,
-    tp_overlap_needs_sequence_parallel,
     backend_fits_device,
     bf16_reduction_keeps_fp64,
     recompute_is_whole,
