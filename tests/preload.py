@@ -6,6 +6,7 @@ A module that cannot be imported is left to the test that needs it, where the er
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 from pathlib import Path
 
@@ -17,3 +18,5 @@ for _path in sorted((REPOSITORY / "megapipe").rglob("*.py")):
     if _path.name not in ("__init__.py", "__main__.py"):
         with contextlib.suppress(Exception):
             importlib.import_module(".".join(_path.relative_to(REPOSITORY).with_suffix("").parts))
+gc.collect()
+gc.freeze()  # what was imported is never collected: a rank that collects between jobs need not walk it, nor copy its pages
