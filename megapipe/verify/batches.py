@@ -25,7 +25,8 @@ def random_batches(config: Config, dp: int, num_microbatches: Sequence[int], see
     rules = document_rules(config)
     vocab, micro, seq = config.model.vocab_size, config.training.micro_batch_size, config.model.seq_length
     assert vocab is not None
-    batches, sample = [], 0
+    batches: list[GlobalBatch] = []
+    sample = 0
     for count in num_microbatches:
         batch = []
         for _ in range(count * dp):

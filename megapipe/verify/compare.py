@@ -13,7 +13,8 @@ from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.slicing import Fused, QueryGroups
 from megapipe.sharding.spec import ParamSpec
-from megapipe.verify.tolerance import ZERO_SHARE
+
+ZERO_SHARE = 1e-12  # a gradient this much smaller than the model's largest is mathematically zero: in fp64 what is left is rounding
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class HeldPiece:
 class Difference:
     """One tensor on one rank: how far its worst element is off.
 
-    difference: max|grid - plain| over what the rank holds. bound: the most it may be. scale: what the bound is relative to, max|plain| of
-    the whole tensor. index: of the worst element in the global tensor, grid and plain its values, box the piece it lies in, part what its
-    row is (a key of group 1, say). rows: first and last global row with an element out of bounds, None if there is none; num_wrong of
-    num_held elements are. factor: grid is this multiple of plain throughout, None if it is not.
+    difference: max|grid - plain| over what the rank holds. bound: the most it may be, relative to scale: max|plain| of the whole tensor,
+    or the least that counts. index: of the worst element in the global tensor; grid and plain are its values, box is the piece it lies
+    in, part says what its row is (a key of group 1). rows: first and last global row with an element out of bounds, None if there is
+    none; num_wrong of num_held elements are. factor: grid is this multiple of plain throughout, None if it is not.
     """
 
     name: str
@@ -83,19 +84,21 @@ def weight_pieces(machines: Machines) -> Iterator[HeldPiece]:
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
 
 
-def compare(held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance: float, order: Mapping[str, int]) -> list[Difference]:
+def compare(held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance: float, least_share: float = 0.0) -> list[Difference]:
     """The differences of all tensors of which this rank holds something, in model order.
 
-    expected: whole tensors by name, fp64. order: place of a name in the model.
+    expected: whole tensors by name, fp64, in model order. tolerance: relative to max|plain| of the tensor, and at least to least_share of
+    the largest tensor's; where plain is mathematically zero, to the largest tensor's.
     """
     sizes = {name: tensor.abs().max().item() for name, tensor in expected.items()}
     largest = max(sizes.values())
+    order = {name: place for place, name in enumerate(expected)}
     by_tensor: dict[tuple[int, str], list[HeldPiece]] = {}
     for piece in held:
         by_tensor.setdefault((piece.stage, piece.piece.spec.name), []).append(piece)
     found = []
     for (stage, name), its_pieces in by_tensor.items():
-        scale = sizes[name] if sizes[name] > ZERO_SHARE * largest else largest
+        scale = max(sizes[name], least_share * largest) if sizes[name] > ZERO_SHARE * largest else largest
         found.append(_difference(stage, its_pieces, expected[name], scale, tolerance * scale))
     return sorted(found, key=lambda difference: (order[difference.name], difference.stage))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,21 @@ class RankStep:
     first_weight: Difference | None
     wrong_gradients: tuple[str, ...]
     wrong_weights: tuple[str, ...]
+
+    @classmethod
+    def of(cls, global_rank: int, result: StepResult, gradients: Sequence[Difference], weights: Sequence[Difference]) -> RankStep:
+        wrong = [[difference for difference in found if not difference.passes] for found in (gradients, weights)]
+        return cls(
+            global_rank,
+            result.loss,
+            result.update.grad_norm,
+            worst_gradient=worst(gradients),
+            worst_weight=worst(weights),
+            first_gradient=wrong[0][0] if wrong[0] else None,
+            first_weight=wrong[1][0] if wrong[1] else None,
+            wrong_gradients=tuple(difference.name for difference in wrong[0]),
+            wrong_weights=tuple(difference.name for difference in wrong[1]),
+        )
 
 
 @dataclass(frozen=True)
@@ -108,21 +123,13 @@ def compare_with_oracle(
     trainer = RecordingStep(machines)
     is_judge = groups.world.rank == 0
     oracle = Oracle(plan.config, whole_weights(plan.specs, slices), torch.float64, device) if is_judge else None
-    order = {spec.name: place for place, spec in enumerate(plan.specs)}
     found = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         result, repeats = _step(trainer, machines, batch, step, rate)
         plain = _shared(oracle.step(batch, step, rate) if oracle else None, plan.specs, groups.world, device)
-        gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, order)
-        weights = compare(weight_pieces(machines), plain.weights, tolerance.weight, order)
-        mine = RankStep(
-            groups.world.global_rank,
-            result.loss,
-            result.update.grad_norm,
-            *(_worst(differences) for differences in (gradients, weights)),
-            *(next((d for d in differences if not d.passes), None) for differences in (gradients, weights)),
-            *(tuple(d.name for d in differences if not d.passes) for differences in (gradients, weights)),
-        )
+        gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
+        weights = compare(weight_pieces(machines), plain.weights, tolerance.weight)
+        mine = RankStep.of(groups.world.global_rank, result, gradients, weights)
         ranks = tuple(gather_objects(mine, groups.world))
         count = len(batch) // plan.topology.dp
         found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
@@ -131,11 +138,12 @@ def compare_with_oracle(
 
 def _step(trainer: RecordingStep, machines: Machines, batch: GlobalBatch, step: int, rates: Rates) -> tuple[StepResult, int]:
     """The grid's step, again as long as it only lowers a dynamic loss scale, as training would with its next batches."""
-    for repeats in range(MOST_REPEATS):
+    repeats = 0
+    while True:
         result = trainer.run(share_of(machines, batch, step), rates)
-        if not (result.update.skipped and machines.optimizer.scaler.is_dynamic):
-            break
-    return result, repeats
+        if repeats == MOST_REPEATS or not (result.update.skipped and machines.optimizer.scaler.is_dynamic):
+            return result, repeats
+        repeats += 1
 
 
 def _shared(plain: OracleStep | None, specs: Sequence[ParamSpec], world: Group, device: torch.device) -> OracleStep:
@@ -156,7 +164,8 @@ def _unpacked(flat: Tensor, specs: Sequence[ParamSpec]) -> dict[str, Tensor]:
     return {spec.name: part.view(spec.shape) for spec, part in zip(specs, parts, strict=True)}
 
 
-def _worst(differences: Sequence[Difference]) -> Difference | None:
+def worst(differences: Iterable[Difference]) -> Difference | None:
+    """The one that is furthest off for what it may be."""
     return max(differences, key=lambda d: d.difference / d.bound if d.bound else d.difference, default=None)
 
 

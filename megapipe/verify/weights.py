@@ -1,4 +1,7 @@
-"""Initial weights of a verification: every parameter drawn, norms and biases too; at their usual 1 and 0 a forgotten one would not be seen."""
+"""Initial weights of a verification: every parameter drawn, norms and biases too.
+
+At their usual 1 and 0 a forgotten norm or bias would not be seen.
+"""
 
 from __future__ import annotations
 
