@@ -18,5 +18,6 @@ Reading order:
 - `disk`:          every write, sync, rename and removal, observable
 - `shard_file`:    one rank's safetensors file, written with checksums and read by rows
 - `save`, `load`:  the two collectives
+- `verify`:        every checksum computed again (no torch)
 - `retention`:     which checkpoints are kept
 """

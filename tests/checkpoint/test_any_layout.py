@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -118,3 +119,15 @@ def test_a_hole_and_an_overlap_are_found_in_any_cut(boxes: list[Box], random) ->
         check_covered("w", shape, [*boxes, random.choice(boxes)])
     with pytest.raises(CheckpointError, match="does not lie within shape"):
         check_covered("w", (shape[0], shape[1] - 1), boxes) if shape[1] > 1 else check_covered("w", (shape[0] - 1, shape[1]), boxes)
+
+
+def test_a_box_that_nobody_saved_is_an_error_and_not_left_as_it_was(tmp_path: Path) -> None:
+    wholes = global_tensors()
+    layout = LAYOUTS["tp2_shards1_vocabulary14"]
+    save_layout(tmp_path, layout, wholes)
+    folder = newest(tmp_path)
+    down = folder.manifest.tensors["master/down"]
+    tensors = dict(folder.manifest.tensors) | {"master/down": dataclasses.replace(down, boxes=down.boxes[1:])}
+    holed = dataclasses.replace(folder, manifest=dataclasses.replace(folder.manifest, tensors=tensors))
+    with pytest.raises(CheckpointError, match=r"master/down of shape \[6, 8\] \(48 elements\) lacks 24"):
+        load_tensors(holed, [box for primary, box in layout.held(wholes) if primary], WORLD)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,12 @@ from megapipe.checkpoint.folder import find_checkpoint, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import Manifest
 from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.verify import damage
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 from tests.checkpoint.layouts import LAYOUTS, WORLD, Layout, global_tensors, newest, save_layout, save_one
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHARD = "rank_00000.safetensors"
 
 
@@ -125,3 +130,36 @@ def test_a_file_cut_while_it_is_read_is_called_truncated(tmp_path: Path) -> None
     shard.write_bytes(shard.read_bytes()[:-8])
     with pytest.raises(CheckpointError, match=rf"{SHARD}, tensor master/w@0,0 is truncated: the file ends at byte \d+"):
         load_tensors(folder, [TensorBox("master/w", (5, 4), Box((0, 0), (5, 4)), torch.zeros(20))], WORLD)
+
+
+def test_verify_finds_a_flipped_byte_anywhere(tmp_path: Path) -> None:
+    path = save_layout(tmp_path, Layout(2, 2, 16), global_tensors(), block_bytes=40).path
+    folder = newest(tmp_path)
+    assert list(damage(folder)) == []
+    for name, positions in ((SHARD, range(0, (path / SHARD).stat().st_size, 37)), ("config.yaml", range(6))):
+        for position in positions:
+            flip(path / name, position)
+            (line,) = damage(folder)
+            assert line.startswith(str(path / name))
+            flip(path / name, position)
+
+
+def test_the_tool_lists_and_verifies(tmp_path: Path) -> None:
+    path = save_layout(tmp_path, Layout(1, 3, 16), global_tensors()).path
+
+    def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "tools/inspect_checkpoint.py", str(tmp_path), *arguments]
+        return subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+
+    listed = tool("--tensors", "--verify")
+    assert listed.returncode == 0 and "all checksums hold" in listed.stdout
+    assert "master/down  F32 [6, 8]  192 bytes in" in listed.stdout and "step 1, 6 tensors" in listed.stdout
+    flip(path / "config.yaml", 2)
+    found = tool("--verify")
+    assert found.returncode == 1 and "config.yaml: the content is damaged" in found.stderr
+    assert "has no step_00000005; it holds step_00000001" in tool("--step", "5").stderr
+
+
+def test_a_checkpoint_is_looked_into_without_torch() -> None:
+    script = "import sys, megapipe.checkpoint.configuration, megapipe.checkpoint.verify; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0

@@ -12,6 +12,7 @@ import torch
 
 from megapipe.checkpoint.configuration import checkpoint_config
 from megapipe.checkpoint.manifest import read_manifest
+from megapipe.checkpoint.tensor_box import padding_of
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.persistence import load, prepare_save, save
@@ -251,3 +252,19 @@ def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(ran
     assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)
     with pytest.raises(CheckpointError, match=r"--use-checkpoint-args: .*nothing holds no checkpoint"):
         checkpoint_config(tmp_path / "nothing")
+
+
+def padding_and_scale(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> tuple[float, int, float]:
+    """Largest moment in the vocabulary's padding, how many there are, and the loss scale, after loading."""
+    machines = machines_of(rank, world_size, **changes)
+    scramble(machines, salt=1)
+    load(machines, Path(root))
+    padding = [padding_of(held.piece, held.values) for held in machines.optimizer.state() if held.key != "master"]
+    values = torch.cat(padding)
+    return values.abs().max().item(), values.numel(), machines.optimizer.loss_scale
+
+
+def test_moments_of_the_padding_are_zero_and_a_loss_scale_stays_with_its_precision(rank_pools: Pools, tmp_path: Path) -> None:
+    rank_pools(1).run(save_scrambled, str(tmp_path), {"dtype": "bf16"})
+    changes = {"dtype": "fp16", "initial_loss_scale": 512.0, "make_vocab_size_divisible_by": 32}
+    assert rank_pools(1).run(padding_and_scale, str(tmp_path), changes) == [(0.0, 3 * 16 * 2, 512.0)]
