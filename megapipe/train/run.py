@@ -93,6 +93,7 @@ def saver(machines: Machines, resumed: Resumed, config_text: str, writers: Write
 
     def save(state: TrainingState) -> None:
         report = persistence.save(machines, state, resumed.schedules, root, config_text, tokenizer)
-        writers.say(f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s)")
+        removed = f"; removed {', '.join(path.name for path in report.removed)}" if report.removed else ""
+        writers.say(report.remark or f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s){removed}")
 
     return save
