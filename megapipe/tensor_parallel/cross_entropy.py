@@ -77,7 +77,7 @@ class _CrossEntropy(Function):
         if loss.tp.size > 1:
             stacked = torch.stack(sums)
             all_reduce(stacked, loss.tp)
-            sums = list(stacked.unbind(0))
+            sums = [row.clone() for row in stacked.unbind(0)]  # a row kept for the backward would keep all of them
         label_logit, sum_exp = sums[0], sums[-1]
         log_sum = sum_exp.log()
         losses = log_sum - label_logit

@@ -1,0 +1,187 @@
+"""Bytes that each pipeline rank needs for a training step, item by item. All ranks of one pp_rank need the same.
+
+    weights       flat parameter buffers, padding included
+    gradients     flat main-gradient buffers, fp32 (fp64)
+    optimizer     masters, where the weights are narrower, and moments, of this rank's shard
+    activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
+    recompute     what one replay in the backward makes again
+    messages      hidden states and gradients that have come too early or are being sent, at that peak
+    reduction     bf16 copies of the gradients on the wire (--grad-reduce-in-bf16)
+    tables        attention masks and rotary tables that all microbatches share
+    microbatches  tokens, labels and what belongs to them, of the whole step
+
+Not counted: the workspace of the kernel that runs, the allocator's slack, the CUDA context. In a split backward (I, W) activations count
+until W.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megapipe.planner.activations import (
+    ELEMENT_BYTES,
+    Documents,
+    LocalSizes,
+    replay_bytes,
+    rotary_table_bytes,
+    shared_mask_bytes,
+    stage_bytes,
+)
+from megapipe.planner.run_plan import RunPlan
+from megapipe.schedule.action import Action, Op
+
+BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
+TOKEN_BYTES = 16  # token and label, int64
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a step at which activations and messages are largest. live: stage -> microbatches between their F and their B."""
+
+    activation_bytes: int
+    message_bytes: int
+    live: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes by item, in the order of the module's table; items of no bytes are there too. live: as in `Peak`."""
+
+    pp_rank: int
+    items: Mapping[str, int]
+    live: Mapping[int, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def live_microbatches(self) -> float:
+        """At the peak, in microbatches of all stages of the rank."""
+        return sum(self.live.values()) / max(len(self.live), 1)
+
+
+def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
+    """Every item of one rank, for a step at the full global batch size."""
+    model, recompute, documents, sizes = plan.config.model, plan.config.recompute, Documents.of(plan.config.data), local_sizes(plan)
+    stages = plan.placement.stages_of(pp_rank)
+    num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
+    peak = peak_of_row(
+        plan.schedule(num_microbatches).rows[pp_rank],
+        {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages},
+        sizes.hidden_states,
+        max(2, plan.send_depth),
+        plan.placement.rank_of_stage,
+    )
+    layer_counts = plan.partition.layer_counts
+    items = {
+        **_state(plan, stages),
+        "activations": peak.activation_bytes,
+        "recompute": max(replay_bytes(model, sizes, layer_counts[stage], recompute, documents) for stage in stages),
+        "messages": peak.message_bytes,
+        "reduction": _reduction(plan, stages),
+        "tables": len(stages) * _tables(plan, sizes, documents),
+        "microbatches": num_microbatches * sizes.tokens * _token_bytes(documents),
+    }
+    return RankMemory(pp_rank, items, peak.live)
+
+
+def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
+    """`rank_memory` of every pp_rank."""
+    return tuple(rank_memory(plan, pp_rank) for pp_rank in range(plan.topology.pp))
+
+
+def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
+    """What a stage keeps from the forward to the backward of one microbatch, its input included, by what is kept."""
+    layers, config = plan.partition.stages[stage], plan.config
+    return stage_bytes(config.model, local_sizes(plan), layers, config.recompute, Documents.of(config.data))
+
+
+def local_sizes(plan: RunPlan) -> LocalSizes:
+    """Sizes of one microbatch on any rank of the plan."""
+    config = plan.config
+    return LocalSizes.of(
+        config.model,
+        plan.topology.tp,
+        config.parallel.sequence_parallel,
+        config.training.micro_batch_size,
+        config.precision.dtype,
+    )
+
+
+def peak_of_row(
+    row: Iterable[Action],
+    activation_bytes: Mapping[int, int],  # of a (stage, microbatch), for each stage of the rank
+    message_bytes: int,
+    sends_in_flight: int,  # the most of one channel
+    rank_of_stage: Sequence[int],
+) -> Peak:
+    """Walk over one row of a lowered training schedule.
+
+    An activation lives from F to B or W. A message that comes is there from the moment its receive is posted: an activation until F,
+    where it becomes the kept input of its stage; a gradient until its B is done. Between two stages of one rank it is there from the
+    moment it is made. One that goes is held until it is known to have arrived: of each channel the last `sends_in_flight`.
+    """
+    live = Counter(dict.fromkeys(activation_bytes, 0))
+    waiting = 0  # messages received, or to come
+    sent: Counter[tuple[int, Op]] = Counter()
+    peak, best, kept = Peak(0, 0, dict(live)), -1, 0
+
+    def local(stage: int, other: int) -> bool:
+        return 0 <= other < len(rank_of_stage) and rank_of_stage[stage] == rank_of_stage[other]
+
+    for stage, op, _ in row:
+        released = 0
+        if op is Op.F:
+            waiting += local(stage, stage + 1) - (stage > 0)
+            live[stage] += 1
+            kept += activation_bytes[stage]
+        elif op in (Op.RECV_F, Op.RECV_B):
+            waiting += 1
+        elif op in (Op.SEND_F, Op.SEND_B):
+            sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
+        elif op in (Op.B, Op.I):
+            waiting += local(stage, stage - 1)
+            released = int(stage < len(rank_of_stage) - 1)
+        messages = (waiting + sum(sent.values())) * message_bytes
+        if kept + messages > best:
+            best, peak = kept + messages, Peak(kept, messages, dict(live))
+        waiting -= released
+        if op in (Op.B, Op.W):
+            live[stage] -= 1
+            kept -= activation_bytes[stage]
+    return peak
+
+
+def _state(plan: RunPlan, stages: Iterable[int]) -> dict[str, int]:
+    """Weights, gradients, optimizer."""
+    element = ELEMENT_BYTES[plan.config.precision.dtype]
+    wide = max(element, 4)
+    optimizer = plan.config.optimizer
+    states = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer] + (element != wide)
+    layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
+    elements = sum(layout.numel for layout in layouts)
+    slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
+    return {
+        "weights": elements * element + slack,
+        "gradients": elements * wide + slack,
+        "optimizer": sum(layout.numel // layout.num_shards for layout in layouts) * states * wide,
+    }
+
+
+def _reduction(plan: RunPlan, stages: Iterable[int]) -> int:
+    if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.dp * plan.topology.cp == 1:
+        return 0
+    return 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))
+
+
+def _tables(plan: RunPlan, sizes: LocalSizes, documents: Documents) -> int:
+    """Of one stage."""
+    model = plan.config.model
+    return shared_mask_bytes(model, sizes, documents) + (0 if documents.position_ids else rotary_table_bytes(model, sizes))
+
+
+def _token_bytes(documents: Documents) -> int:
+    return TOKEN_BYTES + 8 * documents.position_ids + 8 * documents.attention_mask + 4 * documents.loss_mask

@@ -1,0 +1,204 @@
+"""What the planner says a stage keeps for its backward, against what autograd saves: equal to the byte, for every recompute option."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapipe.comm.groups import Group
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.model.microbatch import Microbatch
+from megapipe.planner.activations import (
+    Documents,
+    LocalSizes,
+    is_explicit,
+    replay_bytes,
+    rotary_table_bytes,
+    shared_mask_bytes,
+    stage_bytes,
+)
+from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.model_specs import model_specs
+from megapipe.tensor_parallel.random import DropoutKey
+from tests.harness import RankPool
+from tests.model.grids import BATCH, GPT2, LLAMA, make_microbatch, make_stage, model_config
+from tests.model.saved_bytes import SavedBytes
+
+LAYERS = 3
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2_dropout": GPT2 | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "gpt2_hidden_dropout_grouped_erf": GPT2 | {"hidden_dropout": 0.1, "num_query_groups": 2, "activation": "gelu"},
+    "gpt2_untied_softmax_in_fp32": GPT2 | {"untie_embeddings_and_output_weights": True, "attention_softmax_in_fp32": True},
+    "llama": LLAMA,
+    "llama_tied_window": LLAMA | {"untie_embeddings_and_output_weights": False, "window_size": 4},
+    "llama_qk_norm_layernorm": LLAMA | {"qk_layernorm": True, "normalization": "LayerNorm"},
+    "llama_soft_caps": LLAMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "llama_one_kv_head_dropout": LLAMA | {"num_query_groups": 1, "attention_dropout": 0.1},
+    "squared_relu_half_rotary": LLAMA | {"activation": "squared_relu", "rotary_percent": 0.6},
+    "relu_zero_centred": GPT2 | {"activation": "relu", "layernorm_zero_centered_gamma": True},
+    "geglu_qkv_bias": LLAMA | {"activation": "geglu_tanh", "add_qkv_bias": True},
+}
+SELECTIONS = [modules for count in range(1, 5) for modules in combinations(RECOMPUTE_MODULES, count)]
+RECOMPUTES = {
+    "none": RecomputeConfig(),
+    **{"-".join(modules): RecomputeConfig("selective", recompute_modules=modules) for modules in SELECTIONS},
+    **{f"{method}{n}": RecomputeConfig("full", method, n) for method in ("uniform", "block") for n in (1, 2, 3, 4)},
+}
+PARTS = {
+    "one_layer": StageLayers(0, 1, True, True),
+    "whole": StageLayers(0, LAYERS, True, True),
+    "first": StageLayers(0, 2, True, False),
+    "inner": StageLayers(1, LAYERS, False, False),
+    "last": StageLayers(2, LAYERS, False, True),
+    "embedding_alone": StageLayers(0, 0, True, False),
+    "head_alone": StageLayers(LAYERS, LAYERS, False, True),
+}
+FEW = ("none", "core_attn-layernorm-mlp-activation", "uniform2", "block1")  # on every part
+CASES = [
+    (part, name)
+    for part in PARTS
+    for name, recompute in RECOMPUTES.items()
+    if name in FEW or part == ("whole" if recompute.recompute_granularity == "full" else "one_layer")
+]
+SINGLE_AND_ALL = {name for name, recompute in RECOMPUTES.items() if len(recompute.recompute_modules) in (1, 4)}
+CASES_OVER_TP = [(part, name) for part, name in CASES if name in SINGLE_AND_ALL and (name == "none" or part in ("one_layer", "whole"))]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """Bytes that hooks saw in the forward, and new ones in the backward's replays; storages: one line each, for messages."""
+
+    forward: int
+    replayed: int
+    storages: tuple[str, ...]
+
+
+@cache
+def weights_of(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {spec.name: torch.randn(spec.shape, dtype=dtype) * 0.1 for spec in model_specs(config, False)}
+
+
+def counted(
+    config: ModelConfig,
+    part: StageLayers,
+    recompute: RecomputeConfig,
+    dtype: torch.dtype,
+    tp: Group | None = None,
+    sequence_parallel: bool = False,
+    microbatch: Microbatch | None = None,
+    backward: bool = False,
+) -> Count:
+    tp = tp or Group.alone("tp")
+    loss = TrainingConfig(label_smoothing=0.1, z_loss=0.1)
+    stage = make_stage(
+        config, weights_of(config, dtype), layers=part, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, loss=loss
+    )
+    microbatch = microbatch or dataclasses.replace(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), loss_mask=None)
+    inputs: tuple[torch.Tensor, ...] = ()
+    if not part.has_embedding:
+        seq = config.seq_length // tp.size if sequence_parallel else config.seq_length
+        inputs = (torch.randn(seq, BATCH, config.hidden_size, dtype=dtype).requires_grad_(),)
+    shared = stage._make_context(microbatch, dtype).mask if microbatch.document_ids is None else None
+    fields = (getattr(microbatch, field.name) for field in dataclasses.fields(microbatch))
+    excluded = [tensor for tensor in (*fields, shared) if isinstance(tensor, torch.Tensor)]
+    with SavedBytes(stage, excluded) as saved:
+        output = stage(*inputs, microbatch)
+        forward = saved.total
+        storages = tuple(saved.storages)
+        if backward:
+            (output.loss_sum if part.has_head else output.sum()).backward()
+    return Count(forward, saved.total - forward, storages)
+
+
+def planned(
+    config: ModelConfig, part: StageLayers, recompute: RecomputeConfig, dtype: str, tp: int = 1, sequence_parallel: bool = False
+) -> dict[str, int]:
+    return stage_bytes(config, LocalSizes.of(config, tp, sequence_parallel, BATCH, dtype), part, recompute)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
+    config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    for part, name in CASES:
+        count = counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype])
+        plan = planned(config, PARTS[part], RECOMPUTES[name], dtype)
+        assert sum(plan.values()) == count.forward, f"{part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def counted_over_tp(rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool) -> dict[tuple[str, str], Count]:
+    config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    tp = Group("tp", tuple(range(world_size)), rank, dist.group.WORLD)
+    return {(part, name): counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype], tp, sequence_parallel) for part, name in CASES}
+
+
+@pytest.mark.parametrize(("dtype", "sequence_parallel"), [("fp32", False), ("bf16", True)], ids=["tp2_fp32", "tp2_bf16_sequence_parallel"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(shape: str, dtype: str, sequence_parallel: bool, pool: RankPool) -> None:
+    config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    for rank, counts in enumerate(pool.run(counted_over_tp, shape, dtype, sequence_parallel)):
+        for (part, name), count in counts.items():
+            plan = planned(config, PARTS[part], RECOMPUTES[name], dtype, 2, sequence_parallel)
+            message = f"rank {rank}, {part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
+            assert sum(plan.values()) == count.forward, message
+
+
+@pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm-mlp", "uniform2", "block1"])
+@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute: str) -> None:
+    config = model_config(num_layers=LAYERS, **(LLAMA | {"num_query_groups": groups, "qk_layernorm": qk_norm}))
+    documents = Documents(position_ids=True, attention_mask=True, loss_mask=True)
+    count = counted(config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=make_microbatch(config, documents=True))
+    plan = stage_bytes(config, LocalSizes.of(config, 1, False, BATCH, "fp64"), PARTS["whole"], RECOMPUTES[recompute], documents)
+    unseen = plan["rotary tables"]  # autograd's context holds it as an attribute
+    if recompute in ("core_attn", "uniform2"):  # all layers replay their attention, from a closure that holds the mask
+        unseen += plan["document masks"]
+    assert sum(plan.values()) - unseen == count.forward, f"{plan}\n" + "\n".join(count.storages)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("recompute", "num_layers"),
+    [("uniform1", 1), ("uniform2", 2), ("uniform3", 3), ("block1", 1), ("core_attn", 1), ("mlp", 1), ("layernorm-mlp", 1)],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("shape", ["gpt2_dropout", "llama", "llama_qk_norm_layernorm", "llama_soft_caps"])
+def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_layers: int, dtype: str) -> None:
+    config = model_config(num_layers=num_layers, **SHAPES[shape])
+    part = StageLayers(0, num_layers, True, True)
+    count = counted(config, part, RECOMPUTES[recompute], DTYPES[dtype], backward=True)
+    sizes = LocalSizes.of(config, 1, False, BATCH, dtype)
+    unseen = 0  # the replay's output is handed to the linear behind it; hooks see it only where the backward of what made it needs it
+    if "mlp" in recompute:
+        unseen = sizes.tokens * sizes.ffn * sizes.element
+    elif recompute == "core_attn" and is_explicit(config):
+        unseen = sizes.query
+    assert count.replayed + unseen == replay_bytes(config, sizes, num_layers, RECOMPUTES[recompute])
+
+
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_tied_window", "squared_relu_half_rotary", "llama_soft_caps"])
+def test_tables_shared_by_microbatches_have_the_bytes_in_the_plan(shape: str) -> None:
+    config = model_config(**SHAPES[shape])
+    sizes = LocalSizes.of(config, 1, False, BATCH, "bf16")
+    weights = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in model_specs(config, False)}
+    context = make_stage(config, weights)._make_context(make_microbatch(config), torch.bfloat16)
+    assert rotary_table_bytes(config, sizes) == sum(table.untyped_storage().nbytes() for table in context.rotary or ())
+    assert shared_mask_bytes(config, sizes) == (0 if context.mask is None else context.mask.untyped_storage().nbytes())
