@@ -17,7 +17,7 @@ from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.optimizer.optimizer import Optimizer
-from megapipe.pipeline.engine import Engine, Hooks
+from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.stage import StageRunner
 from megapipe.planner.run_plan import RunPlan
 from megapipe.sharding.audit import audit_buffers
@@ -60,7 +60,9 @@ class Machines:
             self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
         )
         order = sorted(self.buffers)  # on every placement so far a rank's first forwards come in model order
-        self.gather = ParameterGather(self.buffers, order, groups.dp_cp, overlap=parallel.overlap_param_gather)
+        self.gather = ParameterGather(self.buffers, order, groups.dp_cp, overlap=parallel.overlap_param_gather, tracer=tracer)
+        for stage, module in self.stages.items():
+            self.gather.wait_inside(stage, module, module.parts())
         self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather)
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=max(2, plan.send_depth))
         self._engines: dict[tuple[int, bool], Engine] = {}
@@ -80,8 +82,8 @@ class Machines:
         key = num_microbatches, training
         if key not in self._engines:
             schedule = self.plan.schedule(num_microbatches) if training else self.plan.forward_schedule(num_microbatches)
-            hooks = Hooks(before_first_forward=self.gather.wait, reduce_gradients=self.reducer.reduce)
-            self._engines[key] = Engine(schedule, self.coordinates.pp_rank, self.runners, self.channels, hooks, self.tracer)
+            reduce = self.reducer.reduce if training else None
+            self._engines[key] = Engine(schedule, self.coordinates.pp_rank, self.runners, self.channels, reduce, self.tracer)
         return self._engines[key]
 
     def message(self, boundary: int) -> tuple[MessageSpec, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -21,10 +22,18 @@ class Tracer:
     """Events in the order in which they ended.
 
     A collective ends when the backend says so, where it does (gloo's all-reduce and all-gather), else when its wait returns. On a GPU
-    these are times of the host: a wait there only orders streams.
+    these are times of the host: a wait there only orders streams. settle: called before every reading of an action's clock, so that there
+    actions get true times (torch.cuda.synchronize), at the price of all overlap.
     """
 
     events: list[Event] = field(default_factory=list)
+    settle: Callable[[], None] | None = None
+
+    def now(self) -> int:
+        """Nanoseconds, for starts and ends of actions."""
+        if self.settle is not None:
+            self.settle()
+        return perf_counter_ns()
 
     def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
         """Record one event; it ends now unless end_ns is given. May be called from a backend's thread."""

@@ -72,7 +72,7 @@ class Sampler:
         def pick(logits: Tensor, payload: Any) -> tuple[Tensor, Tensor]:
             return logits, self._draw(self._whole(logits[positions, torch.arange(len(positions), device=logits.device)]))
 
-        drawn = self._engine.run(Step([Microbatch(tokens)], machines.message, pick, training=False))
+        drawn = self._engine.run(Step([Microbatch(tokens)], machines.message, pick))
         chosen = drawn[0] if drawn else torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         source = plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
         broadcast(chosen, machines.groups.world, source=source)

@@ -98,6 +98,14 @@ class GPTStage(nn.Module):
             assert isinstance(self.embedding, Embedding)
             head.weight = self.embedding.word_embeddings.weight
 
+    def parts(self) -> list[nn.Module]:
+        """Submodules that together hold all parameters, in the order in which a forward calls them."""
+        parts: list[nn.Module | None] = [None if isinstance(self.embedding, TiedHead) else self.embedding]
+        parts += [*self.decoder.layers.values(), self.decoder.final_layernorm, self.output_layer]
+        if isinstance(self.embedding, TiedHead):
+            parts.append(self.embedding.word_embeddings)
+        return [part for part in parts if part is not None]
+
     def forward(self, *hidden_and_microbatch: Tensor | Microbatch | None, return_logits: bool = False) -> Tensor | StageLoss:
         """`stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 

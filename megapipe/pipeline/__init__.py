@@ -1,7 +1,8 @@
 """The machine that runs one rank's row of a pipeline schedule, for any nn.Module stages.
 
-- `stage`:  `StageRunner`: forward, backward, backward_input, backward_weight of one stage
-- `engine`: `Engine`: one loop over the row; a handler for each op, no decision of its own
+- `pipeline`: `Pipeline`: from modules, a message and a loss to training steps; the door for models of one's own
+- `stage`:    `StageRunner`: forward, backward, backward_input, backward_weight of one stage
+- `engine`:   `Engine`: one loop over the row; a handler for each op, no decision of its own
 
-The engine is a public door: stages may be any modules that take and return tensors, `loss` any function of the last stage's output.
+Stages may be any modules that take and return tensors, `loss` any function of the last stage's output; examples/vision_transformer.py.
 """

@@ -6,7 +6,6 @@ The engine waits only where an action needs what a peer makes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,31 +23,18 @@ Key = tuple[int, int]  # (stage, microbatch)
 Tensors = tuple[Tensor, ...]
 
 
-def _nothing(stage: int) -> None:
-    """The hook of who needs none."""
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """What the engine says to the data-parallel side; each is called with the stage."""
-
-    before_first_forward: Callable[[int], None] = _nothing  # the stage's parameters must be whole now
-    reduce_gradients: Callable[[int], None] = _nothing  # op REDUCE_GRAD: all weight gradients of the stage are there
-
-
 @dataclass(frozen=True)
 class Step:
     """What one run of the schedule works on.
 
-    microbatches: payloads by microbatch number. message: shapes and dtypes that cross the boundary behind a stage, one entry a tensor.
-    loss: on the last stage, (output, payload) -> (scalar to differentiate, loss scale included; report). training: with gradients, or
-    forwards only.
+    microbatches: payloads by microbatch number, the same on every rank (a stage reads of them what it needs). message: shapes and dtypes
+    that cross the boundary behind a stage, one entry a tensor; the gradients of the floating-point ones come back. loss: on the last
+    stage, (output, payload) -> (scalar to differentiate, loss scale included; report).
     """
 
     microbatches: Sequence[Any]
     message: Callable[[int], tuple[MessageSpec, ...]]
     loss: Callable[[Any, Any], tuple[Tensor, Any]]
-    training: bool = True
 
 
 @dataclass
@@ -65,11 +51,13 @@ class _Run:
 
 
 class Engine:
-    """Runs this rank's row of `schedule` (lowered: with sends, receives and reductions).
+    """Runs this rank's row of `schedule` (lowered: with sends, receives and reductions); with gradients if it holds backwards.
 
     stages: the runner of each stage on this rank. channels: by (boundary, 'activation' | 'gradient'); boundary s lies behind stage s.
-    They bound the sends under way, at no less than the depth the schedule's proof asks for. tracer: records start and end of every
-    action under its text form, of every wait for a message inside one, and of the whole row.
+    They bound the sends under way, at no less than the depth the schedule's proof asks for. reduce_gradients: called with a stage at
+    REDUCE_GRAD, when all its weight gradients are there. tracer: records start and end of every action under its text form, of every
+    wait for a message inside one, and of the whole row.
+    Raises ValueError for stages that are not those of the row.
     """
 
     def __init__(
@@ -78,7 +66,7 @@ class Engine:
         pp_rank: int,
         stages: Mapping[int, StageRunner],
         channels: Mapping[tuple[int, str], Channel],
-        hooks: Hooks = Hooks(),
+        reduce_gradients: Callable[[int], None] | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         placement = schedule.placement
@@ -86,15 +74,17 @@ class Engine:
             raise ValueError(
                 f"pp_rank {pp_rank} was given stages {sorted(stages)}, its schedule places {placement.stages_of(pp_rank)} there"
             )
+        if placement.num_ranks > 1 and not schedule.is_lowered:
+            raise ValueError(f"schedule {schedule} holds no messages: the engine runs what schedule.lower made of it")
         self.row = schedule.rows[pp_rank]
         self.num_microbatches = schedule.num_microbatches
+        self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1
         self._stages = stages
         self._channels = channels
-        self._hooks = hooks
+        self._reduce_gradients = reduce_gradients
         self._tracer = tracer
         self._local = {s for s in range(self.last_stage) if placement.rank_of_stage[s] == placement.rank_of_stage[s + 1]}
-        self._first_forward = _first_forwards(self.row)
         self._handlers: dict[Op, Callable[[_Run, Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -108,36 +98,43 @@ class Engine:
         }
 
     def run(self, step: Step) -> list[Any]:
-        """Run the row once. Returns the last stage's reports in order of microbatches; an empty list on other ranks."""
+        """Run the row once. Returns the last stage's reports in order of microbatches; an empty list on other ranks.
+
+        Raises ValueError for another number of microbatches than the schedule's. What a stage raises comes through as it is; the run is
+        then lost and leaves nothing behind in the stages (peers that wait for its messages time out).
+        """
         if len(step.microbatches) != self.num_microbatches:
             raise ValueError(f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given")
         run = _Run(step)
-        start = time.perf_counter_ns()
-        with torch.set_grad_enabled(step.training):
-            for index, action in enumerate(self.row):
-                if index in self._first_forward:
-                    self._hooks.before_first_forward(action.stage)
-                if self._tracer is None:
-                    self._handlers[action.op](run, action)
-                else:
-                    self._traced(self._tracer, run, action)
-        for channel in self._channels.values():
-            channel.drain()
+        start = 0 if self._tracer is None else self._tracer.now()
+        try:
+            with torch.set_grad_enabled(self.is_training):
+                for action in self.row:
+                    if self._tracer is None:
+                        self._handlers[action.op](run, action)
+                    else:
+                        self._traced(self._tracer, run, action)
+            for channel in self._channels.values():
+                channel.drain()
+        except BaseException:
+            for runner in self._stages.values():
+                runner.clear()
+            raise
         if self._tracer is not None:
-            self._tracer.event("row", "row", start)
+            self._tracer.event("row", "row", start, self._tracer.now())
         return [run.reports[m] for m in sorted(run.reports)]
 
     def _traced(self, tracer: Tracer, run: _Run, action: Action) -> None:
-        start = time.perf_counter_ns()
+        start = tracer.now()
         self._handlers[action.op](run, action)
-        tracer.event(str(action), "action", start, time.perf_counter_ns())
+        tracer.event(str(action), "action", start, tracer.now())
 
     def _forward(self, run: _Run, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        inputs: tuple[Tensor, ...] = ()
+        inputs: Tensors = ()
         if stage > 0:
-            held = run.activations.pop((stage, microbatch), None)
-            inputs = self._received(run, Op.RECV_F, stage, microbatch) if held is None else held
+            is_here = stage - 1 in self._local
+            inputs = run.activations.pop((stage, microbatch)) if is_here else self._received(run, Op.RECV_F, stage, microbatch)
         is_last = stage == self.last_stage
         result = self._stages[stage].forward(microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None)
         if is_last:
@@ -149,13 +146,13 @@ class Engine:
 
     def _backward(self, run: _Run, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        self._deliver(run, stage, microbatch, self._stages[stage].backward(microbatch, self._output_gradients(run, stage, microbatch)))
+        gradients = self._output_gradients(run, stage, microbatch)
+        self._deliver(run, stage, microbatch, self._stages[stage].backward(microbatch, gradients))
 
     def _backward_input(self, run: _Run, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        self._deliver(
-            run, stage, microbatch, self._stages[stage].backward_input(microbatch, self._output_gradients(run, stage, microbatch))
-        )
+        gradients = self._output_gradients(run, stage, microbatch)
+        self._deliver(run, stage, microbatch, self._stages[stage].backward_input(microbatch, gradients))
 
     def _backward_weight(self, run: _Run, action: Action) -> None:
         self._stages[action.stage].backward_weight(_number(action))
@@ -172,49 +169,37 @@ class Engine:
         run.receives[Op.RECV_F, action.stage, _number(action)] = pending
 
     def _receive_backward(self, run: _Run, action: Action) -> None:
-        pending = self._channels[action.stage, "gradient"].post_receive(run.step.message(action.stage))
+        message = tuple(spec for spec in run.step.message(action.stage) if spec.dtype.is_floating_point)
+        pending = self._channels[action.stage, "gradient"].post_receive(message)
         run.receives[Op.RECV_B, action.stage, _number(action)] = pending
 
     def _reduce(self, run: _Run, action: Action) -> None:
-        if run.step.training:
-            self._hooks.reduce_gradients(action.stage)
+        if self._reduce_gradients is not None:
+            self._reduce_gradients(action.stage)
 
     def _output_gradients(self, run: _Run, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         if stage == self.last_stage:
             return (None,)  # the objective's gradient is 1
-        held = run.gradients.pop((stage, microbatch), None)
-        return self._received(run, Op.RECV_B, stage, microbatch) if held is None else held
+        return run.gradients.pop((stage, microbatch)) if stage in self._local else self._received(run, Op.RECV_B, stage, microbatch)
 
-    def _deliver(self, run: _Run, stage: int, microbatch: int, found: tuple[Tensor | None, ...]) -> None:
+    def _deliver(self, run: _Run, stage: int, microbatch: int, input_gradients: Tensors) -> None:
         if stage == 0:
             return
-        input_gradients = tuple(gradient for gradient in found if gradient is not None)
-        if len(input_gradients) != len(found):
-            raise ValueError(f"stage {stage} does not use all its {len(found)} inputs: nothing can be sent back to stage {stage - 1}")
         if stage - 1 in self._local:
             run.gradients[stage - 1, microbatch] = input_gradients
         else:
             run.input_gradients[stage, microbatch] = input_gradients
 
-    def _received(self, run: _Run, op: Op, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+    def _received(self, run: _Run, op: Op, stage: int, microbatch: int) -> Tensors:
         pending = run.receives.pop((op, stage, microbatch))
         if self._tracer is None:
             return pending.wait()
-        start = time.perf_counter_ns()
+        start = self._tracer.now()
         tensors = pending.wait()
-        self._tracer.event(str(Action(stage, op, microbatch)), "wait", start, time.perf_counter_ns())
+        self._tracer.event(str(Action(stage, op, microbatch)), "wait", start, self._tracer.now())
         return tensors
 
 
 def _number(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
-
-
-def _first_forwards(row: Sequence[Action]) -> frozenset[int]:
-    """Positions in a row of each stage's first forward."""
-    first: dict[int, int] = {}
-    for index, action in enumerate(row):
-        if action.op is Op.F:
-            first.setdefault(action.stage, index)
-    return frozenset(first.values())

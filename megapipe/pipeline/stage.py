@@ -23,10 +23,14 @@ class WeightGradients(Protocol):
     def run(self, key: object) -> None:
         """Compute what was queued under `key`."""
 
+    def clear(self) -> None:
+        """Forget what is queued."""
+
 
 @dataclass
 class _Kept:
-    """What lives from F to B of one microbatch: leaf inputs, and edges into the graph instead of outputs, so that sent tensors can go."""
+    """What lives from F to B of one microbatch: floating-point leaf inputs, and edges into the graph instead of outputs, so that sent
+    tensors can go. An output without a graph has no edge: its gradient comes and is not needed."""
 
     inputs: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
@@ -36,7 +40,8 @@ class StageRunner:
     """Runs `module(*inputs, microbatch)` and its backward for one stage.
 
     module: called with the tensors that came from the previous stage (none for the first) and the microbatch; returns a tensor or a
-    tuple of tensors: the message to the next stage, or, on the last stage, whatever `loss` of the engine takes.
+    tuple of tensors: the message to the next stage, or, on the last stage, whatever `loss` of the engine takes. Tensors of a message that
+    are not floating-point travel forward only; a floating-point one that a stage does not use has gradient zero.
     weight_gradients: needed only by schedules that split the backward (ops I and W). observe: if set, called with every output.
     """
 
@@ -52,7 +57,7 @@ class StageRunner:
         """Run one forward; what its backward needs is kept under the microbatch's number.
 
         loss: on the last stage, maps (output, payload) to (scalar to differentiate, report); the report is returned.
-        Elsewhere the detached outputs are returned, a tuple.
+        Elsewhere the detached outputs are returned, a tuple. Without gradients (torch.no_grad) nothing is kept.
         """
         training = torch.is_grad_enabled()
         if training:
@@ -65,19 +70,22 @@ class StageRunner:
             output, report = loss(output, payload)
         outputs = output if isinstance(output, tuple) else (output,)
         if training:
-            edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs)
-            self._kept[microbatch] = _Kept(inputs, edges)
+            edges = tuple(get_gradient_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point())
+            self._kept[microbatch] = _Kept(tuple(t for t in inputs if t.requires_grad), edges)
         return report if loss is not None else tuple(t.detach() for t in outputs)
 
-    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Input and weight gradients at once (op B). gradients: those of the outputs. Returns those of the inputs."""
+    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """Input and weight gradients at once (op B). gradients: those of the floating-point outputs; None for a scalar means 1.
+
+        Returns those of the floating-point inputs.
+        """
         kept = self._kept.pop(microbatch)
         pairs = [(edge, gradient) for edge, gradient in zip(kept.edges, gradients, strict=True) if edge is not None]
         if pairs:
             torch.autograd.backward(tuple(edge for edge, _ in pairs), tuple(gradient for _, gradient in pairs))
-        return tuple(t.grad for t in kept.inputs)
+        return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs)
 
-    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         """Input gradients only (op I); the weight gradients of linears, embedding and head are queued for `backward_weight`."""
         queue = self._queue()
         queue.defer(microbatch)
@@ -93,6 +101,8 @@ class StageRunner:
     def clear(self) -> None:
         """Forget microbatches whose backward will not come (after an error, say)."""
         self._kept.clear()
+        if self.weight_gradients is not None:
+            self.weight_gradients.clear()
 
     @property
     def num_live(self) -> int:

@@ -79,7 +79,7 @@ class TrainStep:
         machines = self._machines
         machines.gather.finish()
         count = len(microbatches)
-        run = Step(microbatches, machines.message, self._average.objective(1.0), training=False)
+        run = Step(microbatches, machines.message, self._average.objective(1.0))
         reports = machines.engine(count, training=False).run(run)
         return self._average.over(reports, machines.reports_loss, count, machines.groups.dp_cp.size, machines.groups.world, machines.device)
 

@@ -1,0 +1,95 @@
+"""`Pipeline`: any modules as the stages of a pipeline over the ranks of one group, one rank included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.groups import Group
+from megapipe.comm.trace import Tracer
+from megapipe.errors import ConfigError
+from megapipe.pipeline.engine import Engine, Step
+from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.build import build_forward_only, build_lowered, build_schedule
+from megapipe.schedule.validate import validate
+
+Message = Sequence[MessageSpec]
+
+
+class Pipeline:
+    """`num_stages` modules over the ranks of `pp`, trained as the one model that they are in a row.
+
+    make_stage: stage -> module, called for this rank's stages only; a module is called with the tensors of the message from the stage
+    before (none for the first) and the microbatch. message: what crosses every boundary, one entry a tensor, or a function of the
+    boundary's number. loss: (last stage's output, microbatch) -> scalar. schedule: 'gpipe', '1f1b', 'interleaved' or 'auto' (interleaved
+    where a rank holds several stages). Replicas of the pipeline are the caller's: average gradients before the optimizer steps.
+    Raises ConfigError if the ranks do not divide the stages or the schedule does not take several stages a rank.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        make_stage: Callable[[int], nn.Module],
+        message: Message | Callable[[int], Message],
+        loss: Callable[[Any, Any], Tensor],
+        pp: Group,
+        *,
+        schedule: str = "auto",
+        device: torch.device | str = "cpu",
+        receive_depth: int = 1,
+        tracer: Tracer | None = None,
+    ) -> None:
+        if num_stages % pp.size:
+            raise ConfigError(f"{num_stages} stages do not divide over {pp.size} pipeline ranks; use a multiple of {pp.size} stages")
+        self._num_chunks = num_stages // pp.size
+        self._schedule = ("interleaved" if self._num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
+        self._pp, self._loss, self._receive_depth, self._tracer = pp, loss, receive_depth, tracer
+        self._message = message if callable(message) else lambda boundary: message
+        self._placement = build_schedule(self._schedule, pp.size, self._num_chunks, num_microbatches=1).placement
+        self.modules = {stage: make_stage(stage).to(device) for stage in self._placement.stages_of(pp.rank)}
+        self._runners = {stage: StageRunner(module) for stage, module in self.modules.items()}
+        self._channels = Channels.build(self._placement, pp, device)
+        self._engines: dict[tuple[int, bool], Engine] = {}
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this rank's stages: what its optimizer takes."""
+        for module in self.modules.values():
+            yield from module.parameters()
+
+    def train_step(self, microbatches: Sequence[Any]) -> list[Tensor]:
+        """Forward and backward of all microbatches; .grad grows by the gradient of the mean of their losses.
+
+        Every rank passes the same microbatches. Returns their losses on the rank of the last stage, an empty list elsewhere.
+        """
+        return self._run(microbatches, is_training=True)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Any]) -> list[Tensor]:
+        """The losses alone, as train_step returns them."""
+        return self._run(microbatches, is_training=False)
+
+    def _run(self, microbatches: Sequence[Any], is_training: bool) -> list[Tensor]:
+        count = len(microbatches)
+
+        def loss(output: Any, microbatch: Any) -> tuple[Tensor, Tensor]:
+            value = self._loss(output, microbatch)
+            return value / count, value.detach()
+
+        return self._engine(count, is_training).run(Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss))
+
+    def _engine(self, count: int, is_training: bool) -> Engine:
+        key = count, is_training
+        if key not in self._engines:
+            if is_training:
+                schedule = build_lowered(self._schedule, self._pp.size, self._num_chunks, count, receive_depth=self._receive_depth)
+            else:
+                schedule = build_forward_only(self._placement, count, self._receive_depth)
+            depth = max(2, validate(schedule).send_depth)
+            for channel in self._channels.values():
+                channel.max_in_flight = max(depth, channel.max_in_flight or 0)
+            self._engines[key] = Engine(schedule, self._pp.rank, self._runners, self._channels, tracer=self._tracer)
+        return self._engines[key]

@@ -1,0 +1,86 @@
+"""Plain modules as pipeline stages, of another width at every boundary, and the same modules in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.channels import MessageSpec
+from megapipe.comm.groups import Group, build_process_groups
+from megapipe.comm.trace import Tracer
+from megapipe.topology import Topology
+
+ROWS = 5
+Payload = dict[str, Tensor]
+
+
+class Plain(nn.Module):
+    """[rows, 3 + stage] -> [rows, 4 + stage]; with `tuples` also a factor a row, which is trained, and integers, which travel only."""
+
+    def __init__(self, stage: int, tuples: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(100 + stage)
+        self.stage, self.tuples = stage, tuples
+        self.weight = nn.Parameter(torch.randn(4 + stage, 3 + stage, generator=generator, dtype=torch.float64))
+        self.gain = nn.Parameter(torch.randn(ROWS, generator=generator, dtype=torch.float64))
+
+    def forward(self, *inputs: Any) -> Any:
+        *hidden, payload = inputs
+        x = hidden[0] if hidden else payload["x"]
+        x = torch.tanh(x @ self.weight.t())
+        if not self.tuples:
+            return x * self.gain[:, None]
+        factor, numbers = hidden[1:] if hidden else (payload["factor"], payload["numbers"])
+        return x * factor[:, None], factor * self.gain, numbers + 1
+
+
+def message(boundary: int, tuples: bool) -> tuple[MessageSpec, ...]:
+    x = MessageSpec((ROWS, 4 + boundary), torch.float64)
+    return (x, MessageSpec((ROWS,), torch.float64), MessageSpec((ROWS,), torch.int64)) if tuples else (x,)
+
+
+def payloads(count: int) -> list[Payload]:
+    made = []
+    for k in range(count):
+        generator = torch.Generator().manual_seed(k)
+        x, factor = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((ROWS, 3), (ROWS,)))
+        made.append({"x": x, "factor": factor, "numbers": torch.arange(ROWS) + k})
+    return made
+
+
+def loss_of(output: Any, payload: Payload) -> Tensor:
+    """The integers count stages, so that a message that went astray is seen."""
+    if isinstance(output, Tensor):
+        return (output * payload["factor"][:, None]).square().sum()
+    x, factor, numbers = output
+    return (x.square().sum(1) * numbers).sum() + factor.sum()
+
+
+def in_one_process(num_stages: int, count: int, tuples: bool) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
+    """Losses, and gradients of each stage's parameters, of the mean over microbatches."""
+    modules = [Plain(stage, tuples) for stage in range(num_stages)]
+    losses = []
+    for payload in payloads(count):
+        output: Any = ()
+        for module in modules:
+            output = module(*(output if isinstance(output, tuple) else (output,)), payload)
+        loss = loss_of(output, payload)
+        (loss / count).backward()
+        losses.append(loss.detach())
+    return losses, {stage: gradients(module) for stage, module in enumerate(modules)}
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+
+
+def pp_group(rank: int, world_size: int, timeout_seconds: float = 30.0, tracer: Tracer | None = None) -> Group:
+    return build_process_groups(Topology(pp=world_size), rank, "gloo", timeout_seconds, tracer).pp
+
+
+def merged(results: Sequence[tuple[Any, dict[int, Any]]]) -> dict[int, Any]:
+    """What every rank says about its stages."""
+    return {stage: value for _, by_stage in results for stage, value in by_stage.items()}

@@ -1,0 +1,274 @@
+"""The engine runs any valid schedule, keeps no more than it must, and fails in a way that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.groups import Group
+from megapipe.comm.trace import Tracer
+from megapipe.errors import CommunicationError
+from megapipe.pipeline.engine import Engine, Step
+from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.lower import lower
+from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.simulate import peak_live_chunks
+from megapipe.schedule.validate import validate
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.weight_queue import WeightQueue
+from tests.harness import RankFailure, RankPool
+from tests.pipeline.stages import Plain, gradients, loss_of, merged, message, payloads, pp_group
+
+WIDTH = 6
+
+
+def mean(output: Any, payload: Any) -> tuple[Tensor, Tensor]:
+    loss = loss_of(output, payload)
+    return loss, loss.detach()
+
+
+def plain_step(count: int) -> Step:
+    return Step(payloads(count), lambda boundary: message(boundary, False), mean)
+
+
+class Linears(nn.Module):
+    """Two hand-written linears with biases and a plain parameter between them; their weight gradients go to a queue."""
+
+    def __init__(self, stage: int, queue: WeightQueue) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        sizes = {"tp": Group.alone("tp"), "sequence_parallel": False, "bias": True, "queue": queue}
+        self.linears = nn.ModuleList(ColumnParallelLinear(WIDTH, WIDTH, **sizes) for _ in range(2))
+        self.scale = nn.Parameter(torch.empty(WIDTH))
+        for module in self.modules():
+            for name, old in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.randn(old.shape, generator=generator, dtype=torch.float64)))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        first, second = self.linears
+        return second(torch.tanh(first(inputs[0]) * self.scale))
+
+
+def split(schedule: Schedule, delay: int) -> Schedule:
+    """Every B cut into I and a W that comes `delay` backwards later, or at the end of the row."""
+    rows = []
+    for row in schedule.rows:
+        cut: list[Action] = []
+        waiting: list[Action] = []
+        for action in row:
+            if action.op is not Op.B:
+                cut.append(action)
+                continue
+            cut.append(action._replace(op=Op.I))
+            waiting.append(action._replace(op=Op.W))
+            if len(waiting) > delay:
+                cut.append(waiting.pop(0))
+        rows.append((*cut, *waiting))
+    return Schedule("split", schedule.placement, schedule.num_microbatches, tuple(rows))
+
+
+def run_linears(
+    rank: int, world_size: int, chunks: int, count: int, delay: int | None
+) -> tuple[tuple[list[Tensor], list[tuple[int, int]]], dict[int, list[Tensor]]]:
+    """delay: None for full backwards. Also returns (stage, weight gradients that have run) at each reduction."""
+    schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", world_size, chunks, count)
+    lowered = lower(schedule if delay is None else split(schedule, delay))
+    validate(lowered)
+    queues = {stage: WeightQueue() for stage in lowered.placement.stages_of(rank)}
+    modules = {stage: Linears(stage, queue) for stage, queue in queues.items()}
+    runners = {stage: StageRunner(module, queues[stage]) for stage, module in modules.items()}
+    group = pp_group(rank, world_size)
+    reduced: list[tuple[int, int]] = []
+    engine = Engine(
+        lowered,
+        rank,
+        runners,
+        Channels.build(lowered.placement, group, max_in_flight=4),
+        lambda stage: reduced.append((stage, len(queues[stage].keys))),
+    )
+    inputs = [torch.randn(3, 1, WIDTH, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
+    spec = (MessageSpec((3, 1, WIDTH), torch.float64),)
+    reports = engine.run(Step(inputs, lambda boundary: spec, lambda output, payload: (output.square().sum(), output.detach().sum())))
+    assert all(runner.num_live == 0 for runner in runners.values())
+    return (reports, reduced), {stage: gradients(module) for stage, module in modules.items()}
+
+
+@pytest.mark.parametrize(("chunks", "count", "delay"), [(1, 5, 0), (1, 5, 2), (2, 4, 1), (1, 1, 3)], ids=lambda value: str(value))
+def test_a_split_backward_gives_the_gradients_of_the_whole_one(
+    rank_pools: Callable[[int], RankPool], chunks: int, count: int, delay: int
+) -> None:
+    whole, cut = (rank_pools(2).run(run_linears, chunks, count, how) for how in (None, delay))
+    assert all(torch.equal(a, b) for a, b in zip(whole[1][0][0], cut[1][0][0], strict=True))
+    expected, found = merged(whole), merged(cut)
+    for stage, tensors in expected.items():
+        assert all(tensor.abs().sum() > 0 for tensor in tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found[stage], tensors, strict=True)), stage
+    for rank, ((_, reduced), _) in enumerate(cut):  # no weight gradient waits when a stage is reduced
+        assert sorted(reduced) == [(stage, 0) for stage in range(rank, 2 * chunks, 2)]
+
+
+class Watched(nn.Module):
+    """A linear whose output nothing saves; writes down, at each forward, how many of its outputs are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.outputs: list[StorageWeakRef] = []
+        self.num_alive: list[int] = []
+
+    def forward(self, *inputs: Any) -> Tensor:
+        self.num_alive.append(sum(not output.expired() for output in self.outputs))
+        x = inputs[0] if isinstance(inputs[0], Tensor) else inputs[0]["x"].new_ones(5, 4)
+        output = self.linear(x)
+        self.outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+
+def watch_outputs(rank: int, world_size: int, count: int, in_flight: int) -> tuple[list[int], int, int]:
+    """(outputs alive at each forward, the most microbatches live, outputs alive after the step) of this rank."""
+    schedule = build_lowered("gpipe", world_size, 1, count)
+    module = Watched()
+    runner = StageRunner(module)
+    live = []
+    runner.observe = lambda microbatch, output: live.append(runner.num_live + 1)
+    group = pp_group(rank, world_size)
+    engine = Engine(schedule, rank, {rank: runner}, Channels.build(schedule.placement, group, max_in_flight=in_flight))
+    spec = (MessageSpec((5, 4), torch.float64),)
+    engine.run(Step(payloads(count), lambda boundary: spec, lambda output, payload: (output.sum(), 0)))
+    return module.num_alive, max(live), sum(not output.expired() for output in module.outputs)
+
+
+def test_outputs_are_freed_once_sent_while_their_graphs_live_on(rank_pools: Callable[[int], RankPool]) -> None:
+    for num_alive, num_live, after in rank_pools(2).run(watch_outputs, 8, 2):
+        assert num_live == 8
+        assert max(num_alive) <= 2  # those on their way
+        assert after == 0
+
+
+def peak(rank: int, world_size: int, name: str, chunks: int, count: int) -> int:
+    """The most microbatches live on this rank, over all its stages."""
+    schedule = build_lowered(name, world_size, chunks, count)
+    runners = {stage: StageRunner(Plain(stage, tuples=False)) for stage in schedule.placement.stages_of(rank)}
+    most = 0
+
+    def observe(microbatch: int, output: Any) -> None:
+        nonlocal most
+        most = max(most, 1 + sum(runner.num_live for runner in runners.values()))
+
+    for runner in runners.values():
+        runner.observe = observe
+    channels = Channels.build(schedule.placement, pp_group(rank, world_size), max_in_flight=4)
+    Engine(schedule, rank, runners, channels).run(plain_step(count))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "count", "expected"),
+    [("gpipe", 1, 6, [6, 6, 6, 6]), ("1f1b", 1, 6, [4, 3, 2, 1]), ("1f1b", 1, 2, [2, 2, 2, 1]), ("interleaved", 2, 8, [11, 9, 7, 5])],
+    ids=["gpipe", "1f1b", "1f1b with few microbatches", "interleaved"],
+)
+def test_as_many_microbatches_live_as_the_schedule_says(
+    rank_pools: Callable[[int], RankPool], name: str, chunks: int, count: int, expected: list[int]
+) -> None:
+    assert rank_pools(4).run(peak, name, chunks, count) == expected
+    assert list(peak_live_chunks(build_schedule(name, 4, chunks, count))) == expected
+
+
+class Broken(Plain):
+    """Raises in the forward of its second microbatch."""
+
+    def forward(self, *inputs: Any) -> Any:
+        if torch.equal(inputs[-1]["x"], payloads(2)[1]["x"]):
+            raise ArithmeticError("this stage is broken")
+        return super().forward(*inputs)
+
+
+def break_last_stage(rank: int, world_size: int, catch: bool) -> tuple[str, str, int, list[str]]:
+    schedule = build_lowered("1f1b", world_size, 1, 3)
+    runner = StageRunner((Broken if rank == world_size - 1 else Plain)(rank, tuples=False))
+    channels = Channels.build(schedule.placement, pp_group(rank, world_size, timeout_seconds=1.0), max_in_flight=2)
+    try:
+        Engine(schedule, rank, {rank: runner}, channels).run(plain_step(3))
+    except (ArithmeticError, CommunicationError) as error:
+        if not catch:
+            raise
+        return type(error).__name__, str(error), runner.num_live, []
+    raise AssertionError("nothing was raised")
+
+
+def test_what_a_stage_raises_comes_through_with_its_traceback(rank_pools: Callable[[int], RankPool]) -> None:
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 raised ArithmeticError: this stage is broken.*in forward\n") as failure:
+        rank_pools(2).run(break_last_stage, False)
+    assert failure.value.rank == 1
+
+
+def test_peers_of_a_broken_stage_are_told_within_the_time_out_and_no_graph_is_left(rank_pools: Callable[[int], RankPool]) -> None:
+    waiting, broken = rank_pools(2).run(break_last_stage, True)
+    assert broken[:3] == ("ArithmeticError", "this stage is broken", 0)
+    assert waiting[0] == "CommunicationError"
+    assert "receiving gradient from stage 1 to 0" in waiting[1]
+    assert waiting[2] == 0
+
+
+def one_rank(count: int = 2, tracer: Tracer | None = None, runner: StageRunner | None = None) -> Engine:
+    return Engine(build_lowered("1f1b", 1, 1, count), 0, {0: runner or StageRunner(Plain(0, tuples=False))}, {}, tracer=tracer)
+
+
+def test_another_number_of_microbatches_than_the_schedules_is_refused() -> None:
+    with pytest.raises(ValueError, match="the schedule runs 2 microbatches, 3 were given"):
+        one_rank(2).run(plain_step(3))
+
+
+def test_stages_of_another_rank_are_refused() -> None:
+    schedule = build_lowered("1f1b", 2, 1, 2)
+    with pytest.raises(ValueError, match=r"pp_rank 1 was given stages \[0\], its schedule places \(1,\) there"):
+        Engine(schedule, 1, {0: StageRunner(Plain(0, tuples=False))}, {})
+
+
+def test_a_schedule_without_messages_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no messages"):
+        Engine(build_schedule("1f1b", 2, 1, 2), 0, {0: StageRunner(Plain(0, tuples=False))}, {})
+
+
+def test_a_split_backward_needs_a_queue() -> None:
+    schedule = lower(split(build_schedule("1f1b", 1, 1, 1), 0))
+    with pytest.raises(ValueError, match="the stage needs `weight_gradients`"):
+        Engine(schedule, 0, {0: StageRunner(Plain(0, tuples=False))}, {}).run(plain_step(1))
+
+
+def test_the_trace_tells_every_action_in_order_within_the_row() -> None:
+    tracer = Tracer()
+    engine = one_rank(2, tracer)
+    engine.run(plain_step(2))
+    assert [event.name for event in tracer.of_kind("action")] == [str(action) for action in engine.row]
+    (row,) = tracer.of_kind("row")
+    assert all(row.start_ns <= event.start_ns <= event.end_ns <= row.end_ns for event in tracer.events)
+
+
+class Half(nn.Module):
+    """Uses the second of its two inputs only."""
+
+    def forward(self, unused: Tensor, used: Tensor, payload: Any) -> Tensor:
+        return used * 3.0
+
+
+def test_an_input_that_a_stage_does_not_use_has_gradient_zero() -> None:
+    runner = StageRunner(Half())
+    (output,) = runner.forward(0, (torch.ones(2), torch.ones(2)), None, None)
+    unused, used = runner.backward(0, (torch.ones_like(output),))
+    assert (unused.tolist(), used.tolist()) == ([0, 0], [3, 3])
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    runner = StageRunner(Half())
+    with torch.no_grad():
+        runner.forward(0, (torch.ones(2), torch.ones(2)), None, None)
+    assert runner.num_live == 0
