@@ -45,11 +45,12 @@ class Setting:
     only_from: tuple[Any, ...] | None = None
 
 
-def load_config(argv: Sequence[str]) -> LoadedConfig:
+def load_config(argv: Sequence[str], *, is_job: bool = True) -> LoadedConfig:
     """Reads argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and leaves.
 
     The result obeys the rules that need no world size. With `--use-checkpoint-args` they are checked by the
-    next step, `with_checkpoint_model`.
+    next step, `with_checkpoint_model`. is_job False: no rule is checked here, so that a part of a job (a model without data) can be
+    looked at; the planner checks what it needs.
     """
     line = read_command_line(argv)
     if line.requests.help:
@@ -65,7 +66,7 @@ def load_config(argv: Sequence[str]) -> LoadedConfig:
         apply(values, origins, settings)
     apply(values, origins, [setting for given in line.given for setting in settings_of_flag(given)])
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(remarks))
-    if not loaded.config.checkpoint.use_checkpoint_args:
+    if is_job and not loaded.config.checkpoint.use_checkpoint_args:
         require(loaded)
         check_job(loaded.config)
     return loaded

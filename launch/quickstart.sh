@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Installs megapipe, makes a corpus, a tokenizer and token files out of text that is already on this machine, and pretrains a small GPT.
+# Run it again to go on from its checkpoint.
+#
+#   launch/quickstart.sh [--no-install] [options] [flags of pretrain_gpt.py]
+#
+#   --no-install    use the virtual environment as it is
+#   --help          the options, once it is installed
+#
+#   VENV=DIR and PYTHON=EXE as in launch/install.sh
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+install=yes
+arguments=()
+for argument in "$@"; do
+    case $argument in
+        --no-install) install=no ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+
+venv=${VENV:-$root/.venv}
+case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
+export VENV=$venv
+
+if [ "$install" = yes ]; then
+    began=$SECONDS
+    "$root/launch/install.sh"
+    [ $((SECONDS - began)) -lt 3 ] || printf '== installed in %d s\n' $((SECONDS - began))
+elif [ ! -x "$venv/bin/python" ]; then
+    printf 'quickstart: there is no virtual environment at %s; leave out --no-install, or set VENV\n' "$venv" >&2
+    exit 1
+fi
+
+# the code of this clone, also in an environment that was made for another one
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$venv/bin/python" -m megapipe quickstart ${arguments[@]+"${arguments[@]}"}

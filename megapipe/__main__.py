@@ -1,0 +1,8 @@
+"""`python -m megapipe`: the megapipe command."""
+
+import sys
+
+from megapipe.cli.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

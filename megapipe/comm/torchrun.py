@@ -1,0 +1,228 @@
+"""torchrun's agent, made quiet: signals go on to the ranks, the exit code of the first rank that failed comes back.
+
+torchrun itself prints a traceback of its own after every failure, turns exit code 2 into 1, and answers a signal by killing the ranks 30
+seconds later, whether or not they are still saving. Here a signal is only passed on: the ranks decide when to leave and with what code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
+
+from megapipe.config.values import nearest
+from megapipe.environment import set_for_libraries
+from megapipe.errors import CommunicationError, ConfigError
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+MOST_INTERRUPTS = 2  # the ranks know what the first two mean: save and leave, leave now; the third kills
+GRACE_SECONDS = 8  # for the ranks that are left when one has failed; there is nothing that they could still save
+TOLD_BY_RANK = (1, 2, 130)  # exit codes of a program that has said on standard error what was wrong
+LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of this node ended. message: what no rank can have said itself; empty where one has."""
+
+    exit_code: int
+    message: str = ""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """torchrun's own arguments. Raises ConfigError where torchrun would print its usage; `--help` prints and leaves."""
+    parser = get_args_parser()
+    parser.prog = "megapipe launch"
+    known = [flag for action in parser._actions for flag in action.option_strings]
+
+    def refuse(message: str) -> NoReturn:
+        unknown = next((word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None)
+        if "training_script" in message:
+            hint = f": {unknown} is no flag of torchrun{nearest(unknown, known)}" if unknown else ": the script to run is missing"
+            raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]{hint}")
+        raise ConfigError(f"megapipe launch: {message}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
+
+
+def ranks_here(arguments: argparse.Namespace) -> int:
+    """How many ranks this node runs. Raises ConfigError."""
+    try:
+        count = determine_local_world_size(arguments.nproc_per_node)
+    except ValueError as error:
+        raise ConfigError(f"--nproc-per-node {arguments.nproc_per_node}: {error}") from None
+    if count < 1:
+        raise ConfigError(f"--nproc-per-node {count}: at least one rank is needed")
+    return count
+
+
+def run(arguments: argparse.Namespace, num_threads: int) -> Outcome:
+    """Run the script on all ranks of this node and wait for their end. num_threads: OMP_NUM_THREADS of a rank, where it is not set.
+
+    On one node, with nothing said about the rendezvous, the ranks meet at a free port of the loopback device.
+    """
+    set_for_libraries(OMP_NUM_THREADS=num_threads)
+    alone = str(arguments.nnodes) in ("1", "1:1")
+    if alone and arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and not arguments.standalone:
+        arguments.master_port = free_port() if arguments.master_port is None else arguments.master_port
+    if arguments.standalone:
+        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", f"{LOOPBACK}:0", "standalone"
+    if arguments.master_port is None:
+        arguments.master_port = TORCHRUN_PORT
+    with _silence(), _Forwarder() as forwarder:
+        try:
+            config, command, command_arguments = config_from_args(arguments)
+            agent = _Agent(forwarder, _worker_spec(config, command, command_arguments), config.logs_specs)
+            result = agent.run()
+        except _InterruptedBeforeStart:
+            return Outcome(130)
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(f"megapipe launch: {error}") from None
+        except (RuntimeError, OSError) as error:
+            raise CommunicationError(f"the launcher could not bring the nodes together: {str(error).splitlines()[0]}") from error
+    if not result.is_failed():
+        return Outcome(0)
+    return outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
+
+
+def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = None) -> Outcome:
+    """From the exit codes of the ranks that failed, by global rank, first failure first; those that we ended ourselves are among them.
+
+    received: the signal that was passed on to the ranks.
+    """
+    own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
+    rank, code = next(iter((own or exit_codes).items()))
+    if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
+        return Outcome(128 + received, f"ended by {received.name} before the ranks could save; what was saved earlier stays")
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
+        return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}. All ranks were ended; what is saved stays")
+    return Outcome(code, "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were ended")
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on at this moment."""
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return int(found.getsockname()[1])
+
+
+class _InterruptedBeforeStart(Exception):
+    """A signal came before there were ranks to pass it on to."""
+
+
+class _Forwarder:
+    """Passes signals on to the ranks while it is entered; each rank leads a session of its own, so the terminal does not reach them."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._ranks: tuple[int, ...] = ()
+        self._starting = False
+        self._held: list[int] = []
+        self._num_interrupts = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def adopting(self) -> Iterator[list[int]]:
+        """Ranks are being started; their process ids go into the list. Signals wait until all of them are there."""
+        process_ids: list[int] = []
+        self._starting = True
+        try:
+            yield process_ids
+        finally:
+            self._ranks, self._starting = tuple(process_ids), False
+        for number in self._held:
+            self._receive(number, None)
+        self._held.clear()
+
+    def __enter__(self) -> _Forwarder:
+        self._before = {number: signal.signal(number, self._receive) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        if self._starting:
+            self._held.append(number)
+            return
+        if not self._ranks:
+            raise _InterruptedBeforeStart
+        self.received = signal.Signals(number)
+        self._num_interrupts += number == signal.SIGINT
+        passed_on = signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else number
+        for process_id in self._ranks:
+            with suppress(ProcessLookupError, PermissionError):  # it has ended
+                os.killpg(process_id, passed_on)
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, whose ranks are known to the forwarder and get GRACE_SECONDS once one of them has failed."""
+
+    def __init__(self, forwarder: _Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
+        super().__init__(spec=spec, logs_specs=logs_specs)
+        self._forwarder = forwarder
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._forwarder.adopting() as process_ids:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            process_ids += [int(process_id) for process_id in started.values()]
+        context = self._pcontext
+        assert context is not None
+        close = context.close
+        context.close = lambda death_sig=None, timeout=GRACE_SECONDS: close(death_sig, min(timeout, GRACE_SECONDS))  # type: ignore[method-assign]
+        return started
+
+
+def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence[str]) -> WorkerSpec:
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    address, _, port = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else ("", "", "")
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command,
+        args=tuple(command_arguments),
+        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=address or None,
+        master_port=int(port) if port else None,
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+    )
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """torchrun's own log off, and no signal handlers of its own in place of ours."""
+    set_for_libraries(TORCHELASTIC_SIGNALS_TO_HANDLE=" ")
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
