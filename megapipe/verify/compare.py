@@ -30,13 +30,15 @@ class HeldPiece:
 class Difference:
     """One tensor on one rank: how far its worst element is off.
 
-    difference: max|grid - plain| over what the rank holds. bound: the most it may be, relative to scale: max|plain| of the whole tensor,
-    or the least that counts. index: of the worst element in the global tensor; grid and plain are its values, box is the piece it lies
-    in, part says what its row is (a key of group 1). rows: first and last global row with an element out of bounds, None if there is
-    none; num_wrong of num_held elements are. factor: grid is this multiple of plain throughout, None if it is not.
+    place: of the tensor in model order. difference: max|grid - plain| over what the rank holds. bound: the most it may be, relative to
+    scale: max|plain| of the whole tensor, or the least that counts. index: of the worst element in the global tensor; grid and plain are
+    its values, box is the piece it lies in, part says what its row is (a key of group 1). rows: first and last global row with an element
+    out of bounds, None if there is none; num_wrong of num_held elements are. factor: grid is this multiple of plain throughout, None if it
+    is not.
     """
 
     name: str
+    place: int
     stage: int
     difference: float
     bound: float
@@ -92,18 +94,18 @@ def compare(held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance
     """
     sizes = {name: tensor.abs().max().item() for name, tensor in expected.items()}
     largest = max(sizes.values())
-    order = {name: place for place, name in enumerate(expected)}
+    places = {name: place for place, name in enumerate(expected)}
     by_tensor: dict[tuple[int, str], list[HeldPiece]] = {}
     for piece in held:
         by_tensor.setdefault((piece.stage, piece.piece.spec.name), []).append(piece)
     found = []
-    for (stage, name), its_pieces in by_tensor.items():
+    for (_, name), its_pieces in by_tensor.items():
         scale = max(sizes[name], least_share * largest) if sizes[name] > ZERO_SHARE * largest else largest
-        found.append(_difference(stage, its_pieces, expected[name], scale, tolerance * scale))
-    return sorted(found, key=lambda difference: (order[difference.name], difference.stage))
+        found.append(_difference(places[name], its_pieces, expected[name], scale, tolerance * scale))
+    return sorted(found, key=lambda difference: (difference.place, difference.stage))
 
 
-def _difference(stage: int, held: list[HeldPiece], expected: Tensor, scale: float, bound: float) -> Difference:
+def _difference(place: int, held: list[HeldPiece], expected: Tensor, scale: float, bound: float) -> Difference:
     grid = torch.cat([piece.values for piece in held]).to(expected.dtype)
     plain = torch.cat([expected[piece.piece.box.slices].reshape(-1) for piece in held])
     errors = torch.nan_to_num((grid - plain).abs(), nan=torch.inf)
@@ -114,7 +116,8 @@ def _difference(stage: int, held: list[HeldPiece], expected: Tensor, scale: floa
     spec = held[0].piece.spec
     return Difference(
         name=spec.name,
-        stage=stage,
+        place=place,
+        stage=held[0].stage,
         difference=errors[worst].item(),
         bound=bound,
         scale=scale,

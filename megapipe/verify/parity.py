@@ -81,6 +81,17 @@ class ParityStep:
         return all(_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
 
     @property
+    def first_wrong(self) -> tuple[str, list[tuple[RankStep, Difference]]]:
+        """The first tensor out of bounds, gradients before weights, in model order: ('gradient' | 'weight', the ranks where it is and what
+        they found); ('', []) if there is none."""
+        for kind in ("gradient", "weight"):
+            found = [(rank, first) for rank in self.ranks if (first := rank.first_gradient if kind == "gradient" else rank.first_weight)]
+            if found:
+                place = min(first.place for _, first in found)
+                return kind, [(rank, first) for rank, first in found if first.place == place]
+        return "", []
+
+    @property
     def passes(self) -> bool:
         tensors = all(rank.first_gradient is None and rank.first_weight is None for rank in self.ranks)
         return tensors and self.loss_passes and self.grad_norm_passes

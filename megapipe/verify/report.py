@@ -29,8 +29,8 @@ def plan_text(small: Shrunk) -> str:
     dtype = plan.config.precision.dtype
     chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
     lines = [
-        f"verify-grid ({small.mode}): tp {topology.tp} x pp {topology.pp}{chunks} x dp {topology.dp} in {dtype} beside one plain process in "
-        f"fp64 (megapipe.reference), {len(small.num_microbatches)} steps"
+        f"verify-grid ({small.mode}): tp {topology.tp} x pp {topology.pp}{chunks} x dp {topology.dp} in {dtype} beside one plain process "
+        f"in fp64 (megapipe.reference), {len(small.num_microbatches)} steps"
     ]
     allowed = iter([_allowed(tolerance_of(plan.config))])
     for title, entries in (("kept", _kept(small)), ("shrunk", _shrunk(was, plan)), ("replaced", _replaced(small)), ("allowed", allowed)):
@@ -122,7 +122,7 @@ def _shrunk(was: RunPlan, plan: RunPlan) -> Iterator[str]:
 def _replaced(small: Shrunk) -> Iterator[str]:
     a, b = small.was.config, small.plan.config
     if a.precision.dtype != b.precision.dtype:
-        yield f"{a.precision.dtype} by fp64 in every kernel; on a GPU attention then runs torch's math kernel, for flash kernels have no fp64"
+        yield f"{a.precision.dtype} by fp64 in every kernel; on a GPU attention then takes torch's math kernel: flash has no fp64"
     if a.parallel.grad_reduce_in_bf16 and not b.parallel.grad_reduce_in_bf16:
         yield "gradients reduced in bf16 by gradients reduced in fp64"
     if b.precision.dtype == "fp16" and a.precision.initial_loss_scale != b.precision.initial_loss_scale:
@@ -179,8 +179,7 @@ def _short(name: str) -> str:
 
 
 def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
-    order = {spec.name: place for place, spec in enumerate(small.plan.specs)}
-    kind, culprits = _first(step, order)
+    kind, culprits = step.first_wrong
     yield ""
     if not culprits:
         what = "the loss" if not step.loss_passes else "the gradient norm"
@@ -194,22 +193,12 @@ def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
     index = ", ".join(map(str, found.index))
     yield f"  worst        [{index}]{part}: grid {found.grid:.12g}, plain {found.plain:.12g}; in the piece {_piece(found)}"
     yield f"  which rows   {_rows(found)}"
-    yield f"  which ranks  {_ranks(small.plan, [r for r, _ in culprits], found.name, kind)}"
+    yield f"  which ranks  {_ranks(small.plan, [r for r, _ in culprits])}"
     if found.factor is not None:
         yield f"  pattern      the grid's values are {found.factor:.6g} times the plain ones: a sum too many or too few, or a wrong divisor"
     yield f"  loss         {_loss_remark(step)}"
     yield f"  also         {_others(step, found.name, kind)}"
-    yield f"  declared     {_declared(next(spec for spec in small.plan.specs if spec.name == found.name), small.plan)}"
-
-
-def _first(step: ParityStep, order: dict[str, int]) -> tuple[str, list[tuple[RankStep, Difference]]]:
-    """The first tensor out of bounds, on each rank where it is."""
-    for kind in ("gradient", "weight"):
-        found = [(rank, d) for rank in step.ranks if (d := rank.first_gradient if kind == "gradient" else rank.first_weight) is not None]
-        if found:
-            name = min((d.name for _, d in found), key=order.__getitem__)
-            return kind, [(rank, d) for rank, d in found if d.name == name]
-    return "", []
+    yield f"  declared     {_declared(small.plan.specs[found.place], small.plan)}"
 
 
 def _where(plan: RunPlan, rank: RankStep, found: Difference) -> str:
@@ -227,7 +216,7 @@ def _rows(found: Difference) -> str:
     return f"{rows}{found.num_wrong:,} of the {found.num_held:,} elements held there"
 
 
-def _ranks(plan: RunPlan, wrong: Sequence[RankStep], name: str, kind: str) -> str:
+def _ranks(plan: RunPlan, wrong: Sequence[RankStep]) -> str:
     """Who is wrong, and along which axes: on all ranks of an axis or on some."""
     numbers = [rank.global_rank for rank in wrong]
     shown = " ".join(map(str, numbers[:MOST_RANKS])) + (" ..." if len(numbers) > MOST_RANKS else "")

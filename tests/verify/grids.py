@@ -1,13 +1,13 @@
-"""What the tests of verify share: a tiny configuration and the comparison on this rank."""
+"""What the tests of verify share: a tiny configuration, and the comparison on this rank with a bug planted or not."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 
-from megapipe.build.precision import parameter_dtype
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
@@ -18,15 +18,22 @@ from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.planner.resolve import resolve
-from megapipe.train.step import Rates
-from megapipe.verify.batches import random_batches
-from megapipe.verify.parity import ParityStep, compare_with_oracle
-from megapipe.verify.tolerance import FP64, Tolerance
-from megapipe.verify.weights import drawn_slices
+from megapipe.verify.parity import ParityStep
+from megapipe.verify.report import found_text
+from megapipe.verify.run import verified_steps
+from megapipe.verify.shrink import shrink
+from tests.verify.planted import Plant
 
 SECTIONS = (ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig, OptimizerConfig, PrecisionConfig, DataConfig)
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "chunks": "num_virtual_stages_per_pipeline_rank",
+    "sp": "sequence_parallel",
+    "zero": "use_distributed_optimizer",
+}
 TINY: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 2,
     "hidden_size": 16,
     "ffn_hidden_size": 12,
     "num_attention_heads": 4,
@@ -34,25 +41,29 @@ TINY: dict[str, Any] = {
     "seq_length": 8,
     "vocab_size": 21,
     "make_vocab_size_divisible_by": 4,
-    "micro_batch_size": 2,
-    "global_batch_size": 12,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
     "train_iters": 3,
-    "lr": 1e-2,
-    "adam_eps": 1e-3,
+    "lr": 1e-3,
     "weight_decay": 0.1,
-    "dtype": "fp64",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "device": "cpu",
+    "distributed_backend": "gloo",
+}
+LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "num_query_groups": 2,
 }
 
 
 def config_of(**options: Any) -> Config:
-    """A configuration from the fields of all sections at once; tp, pp, chunks for the long names."""
-    short = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "chunks": "num_virtual_stages_per_pipeline_rank",
-        "zero": "use_distributed_optimizer",
-    }
-    options = TINY | {short.get(name, name): value for name, value in options.items()}
+    """A configuration from the fields of all sections at once; tp, pp, chunks, sp and zero for their long names."""
+    options = TINY | {SHORT.get(name, name): value for name, value in options.items()}
     names = {section: [field.name for field in dataclasses.fields(section)] for section in SECTIONS}
     unknown = set(options) - {name for its_names in names.values() for name in its_names}
     assert not unknown, unknown
@@ -60,13 +71,12 @@ def config_of(**options: Any) -> Config:
     return Config(*made)
 
 
-def parity(rank: int, world_size: int, config: Config, tolerance: Tolerance = FP64, steps: int = 3) -> list[ParityStep]:
-    """The comparison of a configuration as it stands, on this rank."""
-    plan = resolve(config, world_size)
-    groups = build_process_groups(plan.topology, rank, "gloo", 60)
-    config = plan.config
-    counts = [plan.batch.full // plan.batch.samples_per_microbatch] * steps
-    batches = random_batches(config, plan.topology.dp, counts, seed=1)
-    rates = [Rates(config.optimizer.lr or 0.0, config.optimizer.weight_decay)] * steps
-    slices = drawn_slices(config.training.seed, parameter_dtype(config.precision.dtype))
-    return compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, tolerance)
+def compared(rank: int, world_size: int, config: Config, mode: str, plant: Plant | None = None) -> tuple[list[ParityStep], str]:
+    """All steps and the report, on this rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch, rank)
+        small = shrink(resolve(config, world_size), mode, world_size)
+        groups = build_process_groups(small.plan.topology, rank, "gloo", 60)
+        steps = verified_steps(small, groups, torch.device("cpu"))
+        return steps, found_text(small, steps)
