@@ -65,8 +65,9 @@ class ParameterGather:
         for stage, buckets in self._buckets.items():
             for bucket, buffer in buckets:
                 low, high = buffer.shard_range(bucket, self._replicas.rank)
-                whole = buffer.parameters[bucket.start : bucket.stop]
-                self._pending[stage][bucket] = all_gather(whole, buffer.parameters[low:high], self._replicas, async_op=True)
+                # .data: gloo writes when it completes, which autograd would take for a change of weights that a forward has saved
+                whole, shard = buffer.parameters.data[bucket.start : bucket.stop], buffer.parameters.data[low:high]
+                self._pending[stage][bucket] = all_gather(whole, shard, self._replicas, async_op=True)
         if not self._overlap:
             self.finish()
 

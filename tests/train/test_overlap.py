@@ -1,0 +1,160 @@
+"""Overlap is real: what the events of a step say about gradient reductions, parameter gathers and messages. Orders only, no times.
+
+Grid: pp 2 x 2 chunks x dp 2 with the distributed optimizer. An event starts where it was launched and ends where it was known to be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapipe.comm.collectives import Work, all_gather
+from megapipe.comm.trace import Event, Tracer
+from megapipe.data_parallel import gather as gather_module
+from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
+from megapipe.train.step import Rates
+from tests.harness import RankPool
+from tests.train.grids import machines_of, step_microbatches, trainer
+from tests.train.runs import tiny
+
+GRID = {
+    "pipeline_model_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "num_layers": 8,
+    "use_distributed_optimizer": True,
+    "ddp_bucket_size": 400,
+    "global_batch_size": 16,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
+    """The events of the second step, and of the end of the first: its gathers."""
+    tracer = Tracer()
+    changes = GRID | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    machines = machines_of(tiny(**changes), rank, world_size, tracer=tracer)
+    step = trainer(machines)
+    rows = np.random.RandomState(0).randint(0, 29, (16, 9))
+    step.run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
+    last = max(event.end_ns for event in tracer.of_kind("row"))
+    step.run(step_microbatches(machines, rows, 1), Rates(1e-2, 0.0))
+    machines.gather.finish()
+    return [event for event in tracer.events if event.start_ns > last]
+
+
+@pytest.fixture(scope="module")
+def traces(rank_pools: Callable[[int], RankPool]) -> dict[bool, list[list[Event]]]:
+    """Events of each rank, with and without overlap."""
+    return {overlap: rank_pools(4).run(two_steps, overlap) for overlap in (True, False)}
+
+
+def actions(events: list[Event], *ops: Op) -> list[Event]:
+    found = [event for event in events if event.kind == "action" and parse_action(event.name).op in ops]
+    return sorted(found, key=lambda event: event.start_ns)
+
+
+def named(events: list[Event], name: str) -> list[Event]:
+    return sorted((event for event in events if event.name.startswith(name)), key=lambda event: event.start_ns)
+
+
+def reductions_of_step(events: list[Event]) -> list[Event]:
+    first = actions(events, Op.F)[0]
+    return [event for event in named(events, "dp_cp reduce_scatter") if event.start_ns > first.start_ns]
+
+
+def test_gradient_reductions_start_before_the_last_backward_ends(traces: dict[bool, list[list[Event]]]) -> None:
+    for events in traces[True]:
+        last_backward = actions(events, Op.B)[-1]
+        reductions = reductions_of_step(events)
+        before = [event for event in reductions if event.start_ns < last_backward.end_ns]
+        assert len(before) > len(reductions) / 2
+        # buckets of the last stage leave while its own backward still runs, not only those of the stage before it
+        assert [event for event in before if event.start_ns > last_backward.start_ns]
+
+
+def test_without_overlap_reductions_start_after_the_last_backward(traces: dict[bool, list[list[Event]]]) -> None:
+    for events in traces[False]:
+        last_backward = actions(events, Op.B)[-1]
+        reductions = reductions_of_step(events)
+        assert reductions
+        assert all(event.start_ns > last_backward.end_ns for event in reductions)
+
+
+def test_parameters_are_gathered_under_the_next_forwards(traces: dict[bool, list[list[Event]]]) -> None:
+    for rank, events in enumerate(traces[True]):
+        forwards = actions(events, Op.F)
+        launched = [event for event in named(events, "dp_cp all_gather") if event.start_ns < forwards[0].start_ns]
+        waits = named(events, "parameters of stage")
+        waits = [event for event in waits if event.start_ns < forwards[-1].end_ns]
+        assert len(launched) > len(waits) > 2  # all have been launched before the first forward ...
+        assert all(event.start_ns > forwards[0].start_ns for event in waits)  # ... and nobody waits before it has begun
+        stages = sorted({event.name for event in waits})
+        assert len(stages) == 2
+        first_of_second_stage = next(event for event in forwards if event.name.startswith(f"{2 + rank // 2}F"))
+        for event in waits:  # a stage waits in its first forward, the second one long after the first has begun
+            is_second = event.name == stages[1]
+            assert is_second == (event.start_ns > first_of_second_stage.start_ns)
+
+
+def test_without_overlap_nobody_waits_for_parameters_in_a_forward(traces: dict[bool, list[list[Event]]]) -> None:
+    for events in traces[False]:
+        first, last = actions(events, Op.F)[0], actions(events, Op.F)[-1]
+        assert not [event for event in named(events, "parameters of stage") if first.start_ns < event.start_ns < last.end_ns]
+
+
+@pytest.mark.parametrize("kind", ["receive", "send"])
+def test_messages_travel_under_computation(traces: dict[bool, list[list[Event]]], kind: str) -> None:
+    for events in traces[True]:
+        computing = actions(events, *COMPUTE_OPS)
+        messages = [event for event in events if event.kind == kind]
+        under = [m for m in messages if any(m.start_ns < event.start_ns and event.end_ns < m.end_ns for event in computing)]
+        assert len(under) > len(messages) / 2
+
+
+class Lazy(Work):
+    """A gather that travels only when it is waited for: the slowest network there can be."""
+
+    __slots__ = ("_done", "_run")
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run, self._done = run, False
+
+    def wait(self) -> None:
+        if not self._done:
+            self._done = True
+            self._run()
+
+
+def losses(rank: int, world_size: int, changes: dict[str, Any], is_lazy: bool) -> list[float]:
+    eager = gather_module.all_gather
+    if is_lazy:
+        gather_module.all_gather = lambda output, tensor, group, async_op: Lazy(lambda: all_gather(output, tensor, group))
+    try:
+        machines = machines_of(tiny(**changes), rank, world_size)
+        step = trainer(machines)
+        rows = np.random.RandomState(0).randint(0, 29, (16, 9))
+        return [step.run(step_microbatches(machines, rows, index), Rates(3e-2, 0.0)).loss for index in range(3)]
+    finally:
+        gather_module.all_gather = eager
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_embedding_type": "rope", "qk_layernorm": True},
+        {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm", "recompute_granularity": "selective"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ],
+    ids=["rope_qk_layernorm", "untied_rmsnorm_selective", "full_recompute"],
+)
+def test_however_slow_the_gather_no_part_computes_with_old_parameters(
+    rank_pools: Callable[[int], RankPool], changes: dict[str, Any]
+) -> None:
+    plain = rank_pools(4).run(losses, GRID | changes, False)
+    lazy = rank_pools(4).run(losses, GRID | changes | {"overlap_param_gather": True}, True)
+    assert plain == lazy
+    assert plain[0][0] > plain[0][2]
