@@ -16,6 +16,7 @@ from megapipe.verify.shrink import Shrunk
 from megapipe.verify.tolerance import Tolerance, tolerance_of
 
 LINE_WIDTH = 125
+MARGIN = 15  # of the lines about a failure
 MOST_NAMES = 4
 MOST_RANKS = 16
 
@@ -152,7 +153,9 @@ def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
         count = len(small.plan.specs)
         lines.append(f"  same: loss, gradient norm, {count} gradients and {count} weights on {small.plan.topology.world_size} rank(s)")
     else:
-        lines += _failure(small, failed)
+        width = LINE_WIDTH + MARGIN
+        indent = " " * MARGIN
+        lines += ["", *(line for text in _failure(small, failed) for line in textwrap.wrap(text, width, subsequent_indent=indent))]
     return "\n".join(lines)
 
 
@@ -180,7 +183,6 @@ def _short(name: str) -> str:
 
 def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
     kind, culprits = step.first_wrong
-    yield ""
     if not culprits:
         what = "the loss" if not step.loss_passes else "the gradient norm"
         yield f"DIFFERENT in step {step.step + 1}: {what}, though all gradients and weights are the same: it is averaged or summed wrongly"
@@ -196,7 +198,7 @@ def _failure(small: Shrunk, step: ParityStep) -> Iterator[str]:
     yield f"  which ranks  {_ranks(small.plan, [r for r, _ in culprits])}"
     if found.factor is not None:
         yield f"  pattern      the grid's values are {found.factor:.6g} times the plain ones: a sum too many or too few, or a wrong divisor"
-    yield f"  loss         {_loss_remark(step)}"
+    yield f"  loss         {_loss_remark(step, kind)}"
     yield f"  also         {_others(step, found.name, kind)}"
     yield f"  declared     {_declared(small.plan.specs[found.place], small.plan)}"
 
@@ -230,7 +232,9 @@ def _ranks(plan: RunPlan, wrong: Sequence[RankStep]) -> str:
     return f"{shown} ({', '.join(axes)})" if axes else shown
 
 
-def _loss_remark(step: ParityStep) -> str:
+def _loss_remark(step: ParityStep, kind: str) -> str:
+    if step.loss_passes and kind == "weight":
+        return "the same, and so is every gradient: look at the update, at decay and clipping, and at the gather of parameters"
     if step.loss_passes:
         return "the same: the forwards are right; look at the backward, at sums over tp, dp or the embedding group, and at the divisor"
     return "differs too: look at a forward, at which microbatches run, or at how the loss is averaged"
