@@ -28,15 +28,21 @@ class RunData:
                 loader.close()
 
 
-def tokenizer_of(config: Config) -> Tokenizer | None:
-    """The tokenizer that the data section names; None if it names none. Raises ConfigError, DataError."""
-    data = config.data
+def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | None:
+    """The tokenizer that the data section names; None if it names none.
+
+    is_resolved: model.vocab_size is the tokenizer's own by now; NullTokenizer has one token more than it was given.
+    Raises ConfigError, DataError.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
     if data.tokenizer_type is None:
         return None
+    if data.tokenizer_type == "NullTokenizer" and is_resolved and vocab_size is not None:
+        vocab_size -= 1
     return build_tokenizer(
         data.tokenizer_type,
         data.tokenizer_model,
-        vocab_size=config.model.vocab_size,
+        vocab_size=vocab_size,
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
     )
@@ -61,7 +67,7 @@ def num_evaluations(plan: RunPlan) -> int:
 def build_data(plan: RunPlan) -> RunData:
     """Open the files, build the indices and start the loaders. Raises ConfigError, DataError."""
     config, data = plan.config, plan.config.data
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config, is_resolved=True)
     datasets = build_datasets(
         DatasetRequest(
             seq_length=config.model.seq_length,

@@ -39,9 +39,9 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         loaded = _with_model_of_checkpoint(loaded)
     if loaded.requests.print_config:
         if environment.global_rank == 0:
-            print(_config_text(loaded, environment), end="")
+            print(_config_text(loaded, *_world(loaded, environment)), end="")
         return 0
-    plan = resolve(with_vocabulary(loaded.config), environment.world_size, environment.local_world_size)
+    plan = resolve(with_vocabulary(loaded.config), *_world(loaded, environment))
     if environment.global_rank == 0:
         print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)
     if loaded.requests.plan:
@@ -56,10 +56,17 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
     return pretrain(plan, environment, loaded.text(plan.config), print_samples)
 
 
-def _config_text(loaded: LoadedConfig, environment: Environment) -> str:
+def _world(loaded: LoadedConfig, environment: Environment) -> tuple[int, int | None]:
+    """Ranks, and ranks of a node (None: all): those that were started, or with --world-size those that are only planned."""
+    if loaded.requests.world_size is not None:
+        return loaded.requests.world_size, loaded.requests.ranks_per_node
+    return environment.world_size, environment.local_world_size
+
+
+def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | None) -> str:
     """The configuration with what it comes to on this many ranks; on a number of ranks that does not fit, as it was asked for."""
     try:
-        return loaded.text(resolve(with_vocabulary(loaded.config), environment.world_size, environment.local_world_size).config)
+        return loaded.text(resolve(with_vocabulary(loaded.config), world_size, ranks_per_node).config)
     except ConfigError:
         return loaded.text()
 
@@ -70,6 +77,8 @@ def with_vocabulary(config: Config) -> Config:
     if tokenizer is None:
         return config
     given = config.model.vocab_size
+    if config.data.tokenizer_type == "NullTokenizer":  # made from --vocab-size, and has one token more
+        given = None
     if given is not None and given < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer {config.data.tokenizer_model}; "

@@ -76,6 +76,7 @@ class Training:
             self._evaluate("test", self.data.test)
         self._save_now()
         self.machines.gather.finish()
+        self._profile.finish(self.state.step)
         return ending
 
     def _train(self) -> Ending:
@@ -119,13 +120,16 @@ class Training:
         return Microbatches(count, lambda k: loader.microbatch(consumed, k, dp_rank, dp, micro), keys, self.machines.device)
 
     def _check(self, result: StepResult, microbatches: Microbatches) -> None:
-        overflow = result.update.skipped and math.isfinite(result.loss) and self.machines.optimizer.scaler.is_dynamic
+        # an overflow is part of the search for a loss scale, until that cannot fall any further
+        searching = self.machines.optimizer.scaler.is_dynamic and result.update.loss_scale > self._config.precision.min_loss_scale
+        overflow = result.update.skipped and math.isfinite(result.loss) and searching
         if self._watch is not None:
             if not is_sound(result) and not overflow:
                 raise_unsound(self.machines, self._watch, result, self.state.step + 1, microbatches.sample_ids)
             self._watch.clear()
 
     def _log(self, result: StepResult, rates: Rates, samples: int, train_iters: int) -> None:
+        phases = self._timers.take(self.machines.tracer, self._pace.num_steps)
         pace = self._pace.take(self.state, train_iters)
         norm = self.machines.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
         self.writers.step(
@@ -143,7 +147,7 @@ class Training:
                 skipped_steps=self.state.skipped_steps,
                 params_norm=norm,
                 num_zeros=result.update.num_zeros,
-                phases=self._timers.take(),
+                phases=phases,
                 **pace,
             )
         )

@@ -47,6 +47,11 @@ class Pace:
         self._samples += samples
         self._steps += 1
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last line."""
+        return self._steps
+
     def take(self, state: TrainingState, train_iters: int) -> dict[str, Any]:
         """The fields of StepMetrics about speed, and start anew. A collective: every rank calls it."""
         plan = self._machines.plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from megapipe.build.machines import Machines
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
-from megapipe.environment import Environment
+from megapipe.environment import Environment, set_for_libraries
 from megapipe.planner.run_plan import RunPlan
 from megapipe.train import persistence
 from megapipe.train.loop import Save, Training
@@ -22,6 +23,7 @@ from megapipe.train.persistence import Resumed
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import stop_requests
 from megapipe.train.state import TrainingState
+from megapipe.train.timers import ACTION_LEVEL
 from megapipe.train.writers import Writers, build_writers
 
 Afterwards = Callable[[Machines, RunData, Writers], None]
@@ -35,13 +37,12 @@ def pretrain(plan: RunPlan, environment: Environment, config_text: str, afterwar
     """
     config = plan.config
     if config.training.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
+        be_deterministic()
     writers = build_writers(config, logs_here=environment.global_rank == 0)
     with stop_requests(config.training.exit_signal_handler) as stop:
         world = join(plan, environment)
-        tracer = Tracer() if world.device.type == "cpu" and plan.topology.pp > 1 else None
         groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
-        machines = Machines(plan, groups, world.device, tracer=tracer)
+        machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device))
         data = build_data(plan)
         try:
             resumed = resume(machines, writers)
@@ -57,6 +58,19 @@ def pretrain(plan: RunPlan, environment: Environment, config_text: str, afterwar
     if world.world_size > 1:
         shutdown(0)
     return 0
+
+
+def be_deterministic() -> None:
+    """Only kernels, and of NCCL only an algorithm, that give the same bits in every run; torch raises where it has no such kernel."""
+    set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
+    torch.use_deterministic_algorithms(True)
+
+
+def tracer_of(plan: RunPlan, device: torch.device) -> Tracer | None:
+    """Actions are recorded where something is made of them: the measured bubble of a pipeline on CPUs, or --timing-log-level 2."""
+    if plan.config.logging.timing_log_level >= ACTION_LEVEL:
+        return Tracer(settle=partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
+    return Tracer() if device.type == "cpu" and plan.topology.pp > 1 else None
 
 
 def join(plan: RunPlan, environment: Environment) -> World:

@@ -1,4 +1,5 @@
-"""Phase timers: level 0 times the step, level 1 its phases. On a GPU each reading waits for the device, so level 1 costs overlap."""
+"""Phase timers: level 0 times the step, level 1 its phases, level 2 its actions too. On a GPU each reading waits for the device, so
+levels 1 and 2 cost overlap."""
 
 from __future__ import annotations
 
@@ -8,7 +9,23 @@ from contextlib import contextmanager
 
 import torch
 
-STEP_LEVEL, PHASE_LEVEL, ACTION_LEVEL = 0, 1, 2
+from megapipe.comm.trace import Tracer
+from megapipe.schedule.action import Op, parse_action
+
+PHASE_LEVEL, ACTION_LEVEL = 1, 2
+
+ACTION_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward-input",
+    Op.W: "backward-weight",
+    Op.SEND_F: "send",
+    Op.SEND_B: "send",
+    Op.RECV_F: "post-receive",
+    Op.RECV_B: "post-receive",
+    Op.REDUCE_GRAD: "start-reduce",
+}
+WAITING = "wait"  # for messages and parameters; not part of the forward or backward it happens in
 
 
 class Timers:
@@ -31,12 +48,32 @@ class Timers:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
-    def take(self) -> dict[str, float]:
-        """What was measured, and start anew."""
+    def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
+        """Seconds of each phase, and at level 2 of each kind of action, in one of num_steps steps; starts anew, the tracer aside."""
         taken, self._seconds = self._seconds, {}
-        return taken
+        if self.level >= ACTION_LEVEL and tracer is not None:
+            taken |= action_seconds(tracer)
+        return {name: seconds / max(num_steps, 1) for name, seconds in taken.items()}
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def action_seconds(tracer: Tracer) -> dict[str, float]:
+    """Seconds by kind of action; waits inside a forward or backward are counted apart."""
+    seconds: dict[str, float] = {}
+    waits = tracer.of_kind("wait")
+    position = 0
+    for event in tracer.of_kind("action"):
+        waited = 0
+        while position < len(waits) and waits[position].start_ns < event.end_ns:
+            if waits[position].start_ns >= event.start_ns:
+                waited += waits[position].end_ns - waits[position].start_ns
+            position += 1
+        name = ACTION_NAMES[parse_action(event.name).op]
+        seconds[name] = seconds.get(name, 0.0) + (event.end_ns - event.start_ns - waited) / 1e9
+        if waited:
+            seconds[WAITING] = seconds.get(WAITING, 0.0) + waited / 1e9
+    return seconds

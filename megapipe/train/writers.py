@@ -48,8 +48,11 @@ class JsonLines:
     """One JSON object a line; a resumed run appends."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"metrics cannot be written to {path}: {error.strerror}; choose another --metrics-file or --save") from error
 
     def step(self, metrics: StepMetrics) -> None:
         self._write({"kind": "step", **asdict(metrics)})
@@ -77,7 +80,10 @@ class TensorBoard:
             raise ConfigError(
                 f"--tensorboard-dir {directory} needs the package tensorboard: pip install 'megapipe[tensorboard]'"
             ) from error
-        self._writer: Any = SummaryWriter(directory)
+        try:
+            self._writer: Any = SummaryWriter(directory)
+        except OSError as error:
+            raise ConfigError(f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one") from error
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(metrics.scalars(), metrics.step)
@@ -113,12 +119,12 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         if self._run is not None:
-            _within(WANDB_START_SECONDS, lambda: self._run.finish())
+            _within(WANDB_START_SECONDS, self._run.finish)
 
     def _start(self, arguments: dict[str, Any]) -> Any:
-        settings = self._wandb.Settings(init_timeout=WANDB_START_SECONDS, silent=True)
         for mode in (None, "offline"):
             try:
+                settings = self._wandb.Settings(init_timeout=WANDB_START_SECONDS, silent=True)
                 return self._wandb.init(**arguments, mode=mode, settings=settings)
             except Exception as error:
                 after = "going on offline (wandb sync uploads later)" if mode is None else "training goes on without it"
@@ -129,37 +135,38 @@ class WeightsAndBiases:
         return None
 
     def _write(self, scalars: dict[str, float], step: int) -> None:
-        if self._run is None:
-            return
-        try:
+        if self._run is not None:
             self._run.log(scalars, step=step)
-        except Exception as error:
-            print(f"wandb stopped: {type(error).__name__}: {error}; training goes on without it", file=sys.stderr)
-            self._run = None
 
 
 class Writers:
-    """All writers of this rank; empty on ranks that do not log."""
+    """All writers of this rank; empty on ranks that do not log. One that fails is left out from then on, and said so once."""
 
     def __init__(self, writers: Sequence[Writer]) -> None:
-        self._writers = tuple(writers)
+        self._writers = list(writers)
+        self._logs_here = bool(writers)
 
     def step(self, metrics: StepMetrics) -> None:
-        for writer in self._writers:
-            writer.step(metrics)
+        self._each(lambda writer: writer.step(metrics))
 
     def evaluation(self, metrics: EvaluationMetrics) -> None:
-        for writer in self._writers:
-            writer.evaluation(metrics)
+        self._each(lambda writer: writer.evaluation(metrics))
 
     def say(self, text: str) -> None:
         """A line for the person at the console."""
-        if self._writers:
+        if self._logs_here:
             print(text, flush=True)
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        self._each(lambda writer: writer.close())
+
+    def _each(self, call: Callable[[Writer], None]) -> None:
+        for writer in tuple(self._writers):
+            try:
+                call(writer)
+            except Exception as error:  # a full disk or a lost server: whatever it is, training is worth more
+                self._writers.remove(writer)
+                print(f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training goes on without it", file=sys.stderr)
 
 
 def build_writers(config: Config, logs_here: bool) -> Writers:
@@ -180,7 +187,14 @@ def build_writers(config: Config, logs_here: bool) -> Writers:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> None:
-    """Run something that may hang, in a thread that is left behind if it does."""
-    thread = threading.Thread(target=call, daemon=True)
+    """Run something that may hang or fail, in a thread that is left behind if it does."""
+
+    def guarded() -> None:
+        try:
+            call()
+        except Exception as error:
+            print(f"wandb did not finish: {type(error).__name__}: {error}", file=sys.stderr)
+
+    thread = threading.Thread(target=guarded, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -1,0 +1,89 @@
+"""Every configuration field is read somewhere outside megapipe.config: nothing that a user sets is ignored.
+
+How a read is recognised, from the syntax alone: an attribute access `x.name` whose x ends in the section (`plan.config.training.seed`,
+`config.training`), in a name that somewhere in the same file was annotated with the section's class (`training: TrainingConfig`, or a
+Protocol of it) or assigned from such an expression (`flags = config.checkpoint`). Names are not followed between files or scopes, so a
+read can be missed (then write it plainly), and one can be invented only by a name that stands for two sections with a field of the same
+name. That a field not only is read but does something is what tests/test_flag_effects.py shows.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.fields import all_fields, section_types
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PROTOCOLS = {"LossConfig": "training"}  # model.head: the part of the training section that it depends on
+SECTION_OF_CLASS = {section_type.__name__: section for section, section_type in section_types().items()} | PROTOCOLS
+
+
+def reads_of(source: str) -> set[tuple[str, str]]:
+    """(section, field) that a file reads."""
+    tree = ast.parse(source)
+    stands_for: dict[str, set[str]] = {section: {section} for section in section_types()}
+    for name, section in annotated(tree):
+        stands_for.setdefault(name, set()).add(section)
+    for name, value in assigned(tree):
+        for section in stands_for.get(last_name(value), ()) if isinstance(value, ast.Attribute | ast.Name) else ():
+            stands_for.setdefault(name, set()).add(section)
+    return {
+        (section, node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        for section in stands_for.get(last_name(node.value), ())
+    }
+
+
+def annotated(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, section) of arguments and variables whose annotation is a section's class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in SECTION_OF_CLASS:
+            yield node.arg, SECTION_OF_CLASS[node.annotation.id]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.annotation, ast.Name) and node.annotation.id in SECTION_OF_CLASS:
+            yield last_name(node.target), SECTION_OF_CLASS[node.annotation.id]
+
+
+def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """(name, value) of every assignment, those of tuples one by one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    yield from ((last_name(name), value) for name, value in zip(target.elts, node.value.elts, strict=False))
+                else:
+                    yield last_name(target), node.value
+
+
+def last_name(node: ast.AST) -> str:
+    """'training' of `plan.config.training`, '' for what is no name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def test_every_field_is_read_outside_the_configuration() -> None:
+    found: set[tuple[str, str]] = set()
+    for path in (REPOSITORY / "megapipe").rglob("*.py"):
+        if "config" not in path.relative_to(REPOSITORY / "megapipe").parts[:1]:
+            found |= reads_of(path.read_text(encoding="utf-8"))
+    assert [field.key for field in all_fields() if (field.section, field.name) not in found] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("x = plan.config.training.seed", {("training", "seed")}),
+        ("def f(training: TrainingConfig): return training.seed", {("training", "seed")}),
+        ("flags = config.checkpoint\nprint(flags.save)", {("checkpoint", "save")}),
+        ("model, tp = self.config.model, 2\nreturn_ = model.num_layers", {("model", "num_layers")}),
+        ("other.seed", set()),
+        ("training.seed = 1", set()),
+        ("replace(training, seed=1)", set()),
+    ],
+    ids=["whole path", "annotated", "assigned", "tuple", "another object", "written", "keyword"],
+)
+def test_what_counts_as_a_read(source: str, reads: set[tuple[str, str]]) -> None:
+    assert {read for read in reads_of(source) if read[1] not in section_types()} - {("training", "training")} == reads
