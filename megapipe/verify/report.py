@@ -243,12 +243,12 @@ def _loss_remark(step: ParityStep, kind: str) -> str:
 def _others(step: ParityStep, name: str, kind: str) -> str:
     gradients = dict.fromkeys(n for rank in step.ranks for n in rank.wrong_gradients if (n, kind) != (name, "gradient"))
     weights = dict.fromkeys(n for rank in step.ranks for n in rank.wrong_weights if (n, kind) != (name, "weight"))
-    return f"wrong in this step: {_names(list(gradients))} more gradients; {_names(list(weights))} weights"
+    return f"in this step wrong gradients: {_names(list(gradients))}; wrong weights: {_names(list(weights))}"
 
 
 def _names(names: list[str]) -> str:
     if not names:
-        return "0"
+        return "no others"
     more = ", ..." if len(names) > MOST_NAMES else ""
     return f"{len(names)} ({', '.join(_short(name) for name in names[:MOST_NAMES])}{more})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -49,7 +50,13 @@ def test_a_wrong_row_of_another_rank_is_not_seen_here() -> None:
 
 
 def test_a_constant_factor_is_recognised() -> None:
-    assert both(2.0 * EXPECTED["qkv"], EXPECTED["norm"])[0].factor == 2.0
+    assert both(2.0 * EXPECTED["qkv"], EXPECTED["norm"])[0].factor == pytest.approx(2.0)
+
+
+def test_a_coarse_tolerance_makes_no_factor_of_what_is_none() -> None:
+    other = torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    assert both(other, EXPECTED["norm"], tolerance=0.1)[0].factor is None
+    assert both(2.0 * EXPECTED["qkv"] + 0.02 * other, EXPECTED["norm"], tolerance=0.1)[0].factor is not None
 
 
 def test_nan_is_different() -> None:
