@@ -21,7 +21,9 @@ from megapipe.errors import ConfigError
 REQUEST_HELP = {
     "--config": "YAML file with the same names, in sections or flat; flags win over it (may be given more than once: later files win)",
     "--print-config": "print the configuration with the origin of each value, and leave",
-    "--plan": "print the plan (grid, stages, parameters, memory, time), and leave",
+    "--plan": "print the plan (grid, stages, parameters, bubble, memory), and leave",
+    "--world-size": "plan for this many ranks instead of those that are started; with --plan or --print-config",
+    "--ranks-per-node": "ranks of a node of that world (default: all on one node); with --world-size",
     "--verify-grid": "compare a few steps of this grid with one plain process, and leave: fp64 (the default) or native dtype",
     "--help": "print this, and leave",
 }
@@ -33,6 +35,7 @@ ABBREVIATIONS = {
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 VERIFY_MODES = ("fp64", "native")
+REQUEST_VALUES = {"--config": "1", "--world-size": "1", "--ranks-per-node": "1", "--verify-grid": "?"}  # words that follow; others: none
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Requests:
     config_files: tuple[str, ...] = ()
     print_config: bool = False
     plan: bool = False
+    world_size: int | None = None  # of a world that is only planned
+    ranks_per_node: int | None = None
     verify_grid: str | None = None  # fp64 or native
     help: bool = False
 
@@ -99,10 +104,32 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         config_files=tuple(parsed.config or ()),
         print_config=parsed.print_config,
         plan=parsed.plan,
+        world_size=at_least_one("--world-size", parsed.world_size),
+        ranks_per_node=at_least_one("--ranks-per-node", parsed.ranks_per_node),
         verify_grid=parsed.verify_grid,
         help=parsed.help,
     )
+    refuse_imagined_world(requests)
     return CommandLine(given=tuple(parsed.given or ()), requests=requests, remarks=tuple(remarks))
+
+
+def at_least_one(name: str, text: str | None) -> int | None:
+    """The number that follows a request. Raises ConfigError for anything but a whole number above 0."""
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} {text}: expected a whole number of ranks, at least 1")
+    return int(text)
+
+
+def refuse_imagined_world(requests: Requests) -> None:
+    """Raises ConfigError where a world that is not started is asked for, but not its plan."""
+    if requests.ranks_per_node is not None and requests.world_size is None:
+        raise ConfigError("--ranks-per-node belongs to --world-size N; a world that is started says itself how many ranks its nodes have")
+    if requests.world_size is not None and not (requests.plan or requests.print_config):
+        raise ConfigError(
+            "--world-size says for how many ranks to plan: add --plan; to train on them start them (torchrun --nproc-per-node, srun)"
+        )
 
 
 def flags_with_values(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
@@ -125,7 +152,7 @@ def refuse_wrong_count(name: str, texts: list[str]) -> None:
         field, flag = field_flags()[name]
         values, words = takes_values(field, flag), unit_and_help(field)
     else:
-        values, words = {"--config": "1", "--verify-grid": "?"}.get(name, ""), REQUEST_HELP.get(name, "")
+        values, words = REQUEST_VALUES.get(name, ""), REQUEST_HELP.get(name, "")
     if values == "" and texts:
         off = f"; to turn it off give {off_flag(name)}" if off_flag(name) else ""
         raise ConfigError(f"{name} takes no value, but {texts[0]} follows it{off}")
@@ -197,6 +224,8 @@ def command_line_parser() -> argparse.ArgumentParser:
     requests.add_argument("--config", action="append", metavar="FILE", help=REQUEST_HELP["--config"])
     requests.add_argument("--print-config", action="store_true", help=REQUEST_HELP["--print-config"])
     requests.add_argument("--plan", action="store_true", help=REQUEST_HELP["--plan"])
+    requests.add_argument("--world-size", metavar="N", help=REQUEST_HELP["--world-size"])
+    requests.add_argument("--ranks-per-node", metavar="N", help=REQUEST_HELP["--ranks-per-node"])
     requests.add_argument("--verify-grid", nargs="?", const="fp64", metavar="MODE", help=REQUEST_HELP["--verify-grid"])
     requests.add_argument("--help", "-h", action="store_true", help=REQUEST_HELP["--help"])
     groups: dict[str, argparse._ArgumentGroup] = {}

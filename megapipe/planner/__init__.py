@@ -5,7 +5,11 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `resolve`:  cross rules, derived values, defaults -> RunPlan; every impossible wish is refused here, before any process group
 - `run_plan`: RunPlan: topology, cut, parameters, schedules, batch sizes: all a rank needs to know
 - `batch`:    the global batch over the run, with its ramp-up
-- `flops`:    floating-point operations of layer, head, step; MFU
-- `memory`:   bytes per rank, item by item
+- `cut`:      which layers each stage gets
+- `flops`:    floating-point operations of layer, head, step
+- `hardware`: peak rates of devices, for MFU
+- `bubble`:   the step simulated on FLOPs
+- `activations`: what a layer and a stage keep for their backward, for every recompute option; equal to what autograd saves
+- `memory`:   bytes of each rank, item by item, at the peak of a step
 - `report`:   the plan as text
 """

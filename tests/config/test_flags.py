@@ -144,6 +144,10 @@ def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, nam
         ("--verify-grid fast", ["--verify-grid fast", "fp64 or native"]),
         ("--config a.yaml b.yaml", ["one value is expected"]),
         ("--plan now", ["--plan takes no value"]),
+        ("--world-size 1024", ["--world-size", "add --plan"]),
+        ("--plan --world-size 0", ["--world-size 0", "at least 1"]),
+        ("--plan --world-size", ["--world-size needs a value"]),
+        ("--plan --ranks-per-node 8", ["--ranks-per-node belongs to --world-size"]),
         ("--tokenizer-type BertWordPieceCase", ["choose", "SentencePieceTokenizer"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -183,6 +187,8 @@ def test_any_command_line_loads_or_says_why_not(argv: list[str]) -> None:
         ("--verify-grid", "verify_grid", "fp64"),
         ("--verify-grid native", "verify_grid", "native"),
         ("--seed 1", "verify_grid", None),
+        ("--plan --world_size 1024", "world_size", 1024),
+        ("--print-config --world-size 16 --ranks-per-node 8", "ranks_per_node", 8),
     ],
 )
 def test_a_request_is_not_configuration(words: str, name: str, value: object) -> None:

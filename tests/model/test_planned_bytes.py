@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -137,12 +137,6 @@ def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: s
         assert sum(plan.values()) == count.forward, f"{part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
-
-
 def counted_over_tp(rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool) -> dict[tuple[str, str], Count]:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
     tp = Group("tp", tuple(range(world_size)), rank, dist.group.WORLD)
@@ -151,9 +145,11 @@ def counted_over_tp(rank: int, world_size: int, shape: str, dtype: str, sequence
 
 @pytest.mark.parametrize(("dtype", "sequence_parallel"), [("fp32", False), ("bf16", True)], ids=["tp2_fp32", "tp2_bf16_sequence_parallel"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(shape: str, dtype: str, sequence_parallel: bool, pool: RankPool) -> None:
+def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
+    shape: str, dtype: str, sequence_parallel: bool, rank_pools: Callable[[int], RankPool]
+) -> None:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
-    for rank, counts in enumerate(pool.run(counted_over_tp, shape, dtype, sequence_parallel)):
+    for rank, counts in enumerate(rank_pools(2).run(counted_over_tp, shape, dtype, sequence_parallel)):
         for (part, name), count in counts.items():
             plan = planned(config, PARTS[part], RECOMPUTES[name], dtype, 2, sequence_parallel)
             message = f"rank {rank}, {part}, recompute {name}: {plan}\n" + "\n".join(count.storages)

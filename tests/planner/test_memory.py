@@ -1,0 +1,157 @@
+"""Bytes of each rank: peaks against the schedules' own, buffers and optimizer against real ones, activations against the literature."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.planner.activations import LocalSizes, layer_activation_bytes, replay_bytes
+from megapipe.planner.memory import all_rank_memory, local_sizes, peak_of_row, rank_memory, stage_activation_bytes
+from megapipe.planner.resolve import resolve, resolve_model
+from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.build import SCHEDULES, build_lowered
+from megapipe.schedule.simulate import peak_live_chunks
+from tests.planner.test_resolve import wish
+
+GRID = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def row(text: str) -> list[Action]:
+    return [parse_action(word) for word in text.split()]
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
+def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
+    schedule = build_lowered(name, num_ranks, num_chunks if SCHEDULES[name].takes_chunks else 1, num_microbatches)
+    ranks = schedule.placement.rank_of_stage
+    for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
+        stages = schedule.placement.stages_of(pp_rank)
+        found = peak_of_row(schedule.rows[pp_rank], dict.fromkeys(stages, 7), 0, 2, ranks)
+        assert found.activation_bytes == 7 * peak
+        assert sum(found.live.values()) == peak
+        assert found.message_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "peak", "live"),
+    [
+        ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 10, 2: 1}, 21, {0: 2, 2: 1}),  # uneven chunks: each counts with its own bytes
+        ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 1, 2: 10}, 12, {0: 2, 2: 1}),
+        ("0F0 2F0 2I0 0F1 2W0 0B0 2F1 2B1 0B1", {0: 1, 2: 10}, 12, {0: 2, 2: 1}),  # a split backward keeps until W
+    ],
+    ids=["large_first", "large_last", "split"],
+)
+def test_uneven_chunks_peak_by_their_own_bytes(text: str, sizes: dict[int, int], peak: int, live: dict[int, int]) -> None:
+    found = peak_of_row(row(text), sizes, 0, 2, (0, 1, 0, 1))
+    assert (found.activation_bytes, found.live) == (peak, live)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "in_flight", "messages"),
+    [
+        ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", (0, 1), 2, 3),  # come, and not used yet
+        ("1RECV_F0 1F0 1B0", (0, 1), 2, 1),  # the last one becomes the stage's input, the input gradient goes nowhere
+        ("0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2", (0, 1), 2, 2),  # sent ones are held until they are known to have come
+        ("0F0 0SEND_F0 0RECV_B0 0B0", (0, 1), 2, 2),  # the output gradient is there while its backward runs
+        ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", (0, 0), 2, 2),  # two stages of one rank hand over directly
+    ],
+    ids=["received", "used", "sent", "gradient", "local"],
+)
+def test_messages_count_from_post_to_use(text: str, ranks: tuple[int, ...], in_flight: int, messages: int) -> None:
+    stages = {action.stage for action in row(text)}
+    found = peak_of_row(row(text), dict.fromkeys(stages, 0), 5, in_flight, ranks)
+    assert found.message_bytes == 5 * messages
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_the_whole_grid_holds_every_parameter_once_and_the_copy_of_the_tied_embedding(pp: int) -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=pp, untie_embeddings_and_output_weights=True), pp)
+    held = sum(rank.items["weights"] for rank in all_rank_memory(plan))
+    parameters = sum(spec.num_elements for spec in plan.specs)
+    assert 4 * parameters <= held < 4.02 * parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "weight", "gradient", "optimizer"),
+    [
+        ({"dtype": "bf16"}, 2, 4, 12),
+        ({"dtype": "bf16", "use_distributed_optimizer": True}, 2, 4, 12 / 4),
+        ({"dtype": "fp32"}, 4, 4, 8),
+        ({"dtype": "fp64", "optimizer": "sgd"}, 8, 8, 8),
+        ({"dtype": "fp16", "optimizer": "sgd", "sgd_momentum": 0.0}, 2, 4, 4),
+    ],
+    ids=["bf16", "bf16_zero1", "fp32", "fp64_momentum", "fp16_sgd"],
+)
+def test_bytes_of_a_parameter(changes: dict[str, object], weight: float, gradient: float, optimizer: float) -> None:
+    plan = resolve(wish(**changes), 4)
+    items = rank_memory(plan, 0).items
+    elements = sum(layout.numel for layout in plan.buffers(0, 0))
+    slack = 64 * len(plan.buffers(0, 0))
+    assert items["weights"] == weight * elements + slack
+    assert items["gradients"] == gradient * elements + slack
+    assert items["optimizer"] == optimizer * elements
+
+
+def test_a_1f1b_rank_keeps_one_microbatch_for_each_rank_behind_it() -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16), 4)
+    for rank in all_rank_memory(plan):
+        assert rank.live == {rank.pp_rank: 4 - rank.pp_rank}
+        assert rank.items["activations"] == (4 - rank.pp_rank) * sum(stage_activation_bytes(plan, rank.pp_rank).values())
+        assert rank.total == sum(rank.items.values())
+
+
+def test_more_recompute_keeps_less() -> None:
+    plain, selective, every, full = (
+        rank_memory(resolve(wish(dtype="bf16", hidden_dropout=0.0, attention_dropout=0.0, **changes), 1), 0)
+        for changes in (
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "activation")},
+            {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        )
+    )
+    sizes = [memory.items["activations"] for memory in (plain, selective, every, full)]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    assert plain.items["recompute"] == 0 < selective.items["recompute"] < every.items["recompute"] < full.items["recompute"]
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel", "expected"), [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)])
+def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel: bool, expected: float) -> None:
+    """Table 2, without core attention. Theirs keeps q, k, v (6) and no norm statistics; an output of GELU (8) as ours."""
+    model = resolve_model(wish(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
+    sizes = LocalSizes.of(model, tp, sequence_parallel, micro_batch_size=2, dtype="bf16")
+    kept = dict(layer_activation_bytes(model, sizes))
+    for small in ("norm statistics", "attention statistics"):  # a few numbers a token
+        assert kept.pop(small) * tp < 0.5 * expected * sizes.tokens * model.hidden_size
+    assert sum(kept.values()) == expected * 2 * model.seq_length * model.hidden_size
+
+
+def test_a_layer_is_replayed_at_a_time_and_uniform_groups_whole() -> None:
+    model = resolve_model(wish(attention_dropout=0.0).model, 1)
+    sizes = LocalSizes.of(model, 1, False, 1, "bf16")
+    layer = sum(layer_activation_bytes(model, sizes).values())
+    for method, size, layers in (("uniform", 1, 1), ("uniform", 3, 3), ("uniform", 9, 8), ("block", 3, 1)):
+        assert replay_bytes(model, sizes, 8, RecomputeConfig("full", method, size)) == layers * layer - sizes.hidden_states
+    assert replay_bytes(model, sizes, 8, RecomputeConfig()) == 0
+    assert replay_bytes(model, sizes, 0, RecomputeConfig("full", "uniform", 1)) == 0
+
+
+def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
+    changes = {"dtype": "bf16", "grad_reduce_in_bf16": True}
+    alone, replicated = (rank_memory(resolve(wish(**changes), world), 0).items for world in (1, 2))
+    assert alone["reduction"] == 0
+    assert 2 * replicated["reduction"] == replicated["gradients"] - 64 * len(resolve(wish(**changes), 2).buffers(0, 0))
+
+
+def test_sequence_parallelism_sends_smaller_messages() -> None:
+    plans = [resolve(wish(**GRID, sequence_parallel=on), 4) for on in (False, True)]
+    whole, sliced = (local_sizes(plan).hidden_states for plan in plans)
+    assert whole == 2 * sliced == 2 * 32 * 64 * 4
+    one, other = (dataclasses.asdict(rank_memory(plan, 0))["items"]["messages"] for plan in plans)
+    assert one == 2 * other > 0
+    assert Op.SEND_F in {op for _, op, _ in plans[0].schedule(1).rows[0]}
