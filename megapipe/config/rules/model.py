@@ -69,7 +69,7 @@ def positions_cover_sequence(config: Config) -> str | None:
 
 def rotary_width_even(config: Config) -> str | None:
     model = config.model
-    if model.position_embedding_type != "rope" or model.hidden_size < model.num_attention_heads:
+    if model.position_embedding_type != "rope" or model.head_size() < 1:
         return None
     width = int(model.head_size() * model.rotary_percent)
     if width % 2 == 0 and width > 0:
