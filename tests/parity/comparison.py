@@ -1,0 +1,86 @@
+"""One grid against the plain reference: what each rank does, and what is read from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from megapipe.comm.groups import build_process_groups
+from megapipe.data.batch import Batch
+from megapipe.planner.resolve import resolve
+from megapipe.planner.run_plan import RunPlan
+from megapipe.train.step import Rates
+from megapipe.verify.batches import random_batches
+from megapipe.verify.compare import Difference
+from megapipe.verify.parity import ParityStep, compare_with_oracle
+from megapipe.verify.tolerance import FP64
+from megapipe.verify.weights import drawn_slices
+from tests.harness import RankFailure, RankPool
+from tests.parity.configuration import configuration
+from tests.parity.options import Grid, world_of
+
+STEPS = 3
+
+
+def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = ()) -> None:
+    """Train a grid and the reference for three steps. Raises AssertionError with everything that differs, and the grid to run again.
+
+    without_loss: microbatches of each global batch in which no token counts.
+    """
+    print(grid)
+    try:
+        wrong = pool.run(differences, grid, without_loss)[0]
+    except RankFailure as failure:
+        wrong = [failure.report]
+    if wrong:
+        raise AssertionError(f"{len(wrong)} differences from the reference. The grid:\n\n    {grid}\n\n" + "\n".join(wrong))
+
+
+def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...]) -> list[str]:
+    """A job for the ranks of a grid: a line for each loss, gradient norm, gradient and weight that differs; the same on every rank."""
+    assert world_size == world_of(grid)
+    plan = resolve(configuration(grid), world_size)
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    rates = [Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"]) for lr, decay in ((0.02, 1), (0.01, 2), (0.015, 1))]
+    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan), seed=1)
+    batches = [[_masked(part) if number in without_loss else part for number, part in enumerate(batch)] for batch in batches]
+    slices = drawn_slices(plan.config.training.seed, torch.float64)
+    steps = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, FP64)
+    return [line for step in steps for line in _lines(step)]
+
+
+def _masked(batch: Batch) -> Batch:
+    return dataclasses.replace(batch, loss_mask=np.zeros(batch.tokens.shape, dtype=np.float32))
+
+
+def microbatch_counts(plan: RunPlan) -> list[int]:
+    """Microbatches of a dp rank in each step."""
+    counts: list[int] = []
+    consumed = 0
+    for _ in range(STEPS):
+        counts.append(plan.batch.num_microbatches_at(consumed))
+        consumed += plan.batch.size_at(consumed)
+    return counts
+
+
+def _lines(step: ParityStep) -> list[str]:
+    lines = []
+    for rank in step.ranks:
+        where = f"step {step.step}, rank {rank.global_rank}"
+        if not abs(rank.loss - step.loss) <= FP64.loss * abs(step.loss):
+            lines.append(f"{where}: loss {rank.loss!r}, reference {step.loss!r}")
+        if not abs(rank.grad_norm - step.grad_norm) <= FP64.grad_norm * abs(step.grad_norm):
+            lines.append(f"{where}: gradient norm {rank.grad_norm!r}, reference {step.grad_norm!r}")
+        lines += [f"{where}: gradient of {_line(rank.first_gradient)}; all: {rank.wrong_gradients}"] if rank.first_gradient else []
+        lines += [f"{where}: weight {_line(rank.first_weight)}; all: {rank.wrong_weights}"] if rank.first_weight else []
+    return lines
+
+
+def _line(difference: Difference) -> str:
+    return (
+        f"{difference.name} (stage {difference.stage}) differs by {difference.difference:.3g} of {difference.scale:.3g}: at "
+        f"{difference.index} {difference.part} {difference.grid!r}, reference {difference.plain!r}; {difference.num_wrong} of "
+        f"{difference.num_held} elements"
+    )

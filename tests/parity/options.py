@@ -1,0 +1,201 @@
+"""What a random grid is drawn from: every option with its values, and which of them fit together.
+
+A grid is a dict of one value for each option, in words; tests/parity/configuration.py makes a Config of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+Grid = dict[str, Any]
+
+WORLDS = (2, 3, 4, 6, 8)
+LONG_RUN_WORLDS = (*WORLDS, 12)
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 3, 4),
+    "pp": (1, 2, 3, 4),
+    "dp": (1, 2, 3, 4),
+    "chunks": (1, 2, 3),
+    "schedule": ("auto", "gpipe", "1f1b", "interleaved"),
+    "cut": ("cost", "even", "layout", "empty stages", "first and last", "ends counted"),
+    "microbatch_group": ("pp", "pp + 1"),
+    "microbatches": (1, 2, 3, 5, "1, 2, 3"),
+    "micro_batch_size": (1, 2, 3),
+    "rank_order": ("tp-cp-dp-pp", "tp-cp-pp-dp", "pp-dp-cp-tp"),
+    "sequence_parallel": (False, True),
+    "p2p": ("overlapped", "two receives ahead", "not overlapped"),
+    "use_distributed_optimizer": (False, True),
+    "overlap_grad_reduce": (False, True),
+    "overlap_param_gather": (False, True),
+    "bucket": ("whole stage", "some parameters", "one parameter"),
+    "recompute": (
+        "none",
+        "core_attn",
+        "layernorm",
+        "mlp",
+        "activation",
+        "core_attn layernorm mlp",
+        "core_attn layernorm activation",
+        "uniform 1",
+        "uniform 2",
+        "block 1",
+    ),
+    "tied": (True, False),
+    "kv_heads": ("all", "some", "one"),
+    "qk_layernorm": (False, True),
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "layernorm_zero_centered_gamma": (False, True),
+    "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "squared_relu", "relu"),
+    "biases": ("all", "qkv", "none"),
+    "positions": ("learned", "rope", "half rope, llama3", "rope, yarn", "rope, linear", "none"),
+    "window_size": (None, 5),
+    "attn_logit_softcapping": (None, 2.0),
+    "final_logit_softcapping": (None, 3.0),
+    "attention_softmax_in_fp32": (False, True),
+    "hidden_dropout": (0.0, 0.2),
+    "attention_dropout": (0.0, 0.3),
+    "vocabulary": ("full", "padded", "a rank of padding"),
+    "documents": ("ignored", "masked loss", "own positions", "own attention", "all"),
+    "calculate_per_token_loss": (False, True),
+    "label_smoothing": (0.0, 0.1),
+    "z_loss": (0.0, 1e-2),
+    "optimizer": ("adam", "sgd", "sgd without momentum"),
+    "clip_grad": (0.0, 0.05, 1000.0),
+    "weight_decay": (0.0, 0.1),
+    "decoupled_lr": (None, 5e-3),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Some options fit together only if `holds` of their values, in the order of `names`."""
+
+    names: tuple[str, ...]
+    holds: Callable[..., bool]
+
+    def may_hold(self, known: Mapping[str, Any]) -> bool:
+        """Whether values can be found for the options that are not known yet."""
+        return _may_hold(self, tuple((known[name],) if name in known else OPTIONS[name] for name in self.names))
+
+
+@functools.cache
+def _may_hold(rule: Rule, choices: tuple[tuple[Any, ...], ...]) -> bool:
+    return any(rule.holds(*values) for values in itertools.product(*choices))
+
+
+RULES = (
+    Rule(("chunks", "pp"), lambda chunks, pp: chunks == 1 or pp > 1),
+    Rule(("schedule", "chunks"), lambda schedule, chunks: schedule == "auto" or (schedule == "interleaved") == (chunks > 1)),
+    Rule(("microbatch_group", "chunks"), lambda group, chunks: group == "pp" or chunks > 1),
+    Rule(("cut", "pp"), lambda cut, pp: cut not in ("first and last", "empty stages") or pp > 1),
+    Rule(("overlap_param_gather", "use_distributed_optimizer"), lambda overlap, sharded: sharded or not overlap),
+)
+
+
+@functools.cache
+def rules(worlds: tuple[int, ...]) -> tuple[Rule, ...]:
+    """RULES, and that the grid has as many ranks as one of the worlds."""
+    return (*RULES, Rule(("tp", "pp", "dp"), lambda tp, pp, dp: tp * pp * dp in worlds))
+
+
+def plain_grid(**changes: Any) -> Grid:
+    """Every option at its first value, but for the changes."""
+    assert changes.keys() <= OPTIONS.keys(), changes
+    return {name: changes.get(name, values[0]) for name, values in OPTIONS.items()}
+
+
+def world_of(grid: Grid) -> int:
+    """Ranks of a grid."""
+    return int(grid["tp"] * grid["pp"] * grid["dp"])
+
+
+def may_fit(known: Mapping[str, Any], worlds: tuple[int, ...]) -> bool:
+    """False if some rule already cannot hold any more."""
+    return all(rule.may_hold(known) for rule in rules(worlds))
+
+
+def completed(known: Grid, worlds: tuple[int, ...], order: Sequence[str], ranked: Callable[[str, Grid], Sequence[Any]]) -> Grid | None:
+    """A whole grid with the known values, or None if there is none. ranked: an option's values, those to be tried first first."""
+    missing = next((name for name in order if name not in known), None)
+    if missing is None:
+        return known
+    for value in ranked(missing, known):
+        candidate = known | {missing: value}
+        if may_fit(candidate, worlds):
+            whole = completed(candidate, worlds, order, ranked)
+            if whole is not None:
+                return whole
+    return None
+
+
+def possible_values(name: str, known: Grid, worlds: tuple[int, ...]) -> tuple[Any, ...]:
+    """The values of an option with which the known ones can be completed."""
+    constrained = tuple(dict.fromkeys(other for rule in rules(worlds) for other in rule.names))
+    candidates = (value for value in OPTIONS[name] if may_fit(known | {name: value}, worlds))
+    in_order = lambda option, _: OPTIONS[option]  # noqa: E731
+    return tuple(value for value in candidates if completed(known | {name: value}, worlds, constrained, in_order) is not None)
+
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(grid: Grid) -> Iterator[Pair]:
+    """All pairs of option values of a whole grid."""
+    return itertools.combinations(((name, grid[name]) for name in OPTIONS), 2)
+
+
+def possible_pairs(worlds: tuple[int, ...]) -> set[Pair]:
+    """All pairs of option values that occur in some grid."""
+    found: set[Pair] = set()
+    for (one, values), (other, _) in itertools.combinations(OPTIONS.items(), 2):
+        found |= {((one, value), (other, fitting)) for value in values for fitting in possible_values(other, {one: value}, worlds)}
+    return found
+
+
+def topologies(worlds: tuple[int, ...]) -> list[Grid]:
+    """All sizes of the three axes, the largest world first."""
+    axes = [dict(zip(("tp", "pp", "dp"), sizes, strict=True)) for sizes in itertools.product(OPTIONS["tp"], OPTIONS["pp"], OPTIONS["dp"])]
+    return sorted((sizes for sizes in axes if world_of(sizes) in worlds), key=world_of, reverse=True)
+
+
+def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_candidates: int = 3) -> list[Grid]:
+    """Grids in which every topology and every possible pair of option values occur; the first num_cubes have tp = pp = dp = 2.
+
+    Grown one by one (AETG, Cohen et al. 1997): of some candidates, each greedy in a random order of options, the one with most new pairs.
+    """
+    random = Random(seed)
+    uncovered = possible_pairs(worlds)
+    starts = [{"tp": 2, "pp": 2, "dp": 2}] * num_cubes
+    starts += [sizes for sizes in topologies(worlds) if sizes not in starts]
+    found: list[Grid] = []
+    while uncovered or starts:
+        start = starts.pop(0) if starts else dict(min(uncovered, key=repr))
+        candidates = [_greedy(start, uncovered, worlds, random) for _ in range(num_candidates)]
+        best = max(candidates, key=lambda grid: sum(pair in uncovered for pair in pairs_of(grid)))
+        uncovered.difference_update(pairs_of(best))
+        found.append(best)
+    return found
+
+
+def _greedy(start: Grid, uncovered: set[Pair], worlds: tuple[int, ...], random: Random) -> Grid:
+    bound = {name for rule in rules(worlds) for name in rule.names}
+    order = sorted(random.sample(list(OPTIONS), len(OPTIONS)), key=lambda name: name not in bound)  # so that dead ends are found early
+    place = {name: index for index, name in enumerate(OPTIONS)}
+
+    def ranked(name: str, known: Grid) -> Sequence[Any]:
+        def gain(value: Any) -> int:
+            mine = (name, value)
+            return sum(((mine, other) if place[name] < place[other[0]] else (other, mine)) in uncovered for other in known.items())
+
+        values = random.sample(OPTIONS[name], len(OPTIONS[name]))
+        return sorted(values, key=gain, reverse=True)
+
+    grid = completed(start, worlds, order, ranked)
+    assert grid is not None, start
+    return {name: grid[name] for name in OPTIONS}

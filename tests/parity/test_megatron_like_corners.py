@@ -1,0 +1,142 @@
+"""Grids at the edges of what a 3D-parallel trainer is asked for, each against the plain reference; half precision across grids."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megapipe.build.machines import Machines
+from megapipe.build.microbatches import Microbatches
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.config.parallel import ParallelConfig
+from megapipe.planner.resolve import resolve
+from megapipe.train.step import Rates, TrainStep
+from megapipe.verify.batches import random_batches, share_of
+from megapipe.verify.oracle import Oracle
+from megapipe.verify.weights import drawn_slices, whole_weights
+from tests.harness import RankPool
+from tests.parity.comparison import assert_equals_reference
+from tests.parity.configuration import configuration
+from tests.parity.options import plain_grid, world_of
+
+Pools = Callable[[int], RankPool]
+
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
+INTERLEAVED = {"chunks": 2, "schedule": "interleaved"}
+CORNERS = {
+    "one microbatch in four stages": plain_grid(pp=4, microbatches=1),
+    "fewer microbatches than interleaved stages": plain_grid(pp=4, **INTERLEAVED, microbatches=3),
+    "interleaved, microbatches no multiple of pp": plain_grid(pp=2, **INTERLEAVED, microbatches=5),
+    "interleaved groups longer than pp, with a remainder": plain_grid(pp=2, chunks=3, microbatch_group="pp + 1", microbatches=5),
+    "tied embedding, dp 3, distributed optimizer": plain_grid(pp=2, dp=3, microbatches=2, **SHARDED),
+    "tied embedding on one rank, dp 3, distributed optimizer": plain_grid(tp=2, dp=3, microbatches=2, **SHARDED),
+    "one KV head on tp 4": plain_grid(tp=4, kv_heads="one", microbatches=2),
+    "one KV head on tp 4 x dp 2, distributed optimizer": plain_grid(tp=4, dp=2, kv_heads="one", qk_layernorm=True, **SHARDED),
+    "tp 4, sequence parallel, qk-norm, full recompute, dropout": plain_grid(
+        tp=4, sequence_parallel=True, qk_layernorm=True, recompute="uniform 2", kv_heads="some", hidden_dropout=0.2, attention_dropout=0.3
+    ),
+    "embedding alone, head alone, tied, two chunks": plain_grid(
+        pp=2, dp=2, **INTERLEAVED, cut="empty stages", microbatches=3, clip_grad=0.05, **SHARDED
+    ),
+    "ranks without a real row of the vocabulary": plain_grid(
+        tp=4, pp=2, vocabulary="a rank of padding", label_smoothing=0.1, z_loss=1e-2, weight_decay=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_corner_equals_reference(rank_pools: Pools, name: str) -> None:
+    assert_equals_reference(rank_pools(world_of(CORNERS[name])), CORNERS[name])
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of microbatches", "mean of tokens"])
+def test_microbatches_without_a_token_that_counts_equal_reference(rank_pools: Pools, per_token: bool) -> None:
+    """Of the global batch 0 1 | 2 3 | 4 5, dp rank 0 has no loss at all and dp rank 1 none in its last microbatch."""
+    grid = plain_grid(tp=2, pp=2, dp=2, microbatches=3, sequence_parallel=True, calculate_per_token_loss=per_token, z_loss=1e-2, **SHARDED)
+    assert_equals_reference(rank_pools(8), grid, without_loss=(0, 2, 4, 5))
+
+
+def machines_of(config: Config, rank: int, world_size: int) -> Machines:
+    plan = resolve(config, world_size)
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    return Machines(plan, groups, torch.device("cpu"), drawn_slices(7, torch.float32))
+
+
+def evaluation_and_oracle(rank: int, world_size: int) -> tuple[float, float]:
+    """Losses of one batch without dropout, after two steps with it: of the grid and of the reference."""
+    config = configuration(
+        plain_grid(tp=2, pp=2, dp=2, **INTERLEAVED, hidden_dropout=0.2, attention_dropout=0.3, microbatches=3, **SHARDED)
+    )
+    machines = machines_of(config, rank, world_size)
+    oracle = Oracle(machines.plan.config, whole_weights(machines.plan.specs, drawn_slices(7, torch.float32)))
+    batches = random_batches(machines.plan.config, 2, [3, 3, 2], seed=1)
+    step = TrainStep(machines)
+    for number, batch in enumerate(batches[:2]):
+        step.run(share_of(machines, batch, number), Rates(0.02, 0.0))
+        oracle.step(batch, number, Rates(0.02, 0.0))
+    parts = [(torch.from_numpy(part.tokens), torch.from_numpy(part.labels)) for part in batches[2]]
+    sums = [oracle.model(tokens, labels, torch.ones(tokens.shape))[0] for tokens, labels in parts]
+    expected = torch.stack(sums).mean().item() / parts[0][0].numel()
+    dp_rank = machines.coordinates.dp_rank
+    without_keys = Microbatches(2, lambda k: batches[2][2 * k + dp_rank], None, machines.device)
+    return step.evaluate(without_keys).loss, expected
+
+
+def test_evaluation_equals_reference_without_dropout(rank_pools: Pools) -> None:
+    for loss, expected in rank_pools(8).run(evaluation_and_oracle):
+        assert loss == pytest.approx(expected, rel=1e-10)
+
+
+def losses_of(rank: int, world_size: int, config: Config) -> list[float]:
+    machines = machines_of(config, rank, world_size)
+    batches = random_batches(machines.plan.config, machines.plan.topology.dp, [6 // machines.plan.topology.dp] * 3, seed=1)
+    return [TrainStep(machines).run(share_of(machines, batch, step), Rates(0.02, 0.1)).loss for step, batch in enumerate(batches)]
+
+
+def test_bf16_losses_of_two_grids_agree_to_rounding(rank_pools: Pools) -> None:
+    """Dropout streams depend on tp, so both have tp 2; the global batches are the same six microbatches."""
+    dropout = {"tp": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "microbatches": 5}
+    pipeline = plain_grid(pp=2, **INTERLEAVED, **dropout, recompute="uniform 1", cut="even")
+    replicas = plain_grid(dp=2, **dropout, sequence_parallel=False, cut="layout", **SHARDED)
+    pipeline_config, replicas_config = (configuration(grid, "bf16") for grid in (pipeline, replicas))
+    replicas_config = dataclasses.replace(replicas_config, model=pipeline_config.model, parallel=without_cut(replicas_config))
+    one, other = (rank_pools(4).run(losses_of, config) for config in (pipeline_config, replicas_config))
+    assert all(losses == one[0] for losses in one)
+    assert all(losses == other[0] for losses in other)
+    assert one[0][-1] < one[0][0] - 0.05  # it learns more than the tolerance
+    assert one[0] == pytest.approx(other[0], rel=4e-3)  # one ulp of bf16
+
+
+def without_cut(config: Config) -> ParallelConfig:
+    return dataclasses.replace(config.parallel, pipeline_model_parallel_layout=None)
+
+
+def scale_history(rank: int, world_size: int, config: Config, num_steps: int) -> list[tuple[bool, float, float]]:
+    """(skipped, loss scale of the next step, this rank's largest weight) of each step."""
+    machines = machines_of(config, rank, world_size)
+    step, found = TrainStep(machines), []
+    batches = random_batches(machines.plan.config, machines.plan.topology.dp, [2] * num_steps, seed=1)
+    for number, batch in enumerate(batches):
+        update = step.run(share_of(machines, batch, number), Rates(0.02, 0.0)).update
+        machines.gather.finish()
+        largest = max(buffers.parameter(name).abs().max().item() for buffers in machines.buffers.values() for name in buffers.names)
+        found.append((update.skipped, machines.optimizer.loss_scale, largest))
+    return found
+
+
+def test_fp16_ranks_skip_the_same_steps(rank_pools: Pools) -> None:
+    """The scale falls from where every gradient overflows, through where only some ranks' do, to where steps are taken."""
+    config = configuration(plain_grid(tp=2, pp=2, dp=2, microbatches=2, **SHARDED), "fp16")
+    precision = dataclasses.replace(config.precision, initial_loss_scale=2.0**24, hysteresis=1, loss_scale_window=2)
+    histories = rank_pools(8).run(scale_history, dataclasses.replace(config, precision=precision), 16)
+    decisions = [[(skipped, scale) for skipped, scale, _ in history] for history in histories]
+    assert all(other == decisions[0] for other in decisions)
+    assert {skipped for skipped, _ in decisions[0]} == {True, False}
+    assert all(math.isfinite(largest) for history in histories for _, _, largest in history)
+    rises = [after > before for (_, before), (_, after) in zip(decisions[0], decisions[0][1:], strict=False)]
+    assert any(rises), "the scale never grew again"

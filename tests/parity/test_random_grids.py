@@ -1,0 +1,102 @@
+"""Random grids compute the same losses, gradients and weights as one plain process: fp64, three steps, 1e-10 a tensor.
+
+The grids are drawn twice: a fixed list in which every two option values that can meet do meet, and by hypothesis. A failing test prints
+its grid; to run it again, put it among the CORNERS of the file beside this one. A long run of five hundred more:
+pytest tests/parity --slow -k long_run, or -k shard-07 for a part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
+
+from tests.harness import RankPool
+from tests.parity.comparison import assert_equals_reference
+from tests.parity.options import LONG_RUN_WORLDS, OPTIONS, WORLDS, Grid, covering_grids, pairs_of, possible_pairs, possible_values, world_of
+
+Pools = Callable[[int], RankPool]
+
+NUM_COVERING = 90
+NUM_CUBES = 21  # grids of tp 2 x pp 2 x dp 2 among them
+NUM_DRAWN = 8
+NUM_SHARDS, SHARD_SIZE = 25, 21
+
+# shrinking grids of eight processes takes minutes; the grid that failed is shown as it was drawn
+DRAW = settings(phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck), derandomize=True, deadline=None)
+
+
+@functools.cache
+def covering() -> list[Grid]:
+    return covering_grids(WORLDS, NUM_CUBES)
+
+
+@st.composite
+def grids(draw: st.DrawFn, worlds: tuple[int, ...] = WORLDS) -> Grid:
+    """Any valid grid of one of the worlds, option by option."""
+    grid: Grid = {}
+    for name in OPTIONS:
+        grid[name] = draw(st.sampled_from(possible_values(name, grid, worlds)))
+    return grid
+
+
+@pytest.mark.parametrize("number", range(NUM_COVERING), ids="{:02}".format)
+def test_grid_equals_reference(rank_pools: Pools, number: int) -> None:
+    grid = covering()[number]
+    assert_equals_reference(rank_pools(world_of(grid)), grid)
+
+
+@settings(DRAW, max_examples=NUM_DRAWN)
+@given(grid=grids())
+def test_drawn_grid_equals_reference(rank_pools: Pools, grid: Grid) -> None:
+    note(str(grid))
+    assert_equals_reference(rank_pools(world_of(grid)), grid)
+
+
+def test_every_pair_of_option_values_occurs_in_the_grids() -> None:
+    assert len(covering()) == NUM_COVERING
+    missing = possible_pairs(WORLDS).difference(pair for grid in covering() for pair in pairs_of(grid))
+    assert not missing
+
+
+def test_grids_are_many_and_parallel() -> None:
+    assert len(covering()) >= 60
+    assert len({str(grid) for grid in covering()}) == len(covering())
+    assert all(world_of(grid) > 1 for grid in covering())
+    assert sum(grid["tp"] > 1 and grid["pp"] > 1 and grid["dp"] > 1 for grid in covering()) >= 20
+    assert any(int(grid["microbatches"]) < grid["pp"] * grid["chunks"] for grid in covering() if isinstance(grid["microbatches"], int))
+
+
+@pytest.fixture(scope="module")
+def long_run(request: pytest.FixtureRequest) -> Iterator[list[Grid]]:
+    """Collects the grids of the long run and says at its end how many were equal."""
+    done: list[Grid] = []
+    start = time.monotonic()
+    failed_before = request.session.testsfailed
+    yield done
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        cubes = sum(grid["tp"] > 1 and grid["pp"] > 1 and grid["dp"] > 1 for grid in done)
+        print(
+            f"\nlong run: {len(done)} grids equal the reference ({len({str(grid) for grid in done})} different, {cubes} with tp, pp and dp "
+            f"above 1), {request.session.testsfailed - failed_before} tests failed, {time.monotonic() - start:.0f} s"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shard", range(NUM_SHARDS), ids="shard-{:02}".format)
+def test_long_run_of_drawn_grids_equals_reference(rank_pools: Pools, long_run: list[Grid], shard: int) -> None:
+    @seed(shard)
+    @settings(DRAW, max_examples=SHARD_SIZE)
+    @given(grid=grids(LONG_RUN_WORLDS))
+    def check(grid: Grid) -> None:
+        note(str(grid))
+        assert_equals_reference(rank_pools(world_of(grid)), grid)
+        long_run.append(grid)
+
+    check()
