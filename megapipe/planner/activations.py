@@ -155,6 +155,32 @@ def replay_bytes(
     return max(saved.values(), default=0)
 
 
+def deferred_bytes(model: ModelConfig, sizes: LocalSizes, layers: StageLayers, recompute: RecomputeConfig) -> int:
+    """What a stage holds for one microbatch between I and W of a split backward: input and output gradient of each linear.
+
+    Inputs that selective recompute makes again are held as what they are made from; attention and MLP, replayed in I, hold that and
+    their output. Full recompute is over by then.
+    """
+    modules = frozenset(recompute.recompute_modules if recompute.recompute_granularity == "selective" else ())
+    gates = 2 if model.activation in GATED_ACTIVATIONS else 1
+    width = sizes.tokens * sizes.ffn * sizes.element
+    qkv = sizes.query + 2 * sizes.key
+    inputs = 2 * sizes.hidden_states + sizes.query + width  # of linear_qkv and linear_fc1, linear_proj, linear_fc2
+    if "core_attn" in modules:
+        inputs += qkv + (sizes.query + sizes.key if model.qk_layernorm else 0)
+    if {"layernorm", "mlp"} <= modules:
+        inputs += sizes.hidden_states  # the replay's start, beside the norm's output that it made
+    if "activation" in modules and "mlp" not in modules and model.activation != "relu":
+        inputs += gates * width - width
+    gradients = 2 * sizes.hidden_states + qkv + gates * width  # of the outputs of linear_proj and linear_fc2, linear_qkv, linear_fc1
+    total = layers.num_layers * (inputs + gradients)
+    if layers.has_embedding:
+        total += sizes.hidden_states
+    if layers.has_head:
+        total += sizes.hidden_states + sizes.tokens * sizes.vocab * sizes.element
+    return total
+
+
 def rotary_table_bytes(model: ModelConfig, sizes: LocalSizes) -> int:
     """cos and sin of one sequence, [s, r / 2] each, r the rotated channels; 0 without rotary positions."""
     if model.position_embedding_type != "rope":

@@ -10,27 +10,28 @@
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
-Not counted: the workspace of the kernel that runs, the allocator's slack, the CUDA context. In a split backward (I, W) activations count
-until W.
+Not counted: the workspace of the kernel that runs, the allocator's slack, the CUDA context.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megapipe.planner.activations import (
     ELEMENT_BYTES,
     Documents,
     LocalSizes,
+    deferred_bytes,
     replay_bytes,
     rotary_table_bytes,
     shared_mask_bytes,
     stage_bytes,
 )
 from megapipe.planner.run_plan import RunPlan
-from megapipe.schedule.action import Action, Op
+from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.placement import Placement
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 TOKEN_BYTES = 16  # token and label, int64
@@ -38,7 +39,7 @@ TOKEN_BYTES = 16  # token and label, int64
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which activations and messages are largest. live: stage -> microbatches between their F and their B."""
+    """The moment of a step at which activations and messages are largest. live: stage -> microbatches between F and B or W."""
 
     activation_bytes: int
     message_bytes: int
@@ -70,10 +71,12 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
     peak = peak_of_row(
         plan.schedule(num_microbatches).rows[pp_rank],
+        pp_rank,
+        plan.placement,
         {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages},
+        {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages},
         sizes.hidden_states,
         max(2, plan.send_depth),
-        plan.placement.rank_of_stage,
     )
     layer_counts = plan.partition.layer_counts
     items = {
@@ -113,45 +116,50 @@ def local_sizes(plan: RunPlan) -> LocalSizes:
 
 def peak_of_row(
     row: Iterable[Action],
-    activation_bytes: Mapping[int, int],  # of a (stage, microbatch), for each stage of the rank
+    pp_rank: int,
+    placement: Placement,
+    activation_bytes: Mapping[int, int],  # of a (stage, microbatch) from F to B or I, for each stage of the rank
+    waiting_bytes: Mapping[int, int],  # between I and W
     message_bytes: int,
     sends_in_flight: int,  # the most of one channel
-    rank_of_stage: Sequence[int],
 ) -> Peak:
     """Walk over one row of a lowered training schedule.
 
-    An activation lives from F to B or W. A message that comes is there from the moment its receive is posted: an activation until F,
-    where it becomes the kept input of its stage; a gradient until its B is done. Between two stages of one rank it is there from the
-    moment it is made. One that goes is held until it is known to have arrived: of each channel the last `sends_in_flight`.
+    A message that comes is there from the moment its receive is posted: an activation until F, where it becomes the kept input of its
+    stage; a gradient until its B or I is done. Between two stages of one rank it is there from the moment it is made. One that goes is
+    held until it is known to have arrived: of each channel the last `sends_in_flight`.
     """
     live = Counter(dict.fromkeys(activation_bytes, 0))
-    waiting = 0  # messages received, or to come
     sent: Counter[tuple[int, Op]] = Counter()
-    peak, best, kept = Peak(0, 0, dict(live)), -1, 0
+    last = placement.num_stages - 1
+    come = kept = 0  # messages here and not used up; bytes for backwards
+    peak = Peak(0, 0, dict(live))
 
-    def local(stage: int, other: int) -> bool:
-        return 0 <= other < len(rank_of_stage) and rank_of_stage[stage] == rank_of_stage[other]
+    def is_here(stage: int, microbatch: int | None) -> bool:
+        return 0 <= stage <= last and placement.rank_of(stage, microbatch or 0) == pp_rank
 
-    for stage, op, _ in row:
-        released = 0
+    for stage, op, microbatch in row:
         if op is Op.F:
-            waiting += local(stage, stage + 1) - (stage > 0)
+            come += is_here(stage + 1, microbatch) - (stage > 0)
             live[stage] += 1
             kept += activation_bytes[stage]
-        elif op in (Op.RECV_F, Op.RECV_B):
-            waiting += 1
-        elif op in (Op.SEND_F, Op.SEND_B):
-            sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
         elif op in (Op.B, Op.I):
-            waiting += local(stage, stage - 1)
-            released = int(stage < len(rank_of_stage) - 1)
-        messages = (waiting + sum(sent.values())) * message_bytes
-        if kept + messages > best:
-            best, peak = kept + messages, Peak(kept, messages, dict(live))
-        waiting -= released
-        if op in (Op.B, Op.W):
-            live[stage] -= 1
+            come += is_here(stage - 1, microbatch)
+        elif op in RECV_OPS:
+            come += 1
+        elif op in SEND_OPS:
+            sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
+        messages = (come + sum(sent.values())) * message_bytes
+        if kept + messages > peak.activation_bytes + peak.message_bytes:
+            peak = Peak(kept, messages, dict(live))
+        if op in (Op.B, Op.I):
+            come -= stage < last
             kept -= activation_bytes[stage]
+        if op is Op.I:
+            kept += waiting_bytes[stage]
+        elif op is Op.W:
+            kept -= waiting_bytes[stage]
+        live[stage] -= op in (Op.B, Op.W)
     return peak
 
 

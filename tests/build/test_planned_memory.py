@@ -140,6 +140,6 @@ def test_a_step_takes_the_bytes_in_the_plan(name: str, dtype: str, rank_pools: C
         planned = dict(rank_memory(plan, pp_rank).items)
         kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in plan.placement.stages_of(pp_rank)}
         schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
-        peak = peak_of_row(schedule.rows[pp_rank], kept, 0, 2, plan.placement.rank_of_stage)  # of activations alone
+        peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, kept, kept, 0, 2)  # of activations alone
         assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer")} | {"activations": peak.activation_bytes}
         assert planned["activations"] <= peak.activation_bytes <= planned["activations"] + planned["messages"]

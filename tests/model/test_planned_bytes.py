@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.planner.activations import (
     Documents,
     LocalSizes,
+    deferred_bytes,
     is_explicit,
     replay_bytes,
     rotary_table_bytes,
@@ -29,6 +31,7 @@ from megapipe.planner.activations import (
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs
 from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.harness import RankPool
 from tests.model.grids import BATCH, GPT2, LLAMA, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes
@@ -188,6 +191,47 @@ def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_la
     elif recompute == "core_attn" and is_explicit(config):
         unseen = sizes.query
     assert count.replayed + unseen == replay_bytes(config, sizes, num_layers, RECOMPUTES[recompute])
+
+
+@pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm", "activation", "mlp", "core_attn-layernorm-mlp", "uniform2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str, recompute: str) -> None:
+    config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    for part, dtype in ((PARTS["whole"], "bf16"), (PARTS["inner"], "fp32")):
+        queue = WeightQueue()
+        stage = make_stage(config, weights_of(config, DTYPES[dtype]), layers=part, recompute=RECOMPUTES[recompute], queue=queue)
+        microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
+        hidden = torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=DTYPES[dtype], requires_grad=True)
+        output = stage(*([] if part.has_embedding else [hidden]), microbatch)
+        queue.defer(0)
+        objective = output.loss_sum if part.has_head else output
+        torch.autograd.backward(objective, None if part.has_head else torch.randn_like(objective))
+        queue.immediate()
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for waiting in queue._waiting[0] for t in tensors_of(waiting)}
+        known = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), microbatch.tokens)}
+        counted_bytes = sum(size for address, size in held.items() if address not in known)
+        assert counted_bytes == deferred_bytes(config, LocalSizes.of(config, 1, False, BATCH, dtype), part, RECOMPUTES[recompute])
+
+
+def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor that an object of megapipe's holds, functions and replays included."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (torch.nn.Module, str, int, float, type(None))):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_of(each, seen)
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()), seen)
+    elif isinstance(value, MethodType):
+        yield from tensors_of(value.__self__, seen)
+    elif type(value).__module__.startswith("megapipe"):
+        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())] + list(getattr(value, "__dict__", ()))
+        for name in names:
+            yield from tensors_of(getattr(value, name, None), seen)
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_tied_window", "squared_relu_half_rotary", "llama_soft_caps"])

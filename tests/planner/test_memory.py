@@ -14,6 +14,7 @@ from megapipe.planner.memory import all_rank_memory, local_sizes, peak_of_row, r
 from megapipe.planner.resolve import resolve, resolve_model
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.build import SCHEDULES, build_lowered
+from megapipe.schedule.placement import Placement, linear, loop, v_shape
 from megapipe.schedule.simulate import peak_live_chunks
 from tests.planner.test_resolve import wish
 
@@ -28,10 +29,9 @@ def row(text: str) -> list[Action]:
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
 def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
     schedule = build_lowered(name, num_ranks, num_chunks if SCHEDULES[name].takes_chunks else 1, num_microbatches)
-    ranks = schedule.placement.rank_of_stage
     for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
-        stages = schedule.placement.stages_of(pp_rank)
-        found = peak_of_row(schedule.rows[pp_rank], dict.fromkeys(stages, 7), 0, 2, ranks)
+        sizes = dict.fromkeys(schedule.placement.stages_of(pp_rank), 7)
+        found = peak_of_row(schedule.rows[pp_rank], pp_rank, schedule.placement, sizes, sizes, 0, 2)
         assert found.activation_bytes == 7 * peak
         assert sum(found.live.values()) == peak
         assert found.message_bytes == 0
@@ -42,30 +42,31 @@ def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, nu
     [
         ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 10, 2: 1}, 21, {0: 2, 2: 1}),  # uneven chunks: each counts with its own bytes
         ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 1, 2: 10}, 12, {0: 2, 2: 1}),
-        ("0F0 2F0 2I0 0F1 2W0 0B0 2F1 2B1 0B1", {0: 1, 2: 10}, 12, {0: 2, 2: 1}),  # a split backward keeps until W
+        ("0F0 2F0 2I0 2F1 2W0 2B1 0F1 0B0 0B1", {0: 1, 2: 10}, 15, {0: 1, 2: 2}),  # of a split backward 4 are left until W
+        ("0F0 2F0 2I0 2W0 2F1 2B1 0F1 0B0 0B1", {0: 1, 2: 10}, 11, {0: 1, 2: 1}),
     ],
-    ids=["large_first", "large_last", "split"],
+    ids=["large_first", "large_last", "split", "split_in_time"],
 )
 def test_uneven_chunks_peak_by_their_own_bytes(text: str, sizes: dict[int, int], peak: int, live: dict[int, int]) -> None:
-    found = peak_of_row(row(text), sizes, 0, 2, (0, 1, 0, 1))
+    found = peak_of_row(row(text), 0, loop(2, 2), sizes, {0: 4, 2: 4}, 0, 2)
     assert (found.activation_bytes, found.live) == (peak, live)
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks", "in_flight", "messages"),
+    ("text", "pp_rank", "placement", "messages"),
     [
-        ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", (0, 1), 2, 3),  # come, and not used yet
-        ("1RECV_F0 1F0 1B0", (0, 1), 2, 1),  # the last one becomes the stage's input, the input gradient goes nowhere
-        ("0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2", (0, 1), 2, 2),  # sent ones are held until they are known to have come
-        ("0F0 0SEND_F0 0RECV_B0 0B0", (0, 1), 2, 2),  # the output gradient is there while its backward runs
-        ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", (0, 0), 2, 2),  # two stages of one rank hand over directly
+        ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", 1, linear(2), 3),  # come, and not used yet
+        ("1RECV_F0 1F0 1B0", 1, linear(2), 1),  # becomes the stage's input; the last stage's output gradient is no message
+        ("0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2", 0, linear(2), 2),  # sent ones are held until they are known to have come
+        ("0F0 0SEND_F0 0RECV_B0 0B0", 0, linear(2), 2),  # the output gradient is there while its backward runs
+        ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", 0, loop(1, 2), 2),  # two stages of one rank hand over directly
+        ("0F0 0SEND_F0 2RECV_F0 2F0 3F0 3B0 2B0", 0, v_shape(2), 2),
     ],
-    ids=["received", "used", "sent", "gradient", "local"],
+    ids=["received", "used", "sent", "gradient", "local", "turn_of_a_v"],
 )
-def test_messages_count_from_post_to_use(text: str, ranks: tuple[int, ...], in_flight: int, messages: int) -> None:
-    stages = {action.stage for action in row(text)}
-    found = peak_of_row(row(text), dict.fromkeys(stages, 0), 5, in_flight, ranks)
-    assert found.message_bytes == 5 * messages
+def test_messages_count_from_post_to_use(text: str, pp_rank: int, placement: Placement, messages: int) -> None:
+    sizes = {action.stage: 0 for action in row(text)}
+    assert peak_of_row(row(text), pp_rank, placement, sizes, sizes, 5, 2).message_bytes == 5 * messages
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
