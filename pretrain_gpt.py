@@ -3,7 +3,10 @@
 
 import sys
 
-from megapipe.cli.pretrain import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from megapipe.cli.pretrain import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:  # while modules were being imported
+        sys.exit(130)

@@ -43,7 +43,7 @@ FLOORS: dict[str, int] = {
     "inference": 7,
     "verify": 8,
     "cli": 9,
-    "__main__": 9,
+    "__main__": 10,
 }
 BESIDE = "reference"  # the oracle: torch alone; known only to those who prove (floor 8 and up)
 BESIDE_IS_SEEN_FROM = 8

@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen is None:
         from megapipe.config.values import nearest
 
-        print(f"megapipe {words[0]}: there is no such subcommand{nearest(words[0], list(SUBCOMMANDS))}; see megapipe --help", file=sys.stderr)
+        print(
+            f"megapipe {words[0]}: there is no such subcommand{nearest(words[0], list(SUBCOMMANDS))}; see megapipe --help", file=sys.stderr
+        )
         return 2
     code: int = importlib.import_module(chosen.module).main([*chosen.prefix, *words[1:]])
     return code

@@ -6,15 +6,17 @@ peer keeps silent longer: the peer's own message is the one that helps.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from megapipe.errors import CommunicationError, MegapipeError
 
-OTHER_RANK_SECONDS = 1.0
-LOST_PEER_SECONDS = 5.0
+OTHER_RANK_SECONDS = 4.0  # rank 0 may come to the same mistake later: machines are busy when many ranks start
+LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 
 
@@ -37,6 +39,13 @@ def guarded(body: Callable[[], int], global_rank: int, world_size: int) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         return 1
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this rank without the destructors of communicators and threads, which can hang or abort once a peer is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _wait_for_others(error: Exception, global_rank: int, world_size: int) -> None:

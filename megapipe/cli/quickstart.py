@@ -26,7 +26,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "pretrain_gpt.py"
 CPU_CONFIG, GPU_CONFIG = REPOSITORY / "configs" / "quickstart.yaml", REPOSITORY / "configs" / "quickstart_gpu.yaml"
 CPU_RANKS = 8
-DEFAULT_STEPS, DEFAULT_VOCAB_SIZE, DEFAULT_MEGABYTES = 220, 2048, 8.0
+DEFAULT_STEPS, DEFAULT_VOCAB_SIZE, DEFAULT_MEGABYTES = 500, 2048, 8.0
+SAVE_INTERVAL, WARMUP_STEPS = 100, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
 OWN_BUSINESS = {  # fields that the quickstart sets itself -> what to use instead
     "data.data_path": "--corpus",
@@ -130,7 +131,9 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     if parallel.pipeline_model_parallel_size == 1 and "--num-virtual-stages-per-pipeline-rank" not in grid_flags:
         grid_flags = (*grid_flags, "--num-virtual-stages-per-pipeline-rank", "none")
     if num_gpus and max(replica, asked_ranks or 0) > num_gpus:
-        raise ConfigError(f"{max(replica, asked_ranks or 0)} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make it smaller")
+        raise ConfigError(
+            f"{max(replica, asked_ranks or 0)} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make it smaller"
+        )
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
     return Grid(num_ranks, configs, grid_flags, f"{found}: {num_ranks} rank{'s' * (num_ranks > 1)}")
 
@@ -165,9 +168,12 @@ def pretrain_arguments(prepared: Prepared, checkpoints: Path, configs: Sequence[
         "--tokenizer-type": TOKENIZER,
         "--tokenizer-model": str(prepared.tokenizer),
         "--train-iters": str(total),
+        "--lr-warmup-iters": str(min(WARMUP_STEPS, total // 4)),
         "--lr-wsd-decay-iters": str(max(1, round(steps * DECAY_SHARE))),
         "--save": str(checkpoints),
         "--load": str(checkpoints),
+        "--save-interval": str(SAVE_INTERVAL),
+        "--keep-last": "2",
     }
     words = [word for path in configs for word in ("--config", str(path))]
     words += [word for pair in settings.items() for word in pair]

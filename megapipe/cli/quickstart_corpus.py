@@ -22,7 +22,7 @@ from megapipe.data.text_source import read_records
 from megapipe.tokenizers.build import build_tokenizer
 from megapipe.tokenizers.train import train_sentencepiece
 
-SPLIT = "95,5,0"
+SPLIT = "90,10,0"
 TOKENIZER = "SentencePieceTokenizer"
 TOKENIZER_BYTES = 1_000_000  # of text to train it on; more makes it hardly better and takes its time
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
@@ -100,7 +100,7 @@ def prompts_from(documents: list[str]) -> tuple[str, ...]:
 
 
 def _digest(documents: list[str], vocab_size: int) -> str:
-    digest = hashlib.sha256(str(vocab_size).encode())
+    digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())
     for text in documents:
         digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
     return digest.hexdigest()[:8]

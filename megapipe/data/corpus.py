@@ -16,7 +16,9 @@ from pathlib import Path
 from megapipe.data.text_source import is_json_lines, read_records
 from megapipe.errors import ConfigError, DataError
 
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib"})
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib"}) | frozenset(
+    {"encodings", "pydoc_data"}  # tables of characters and generated text, a fifth of the whole, which teach nothing about code
+)
 SUFFIX_NAMES = "py pyi txt md rst tex html css js ts c h cc cpp hpp cu java go rs rb sh sql toml yaml yml csv"
 TEXT_SUFFIXES = frozenset(f".{name}" for name in SUFFIX_NAMES.split())
 PIECE_CHARACTERS = 4000  # a single long text is cut into documents of about this length

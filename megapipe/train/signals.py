@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from megapipe.errors import CommunicationError
+
 LEAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -33,6 +35,11 @@ def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
     before = {number: signal.signal(number, request.receive) for number in handled}
     try:
         yield request
+    except CommunicationError:
+        if request.signal is signal.SIGTERM:  # the launcher ends us because a peer has failed, and that one's message is the one that helps
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

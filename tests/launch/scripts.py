@@ -1,0 +1,98 @@
+"""Runs a door as a person does: a child process, its output caught, its time limited."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 110.0
+TINY = (
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1"),
+    *("--vocab-size", "32", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0"),
+    *("--device", "cpu"),
+)
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the clone's code first; one thread a rank."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    error: str
+
+
+class Door:
+    """A started command; as a context it is ended at the latest when left, with everything that it started."""
+
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        self._files = [(folder / name).open("w+") for name in ("out.txt", "error.txt")]
+        self._process = subprocess.Popen(
+            words, cwd=folder, env=environment(), stdout=self._files[0], stderr=self._files[1], start_new_session=True
+        )
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process_id in (*self.ranks(), self._process.pid):
+            try:
+                os.killpg(process_id, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self._process.wait()
+        for file in self._files:
+            file.close()
+
+    def out(self) -> str:
+        return Path(self._files[0].name).read_text()
+
+    def error(self) -> str:
+        return Path(self._files[1].name).read_text()
+
+    def ranks(self) -> list[int]:
+        """Process ids of the children, which the launcher starts in the order of their ranks."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[1] == str(self._process.pid) and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+        return sorted(found)
+
+    def wait_for(self, text: str) -> None:
+        """Until `text` stands on standard output."""
+        while text not in self.out():
+            if self._process.poll() is not None or time.monotonic() - self._began > LIMIT_SECONDS:
+                raise AssertionError(
+                    f"{text!r} never came (exit code {self._process.poll()}):\n{self.out()[-2000:]}\n{self.error()[-3000:]}"
+                )
+            time.sleep(0.05)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the launcher alone."""
+        self._process.send_signal(number)
+
+    def ended(self) -> Ended:
+        """Wait for the end."""
+        code = self._process.wait(max(1.0, LIMIT_SECONDS - (time.monotonic() - self._began)))
+        return Ended(code, self.out(), self.error())
+
+
+def launch(folder: Path, num_ranks: int, *words: str, script: str | Path = REPOSITORY / "pretrain_gpt.py") -> Door:
+    """`megapipe launch` of a script on this many ranks."""
+    return Door([sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), str(script), *words], folder)

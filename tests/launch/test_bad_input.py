@@ -1,0 +1,159 @@
+"""What goes wrong ends all ranks within seconds, with one readable message, a code that is not 0 and no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megapipe.cli.pretrain import main
+from megapipe.data.indexed_file import IndexedWriter
+from tests.launch.scripts import REPOSITORY, TINY, Door, Ended, launch
+
+
+def token_file(prefix: Path) -> Path:
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        for document in range(40):
+            writer.add_document(np.arange(document, document + 30, dtype="<u2") % 32)
+    return prefix
+
+
+def assert_one_message(ended: Ended, code: int, *words: str) -> None:
+    assert ended.code == code, ended.error
+    assert "Traceback" not in ended.error and "Traceback" not in ended.out
+    assert len(ended.error.strip().splitlines()) == 1, ended.error
+    for word in words:
+        assert word in ended.error
+
+
+def missing_data(folder: Path) -> list[str]:
+    return ["--train-iters", "2", "--data-path", str(folder / "nothing")]
+
+
+def truncated_data(folder: Path) -> list[str]:
+    prefix = token_file(folder / "tokens")
+    os.truncate(f"{prefix}.bin", os.path.getsize(f"{prefix}.bin") - 100)
+    return ["--train-iters", "2", "--data-path", str(prefix)]
+
+
+def truncated_index(folder: Path) -> list[str]:
+    prefix = token_file(folder / "tokens")
+    os.truncate(f"{prefix}.idx", 60)
+    return ["--train-iters", "2", "--data-path", str(prefix)]
+
+
+def unknown_tokenizer(folder: Path) -> list[str]:
+    return ["--train-iters", "2", "--mock-data", "--tokenizer-type", "SentencePeaceTokenizer"]
+
+
+def tokenizer_of_noise(folder: Path) -> list[str]:
+    (folder / "tokenizer.model").write_bytes(b"\x00noise")
+    model = str(folder / "tokenizer.model")
+    return ["--train-iters", "2", "--mock-data", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
+
+
+def unreadable_yaml(folder: Path) -> list[str]:
+    (folder / "bad.yaml").write_text("model:\n  num_layers: [2\n")
+    return ["--train-iters", "2", "--mock-data", "--config", str(folder / "bad.yaml")]
+
+
+def misspelt_key(folder: Path) -> list[str]:
+    (folder / "bad.yaml").write_text("model:\n  num_layer: 2\n")
+    return ["--train-iters", "2", "--mock-data", "--config", str(folder / "bad.yaml")]
+
+
+def indivisible_heads(folder: Path) -> list[str]:
+    return ["--train-iters", "2", "--mock-data", "--num-attention-heads", "3"]
+
+
+def indivisible_batch(folder: Path) -> list[str]:
+    return ["--train-iters", "2", "--mock-data", "--micro-batch-size", "2", "--global-batch-size", "3"]
+
+
+def world_too_small(folder: Path) -> list[str]:
+    return ["--train-iters", "2", "--mock-data", "--tensor-model-parallel-size", "2"]
+
+
+def checkpoint_under_a_file(folder: Path) -> list[str]:
+    (folder / "file").write_text("not a directory")
+    return ["--train-iters", "1", "--mock-data", "--save", str(folder / "file" / "checkpoints")]
+
+
+CASES = {
+    missing_data: (1, "nothing"),
+    truncated_data: (1, "tokens.bin"),
+    truncated_index: (1, "tokens.idx"),
+    unknown_tokenizer: (2, "SentencePeaceTokenizer"),
+    tokenizer_of_noise: (1, "is not a SentencePiece model"),
+    unreadable_yaml: (2, "bad.yaml line"),
+    misspelt_key: (2, "did you mean num_layers?"),
+    indivisible_heads: (2, "--num-attention-heads 3"),
+    indivisible_batch: (2, "--global-batch-size 3"),
+    world_too_small: (2, "tensor"),
+    checkpoint_under_a_file: (1, "file"),
+}
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_a_single_rank_says_what_is_wrong(make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    code = main([*TINY, *make(tmp_path)])
+    out, error = capfd.readouterr()
+    assert_one_message(Ended(code, out, error), *CASES[make])
+
+
+def test_a_mistake_that_four_ranks_see_is_told_once(tmp_path: Path) -> None:
+    with launch(tmp_path, 4, *TINY, *truncated_data(tmp_path), "--tensor-model-parallel-size", "2") as door:
+        ended = door.ended()
+    assert_one_message(ended, 1, "data error", "tokens.bin")
+
+
+def test_a_world_that_does_not_fit_is_refused_by_all_ranks_once(tmp_path: Path) -> None:
+    words = ["--train-iters", "2", "--mock-data", "--tensor-model-parallel-size", "2"]
+    with launch(tmp_path, 3, *TINY, *words) as door:
+        ended = door.ended()
+    assert_one_message(ended, 2, "this cannot run", "3")
+
+
+def test_a_killed_rank_ends_all_within_seconds_and_its_checkpoint_stays(tmp_path: Path) -> None:
+    grid = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    saving = ["--save", "checkpoints", "--save-interval", "2", "--keep-last", "2"]
+    with launch(tmp_path, 4, *TINY, *grid, *saving, "--train-iters", "100000", "--mock-data") as door:
+        door.wait_for("saved ")
+        killed = door.ranks()[2]
+        os.kill(killed, signal.SIGKILL)
+        began = time.monotonic()
+        ended = door.ended()
+        seconds = time.monotonic() - began
+        assert door.ranks() == []
+    assert_one_message(ended, 137, "was killed by SIGKILL")
+    assert seconds < 20
+    assert list((tmp_path / "checkpoints").glob("step_*/manifest.json")), "the checkpoint that was complete is gone"
+
+
+def test_the_quickstart_trains_and_goes_on_and_ctrl_c_saves(tmp_path: Path) -> None:
+    words = ["--ranks", "4", "--megabytes", "0.6", "--vocab-size", "500", "--device", "cpu", "--eval-iters", "1", "--sample-tokens", "2"]
+    small = ["--hidden-size", "32", "--ffn-hidden-size", "64", "--seq-length", "32", "--global-batch-size", "8"]
+    script = [str(REPOSITORY / "launch" / "quickstart.sh"), "--no-install", "--out", "out", *words, *small]
+    environment = {"VENV": sys.prefix}
+    with Door(["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "3"], tmp_path) as door:
+        first = door.ended()
+    assert (first.code, first.error) == (0, "")
+    for line in ("== tokenizer: 500", "plan: 4 ranks = tp 2 x pp 2 x 2 chunks x dp 1", "step 3/3 |", "samples:", "== done: 3 steps"):
+        assert line in first.out
+    loss, entropy = (float(value) for value in re.findall(r"(?:validation loss|unigram entropy) +(\d\.\d+) nats", first.out))
+    assert entropy < 5.5 < loss, "three steps cannot beat the unigram entropy, which is below that of 500 equal tokens"
+    with Door(["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "5000"], tmp_path) as door:
+        door.wait_for("step    5/5003 |")
+        door.signal(signal.SIGINT)
+        second = door.ended()
+    assert (second.code, second.error) == (0, "")
+    assert "is used again" in second.out and "going on after step 3" in second.out and "SIGINT received" in second.out
+    step = int(re.findall(r"== stopped: after step (\d+)", second.out)[0])
+    assert step >= 5
+    assert (next((tmp_path / "out").glob("*/checkpoints")) / f"step_{step:08d}").is_dir()

@@ -1,0 +1,91 @@
+"""`megapipe launch`: exit codes kept, signals passed on, no word of torchrun's own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from megapipe.comm.torchrun import free_port, outcome_of, parse
+from megapipe.errors import ConfigError
+from tests.launch.scripts import launch
+
+REPORTS_AND_WAITS = """
+import os, signal, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+received = []
+signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+print("rank", *(os.environ[name] for name in names), flush=True)
+while not received:
+    time.sleep(0.02)
+time.sleep(0.2 * int(os.environ["RANK"]))  # what a rank needs to save
+print("saved", os.environ["RANK"], flush=True)
+"""
+ONE_FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+def test_an_interrupt_reaches_the_ranks_and_their_success_is_the_launchers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(REPORTS_AND_WAITS)
+    with launch(tmp_path, 2, script=script) as door:
+        for rank in range(2):
+            door.wait_for(f"rank {rank} 2 {rank} 127.0.0.1 1\n")
+        door.signal(signal.SIGINT)
+        ended = door.ended()
+    assert (ended.code, ended.error) == (0, "")
+    assert "saved 0" in ended.out and "saved 1" in ended.out
+
+
+def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ONE_FAILS)
+    with launch(tmp_path, 2, script=script) as door:
+        ended = door.ended()
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.error == "rank 1 ended with exit code 3; all ranks were ended\n"
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "received", "code", "message"),
+    [
+        ({0: 2, 1: -15}, None, 2, ""),
+        ({3: 1}, None, 1, ""),
+        ({0: 130, 1: 130}, signal.SIGINT, 130, ""),
+        ({2: -9, 0: -15}, None, 137, "rank 2 was killed by SIGKILL; the system may have run out of memory"),
+        ({0: -15, 2: -11}, None, 139, "rank 2 was killed by SIGSEGV"),
+        ({0: -15, 1: -15}, signal.SIGTERM, 143, "ended by SIGTERM before the ranks could save"),
+        ({5: 7}, None, 7, "rank 5 ended with exit code 7"),
+    ],
+    ids=["refused", "error", "interrupted twice", "killed", "crashed", "terminated early", "code of its own"],
+)
+def test_one_rank_answers_for_all(exit_codes: dict[int, int], received: signal.Signals | None, code: int, message: str) -> None:
+    outcome = outcome_of(exit_codes, received)
+    assert outcome.exit_code == code
+    assert outcome.message.startswith(message) if message else outcome.message == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the script to run is missing"),
+        (["--nproc-per-nod", "2"], "did you mean --nproc-per-node"),
+        (["--nproc-per-node"], "expected one argument"),
+    ],
+    ids=["nothing", "misspelt", "no value"],
+)
+def test_wrong_flags_are_answered_in_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(words)
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
