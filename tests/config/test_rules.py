@@ -76,6 +76,12 @@ CASES = [
         ["--rope-high-freq-factor 1", "Llama 3 uses 4 and 1"],
         "--position-embedding-type rope --rope-high-freq-factor 1",
     ),
+    (
+        "yarn_temperature_is_whole",
+        "--position-embedding-type rope --rope-scaling-type yarn --yarn-mscale 0.7",
+        ["--yarn-mscale 0.7", "together with --yarn-mscale-all-dim"],
+        "--position-embedding-type rope --rope-scaling-type yarn --yarn-mscale 0.7 --yarn-mscale-all-dim 0.7",
+    ),
     ("padded_vocabulary_fits", "--padded-vocab-size 99", ["--padded-vocab-size 99 is below --vocab-size 100"], "--padded-vocab-size 100"),
     ("context_parallel_is_one", "--context-parallel-size 2", ["context parallelism is not there yet"], "--context-parallel-size 1"),
     ("rank_order_names_axes", "--rank-order tp-dp-pp", ["--rank-order tp-dp-pp", "tp, cp, dp or pp"], "--rank-order pp-dp-cp-tp"),

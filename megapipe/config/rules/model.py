@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
 from megapipe.config.rules.wording import use_divisors, use_multiples
 
 
@@ -105,6 +106,13 @@ def rope_bands_ordered(config: Config) -> str | None:
     return None
 
 
+def yarn_temperature_is_whole(config: Config) -> str | None:
+    model = config.model
+    if model.rope_scaling_type != "yarn" or model.yarn_mscale == ModelConfig().yarn_mscale or model.yarn_mscale_all_dim:
+        return None
+    return f"--yarn-mscale {model.yarn_mscale:g} acts only together with --yarn-mscale-all-dim, its denominator; give both, or leave it out"
+
+
 def padded_vocabulary_fits(config: Config) -> str | None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if model.padded_vocab_size is None:
@@ -133,5 +141,6 @@ MODEL_RULES = (
     rotary_width_even,
     rope_scaling_needs_rope,
     rope_bands_ordered,
+    yarn_temperature_is_whole,
     padded_vocabulary_fits,
 )

@@ -1,0 +1,207 @@
+"""The rows of tests/test_flag_effects.py: for each configuration field the flags that change it, and how its effect is seen.
+
+A line: FIELD | FLAGS THAT CHANGE IT | HOW IT IS SEEN | FLAGS GIVEN TO BOTH RUNS | RANKS. `!--flag` takes a flag of the base away. In
+paths {tmp} is the run's own folder, {saved} holds checkpoints of steps 1 and 2 of the base, {A} and {B} are token files.
+
+records      the run succeeds, and what it logs of its steps and evaluations is another
+outcome      exit code or messages are others
+said X       the run says X, and did not without the flags
+file X       a file X appears, and did not without the flags
+plan X       part X of the plan is another (nothing is run)
+saved_bytes  activations of another size are kept for the backward
+ranks X      of a step on two ranks X is another: losses, or the order of events
+NAME         a function of the test file
+"""
+
+from __future__ import annotations
+
+PP = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16"
+PP5 = f"{PP} --num-layers 5 --vocab-size 4096"
+VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+ROPE = "--position-embedding-type rope"
+LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
+YARN = f"{ROPE} --rope-scaling-type yarn --kv-channels 16 --rotary-base 100 --rope-original-max-position-embeddings 4096"
+DOCUMENTS = "--tokenizer-type NullTokenizer --vocab-size 7"
+SAMPLES = "!--train-iters --train-samples 12"
+WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 3"
+RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"
+FP16 = "--fp16 --initial-loss-scale 256"
+FULL = "--num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FILES = "!--mock-data --train-data-path {A} --valid-data-path {A} --test-data-path {A}"
+LOAD = "--load {saved} --lr-decay-style constant"
+SAVE = "--save {tmp}/ckpt"
+PROFILE = f"{SAVE} --profile --profile-step-start 0"
+SENTENCES = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp}/a.model"
+GPT2 = "!--vocab-size --tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {tmp}/a.txt"
+
+TABLE = f"""
+model.num_layers | --num-layers 3 | plan specs
+model.hidden_size | --hidden-size 32 | plan specs
+model.ffn_hidden_size | --ffn-hidden-size 32 | plan specs
+model.num_attention_heads | --num-attention-heads 2 | records
+model.num_query_groups | --num-query-groups 2 | plan specs
+model.kv_channels | --kv-channels 8 | plan specs
+model.seq_length | --seq-length 12 | records
+model.max_position_embeddings | --max-position-embeddings 16 | plan specs
+model.vocab_size | --vocab-size 24 | records
+model.padded_vocab_size | --padded-vocab-size 40 | plan specs
+model.make_vocab_size_divisible_by | --make-vocab-size-divisible-by 64 | plan specs
+model.position_embedding_type | --position-embedding-type rope | records
+model.rotary_base | --rotary-base 100 | records | {ROPE}
+model.rotary_percent | --rotary-percent 0.5 | records | {ROPE}
+model.rope_scaling_type | --rope-scaling-type linear | records | {ROPE}
+model.rope_scaling_factor | --rope-scaling-factor 2 | records | {ROPE} --rope-scaling-type linear
+model.rope_low_freq_factor | --rope-low-freq-factor 2 | records | {LLAMA3}
+model.rope_high_freq_factor | --rope-high-freq-factor 8 | records | {LLAMA3}
+model.rope_original_max_position_embeddings | --rope-original-max-position-embeddings 32 | records | {LLAMA3}
+model.yarn_beta_fast | --yarn-beta-fast 64 | records | {YARN}
+model.yarn_beta_slow | --yarn-beta-slow 4 | records | {YARN}
+model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0.8
+model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
+model.normalization | --normalization RMSNorm | records
+model.norm_epsilon | --norm-epsilon 0.1 | records
+model.layernorm_zero_centered_gamma | --apply-layernorm-1p | plan specs
+model.activation | --activation relu | records
+model.add_bias_linear | --disable-bias-linear | plan specs
+model.add_qkv_bias | --add-qkv-bias | plan specs | --disable-bias-linear
+model.untie_embeddings_and_output_weights | --untie-embeddings-and-output-weights | plan specs
+model.qk_layernorm | --qk-layernorm | records
+model.window_size | --window-size 3 | records
+model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
+model.final_logit_softcapping | --final-logit-softcapping 0.1 | records
+model.softmax_scale | --softmax-scale 2 | records
+model.attention_softmax_in_fp32 | --attention-softmax-in-fp32 | saved_bytes | --bf16
+model.hidden_dropout | --hidden-dropout 0.5 | records
+model.attention_dropout | --attention-dropout 0.5 | records
+model.init_method_std | --init-method-std 0.1 | records
+
+parallel.tensor_model_parallel_size | --tensor-model-parallel-size 2 | plan topology | | 2
+parallel.pipeline_model_parallel_size | --pipeline-model-parallel-size 2 | plan topology | | 2
+parallel.context_parallel_size | --context-parallel-size 2 | said context parallelism is not there yet
+parallel.num_virtual_stages_per_pipeline_rank | --num-virtual-stages-per-pipeline-rank 2 | plan placement | {PP} | 2
+parallel.num_layers_per_virtual_pipeline_stage | --num-layers-per-virtual-pipeline-stage 1 | plan placement | {PP} | 2
+parallel.pipeline_model_parallel_layout | --pipeline-model-parallel-layout Et|tttL | plan partition | {PP} | 2
+parallel.decoder_first_pipeline_num_layers | --decoder-first-pipeline-num-layers 1 | plan partition | {PP} --pipeline-balance even | 2
+parallel.decoder_last_pipeline_num_layers | --decoder-last-pipeline-num-layers 1 | plan partition | {PP} --pipeline-balance even | 2
+parallel.account_for_embedding_in_pipeline_split | --account-for-embedding-in-pipeline-split | plan partition | {PP} --num-layers 3 | 2
+parallel.account_for_loss_in_pipeline_split | --account-for-loss-in-pipeline-split | plan partition | {PP5} | 2
+parallel.pipeline_balance | --pipeline-balance even | plan partition | {PP} --vocab-size 4096 | 2
+parallel.microbatch_group_size_per_virtual_pipeline_stage | --microbatch-group-size-per-virtual-pipeline-stage 3 | plan rows | {VPP} | 2
+parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
+parallel.pipeline_receive_depth | --pipeline-receive-depth 3 | plan rows | {PP} | 2
+parallel.sequence_parallel | --sequence-parallel | plan specs | --tensor-model-parallel-size 2 | 2
+parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers | | 2
+parallel.overlap_grad_reduce | --overlap-grad-reduce | ranks events | --ddp-bucket-size 500
+parallel.overlap_param_gather | --overlap-param-gather | ranks events | --use-distributed-optimizer
+parallel.overlap_p2p_comm | --no-overlap-p2p-communication | plan rows | {PP} --pipeline-receive-depth 3 | 2
+parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | ranks losses
+parallel.ddp_bucket_size | --ddp-bucket-size 500 | plan buffers
+parallel.rank_order | --rank-order tp-cp-pp-dp | plan topology | {PP} --tensor-model-parallel-size 2 | 8
+parallel.allow_tp_across_nodes | --allow-tp-across-nodes | plan topology | --tensor-model-parallel-size 4 | 4
+parallel.distributed_backend | --distributed-backend nccl | said nccl talks between GPUs
+parallel.distributed_timeout_minutes | --distributed-timeout-minutes 2 | time_out
+
+recompute.recompute_granularity | --recompute-granularity selective --recompute-modules mlp | saved_bytes
+recompute.recompute_method | --recompute-method block | saved_bytes | {FULL}
+recompute.recompute_num_layers | --recompute-num-layers 2 | saved_bytes | {FULL}
+recompute.recompute_modules | --recompute-modules mlp | saved_bytes | --recompute-granularity selective
+
+training.micro_batch_size | --micro-batch-size 1 | plan batch
+training.global_batch_size | --global-batch-size 8 | records
+training.rampup_batch_size | --rampup-batch-size 2 2 6 | records | {SAMPLES}
+training.train_iters | --train-iters 2 | records
+training.train_samples | --train-samples 8 | records | {SAMPLES}
+training.exit_interval | --exit-interval 2 | records
+training.exit_duration_in_mins | --exit-duration-in-mins 1e-9 | records
+training.exit_signal_handler | --no-exit-signal-handler | handlers
+training.skip_train | --skip-train | records
+training.eval_interval | --eval-interval 1 | records
+training.eval_iters | --eval-iters 2 | records
+training.seed | --seed 7 | records
+training.deterministic_mode | --deterministic-mode | determinism
+training.label_smoothing | --label-smoothing 0.1 | records
+training.z_loss | --z-loss 0.1 | records
+training.calculate_per_token_loss | --calculate-per-token-loss | records | {DOCUMENTS} --eod-mask-loss
+training.check_for_nan_in_loss_and_grad | --no-check-for-nan-in-loss-and-grad | outcome | --lr 1e30
+training.device | --device cuda | device
+
+optimizer.optimizer | --optimizer sgd | records
+optimizer.lr | --lr 2e-2 | records
+optimizer.min_lr | --min-lr 5e-3 | records
+optimizer.lr_decay_style | --lr-decay-style cosine | records
+optimizer.lr_decay_iters | --lr-decay-iters 6 | records
+optimizer.lr_decay_samples | --lr-decay-samples 24 | records | {SAMPLES}
+optimizer.lr_warmup_fraction | --lr-warmup-fraction 0.5 | records
+optimizer.lr_warmup_iters | --lr-warmup-iters 2 | records
+optimizer.lr_warmup_samples | --lr-warmup-samples 8 | records | {SAMPLES}
+optimizer.lr_warmup_init | --lr-warmup-init 1e-3 | records | --lr-warmup-iters 2
+optimizer.lr_wsd_decay_style | --lr-wsd-decay-style linear | records | {WSD}
+optimizer.lr_wsd_decay_iters | --lr-wsd-decay-iters 2 | records | {WSD}
+optimizer.lr_wsd_decay_samples | --lr-wsd-decay-samples 8 | records | {SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 12
+optimizer.weight_decay | --weight-decay 0.5 | records
+optimizer.start_weight_decay | --start-weight-decay 0.2 | records | {RAMP}
+optimizer.end_weight_decay | --end-weight-decay 0.9 | records | {RAMP}
+optimizer.weight_decay_incr_style | --weight-decay-incr-style cosine | records | {RAMP}
+optimizer.clip_grad | --clip-grad 0.01 | records | --optimizer sgd
+optimizer.adam_beta1 | --adam-beta1 0.5 | records
+optimizer.adam_beta2 | --adam-beta2 0.5 | records
+optimizer.adam_eps | --adam-eps 0.01 | records
+optimizer.sgd_momentum | --sgd-momentum 0.5 | records | --optimizer sgd
+optimizer.decoupled_lr | --decoupled-lr 0.1 | records
+optimizer.decoupled_min_lr | --decoupled-min-lr 0.05 | records | --decoupled-lr 0.1
+optimizer.override_opt_param_scheduler | --override-opt-param-scheduler | outcome | {LOAD} --lr 2e-2
+optimizer.use_checkpoint_opt_param_scheduler | --use-checkpoint-opt-param-scheduler | outcome | {LOAD} --lr 2e-2
+
+precision.dtype | --dtype bf16 | records
+precision.loss_scale | --loss-scale 8 | records | {FP16}
+precision.initial_loss_scale | --initial-loss-scale 512 | records | {FP16}
+precision.min_loss_scale | --min-loss-scale 5e11 | outcome | --fp16 --hysteresis 1 --initial-loss-scale 1e12
+precision.loss_scale_window | --loss-scale-window 1 | records | {FP16}
+precision.hysteresis | --hysteresis 1 | records | --fp16 --initial-loss-scale 1e12
+
+data.data_path | --data-path {{B}} | records | !--mock-data --data-path {{A}}
+data.split | --split 50,25,25 | records | !--mock-data --data-path {{A}}
+data.train_data_path | --train-data-path {{B}} | records | {FILES}
+data.valid_data_path | --valid-data-path {{B}} | records | {FILES}
+data.test_data_path | --test-data-path {{B}} | records | {FILES}
+data.data_cache_path | --data-cache-path {{tmp}}/cache | file cache/* | {FILES}
+data.mock_data | --mock-data | outcome | !--mock-data
+data.num_workers | --num-workers 2 | readers
+data.reset_position_ids | --reset-position-ids | records | {DOCUMENTS}
+data.reset_attention_mask | --reset-attention-mask | records | {DOCUMENTS}
+data.eod_mask_loss | --eod-mask-loss | records | {DOCUMENTS}
+data.tokenizer_type | --tokenizer-type ByteTokenizer | outcome | !--vocab-size
+data.tokenizer_model | --tokenizer-model {{tmp}}/b.model | said b.model | {SENTENCES}
+data.vocab_file | --vocab-file {{tmp}}/b.json | said b.json | {GPT2}
+data.merge_file | --merge-file {{tmp}}/b.txt | said b.txt | {GPT2}
+
+checkpoint.save | --save {{tmp}}/ckpt | file ckpt/**/manifest.json
+checkpoint.load | --load {{saved}} | said going on after step 2 | --lr-decay-style constant
+checkpoint.save_interval | --save-interval 1 | file ckpt/*1/manifest.json | {SAVE}
+checkpoint.no_save_optim | --no-save-optim | manifest optimizer | {SAVE}
+checkpoint.no_save_rng | --no-save-rng | manifest random | {SAVE}
+checkpoint.no_load_optim | --no-load-optim | records | {LOAD} --train-iters 5
+checkpoint.no_load_rng | --no-load-rng | outcome | {LOAD} --seed 7
+checkpoint.finetune | --finetune | records | {LOAD}
+checkpoint.ckpt_step | --ckpt-step 1 | said going on after step 1 | {LOAD}
+checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome | --load {{tmp}}/nothing
+checkpoint.use_checkpoint_args | --use-checkpoint-args | outcome | {LOAD} !--hidden-size !--ffn-hidden-size
+checkpoint.keep_last | --keep-last 1 | fewer_checkpoints | {SAVE} --save-interval 1
+
+logging.log_interval | --log-interval 2 | records
+logging.tensorboard_dir | --tensorboard-dir {{tmp}}/board | file board/events*
+logging.wandb_project | --wandb-project p | wandb project
+logging.wandb_exp_name | --wandb-exp-name n | wandb name | --wandb-project p
+logging.wandb_save_dir | --wandb-save-dir d | wandb dir | --wandb-project p
+logging.log_params_norm | --log-params-norm | records
+logging.log_num_zeros_in_grad | --log-num-zeros-in-grad | records
+logging.log_throughput | --log-throughput | said TFLOP/s |
+logging.timing_log_level | --timing-log-level 2 | said forward-backward
+logging.profile | --profile | file ckpt/trace_rank_00000.json | {SAVE} --profile-step-start 0 --profile-step-end 1
+logging.profile_step_start | --profile-step-start 1 | said trace of steps 1 to 1 | {PROFILE} --profile-step-end 2
+logging.profile_step_end | --profile-step-end 2 | said trace of steps 0 to 1 | {PROFILE} --profile-step-end 1
+logging.profile_ranks | --profile-ranks 0 | said trace of steps | {PROFILE} --profile-ranks 1 --profile-step-end 1
+logging.metrics_file | --metrics-file {{tmp}}/lines.jsonl | file lines.jsonl | !--metrics-file
+logging.sample_prompts | --sample-prompts 1 2 | said samples: | --tokenizer-type NullTokenizer --vocab-size 31
+logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullTokenizer --vocab-size 31 --sample-prompts 1
+"""

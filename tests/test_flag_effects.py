@@ -1,0 +1,350 @@
+"""Each flag changes something: one row of tests/flag_effects.py for every field of the configuration, each run with and without."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megapipe.checkpoint.manifest import read_manifest
+from megapipe.cli.pretrain import main, with_vocabulary
+from megapipe.comm.trace import Tracer
+from megapipe.config.fields import all_fields
+from megapipe.config.flags import field_flags
+from megapipe.config.load import load_config
+from megapipe.data.indexed_file import IndexedWriter
+from megapipe.data.synthetic import SyntheticDataset
+from megapipe.environment import read_environment
+from megapipe.errors import ConfigError
+from megapipe.pipeline.engine import Step
+from megapipe.planner.resolve import resolve
+from megapipe.planner.run_plan import RunPlan
+from megapipe.train.loop import Training
+from megapipe.train.run import join
+from megapipe.train.step import Rates
+from tests.flag_effects import TABLE
+from tests.harness import RankPool
+from tests.train.grids import machines_of, step_microbatches, trainer
+
+BASE = (
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 --hidden-dropout 0 "
+    "--attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --log-interval 1 --device cpu --metrics-file {tmp}/metrics.jsonl"
+)
+TIMES = ("step_seconds", "tokens_per_second", "seconds_left", "memory_bytes", "seconds", "tflops", "mfu", "phases")
+
+
+@dataclass(frozen=True)
+class Row:
+    field: str
+    flags: str
+    seen: str
+    given: str = ""
+    ranks: int = 1
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in TABLE.strip().splitlines():
+        if line:
+            # a layout string has | without blanks around it
+            field, flags, seen, *rest = (part.strip() for part in re.split(r"\s\|(?=\s|$)", line))
+            given, ranks = [*rest, "", ""][:2]
+            found.append(Row(field, flags, seen, given, int(ranks or 1)))
+    return found
+
+
+def words(text: str) -> list[list[str]]:
+    """Flags with the words that follow them."""
+    found: list[list[str]] = []
+    for word in text.split():
+        if word.lstrip("!").startswith("--"):
+            found.append([word])
+        else:
+            found[-1].append(word)
+    return found
+
+
+class Case:
+    """One command line; what it plans and what it does, each found out when first asked for."""
+
+    def __init__(self, texts: list[str], folders: dict[str, Path], tmp: Path) -> None:
+        flags: dict[str, list[str]] = {}
+        for name, *values in (flag for text in texts for flag in words(text)):
+            if name.startswith("!"):
+                del flags[name[1:]]
+            else:
+                flags[name] = values
+        paths = {name: str(path) for name, path in folders.items()} | {"tmp": str(tmp)}
+        self.tmp = tmp
+        self.argv = [word.format(**paths) for name, values in flags.items() for word in (name, *values)]
+
+    def plan(self, num_ranks: int) -> RunPlan:
+        return resolve(with_vocabulary(load_config(self.argv).config), num_ranks, 2)
+
+    @cached_property
+    def done(self) -> tuple[int, str]:
+        """Exit code, and what was said."""
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(self.argv)
+        return code, re.sub(r"[\d.,]+ (tokens/s|s\b)", "", said.getvalue().replace(str(self.tmp), ""))
+
+    def records(self) -> list[dict[str, Any]]:
+        code, said = self.done
+        assert code == 0, said
+        lines = (self.tmp / "metrics.jsonl").read_text().splitlines()
+        return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
+
+    def files(self, pattern: str) -> list[Path]:
+        code, said = self.done
+        assert code == 0, said
+        return list(self.tmp.glob(pattern))
+
+
+Pools = Callable[[int], RankPool]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The run without the flags, and the one with them."""
+
+    row: Row
+    base: Case
+    changed: Case
+    pools: Pools
+    monkeypatch: pytest.MonkeyPatch
+
+    def both(self, look: Callable[[Case], Any]) -> tuple[Any, Any]:
+        return look(self.base), look(self.changed)
+
+
+def records(pair: Pair, _: str) -> None:
+    before, after = pair.both(Case.records)
+    assert before != after
+
+
+def outcome(pair: Pair, _: str) -> None:
+    before, after = pair.both(lambda case: case.done)
+    assert before != after
+    assert 0 in (before[0], after[0]), after[1]
+
+
+def said(pair: Pair, text: str) -> None:
+    before, after = pair.both(lambda case: text in case.done[1])
+    assert (before, after) == (False, True), pair.changed.done[1]
+
+
+def file(pair: Pair, pattern: str) -> None:
+    before, after = pair.both(lambda case: bool(case.files(pattern)))
+    assert (before, after) == (False, True)
+
+
+def plan(pair: Pair, part: str) -> None:
+    def look(case: Case) -> Any:
+        try:
+            made = case.plan(pair.row.ranks)
+        except ConfigError as error:
+            return str(error)
+        topology = made.topology
+        parts = {
+            "topology": lambda: [topology.groups(name) for name in ("tp", "pp", "dp")],
+            "placement": lambda: made.placement,
+            "partition": lambda: made.partition,
+            "specs": lambda: made.specs,
+            "batch": lambda: made.batch,
+            "rows": lambda: made.schedule(made.batch.num_microbatches_at(0)).rows,
+            "buffers": lambda: [made.buffers(stage, 0) for stage in range(made.placement.num_stages)],
+        }
+        return parts[part]()
+
+    before, after = pair.both(look)
+    assert before != after
+    assert not isinstance(after, str), after
+
+
+def saved_bytes(pair: Pair, _: str) -> None:
+    def look(case: Case) -> int:
+        machines = machines_of(load_config(case.argv).config, 0, 1)
+        total = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        microbatches = step_microbatches(machines, batch_rows(), 0)
+        machines.reducer.begin_step(len(microbatches))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            machines.engine(len(microbatches)).run(
+                Step(microbatches, machines.message, lambda output, payload: (output.loss_sum, output.loss_sum.detach()))
+            )
+        return total
+
+    before, after = pair.both(look)
+    assert before != after
+
+
+def batch_rows() -> np.ndarray:
+    return np.random.RandomState(0).randint(0, 32, (4, 9))
+
+
+def steps_on_a_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
+    tracer = Tracer()
+    machines = machines_of(load_config(argv).config, rank, world_size, tracer=tracer)
+    step = trainer(machines)
+    losses = [step.run(step_microbatches(machines, batch_rows(), index), Rates(1e-2, 0.0)).loss for index in range(2)]
+    machines.gather.finish()
+    # a collective is sorted by its launch: the moment at which it is done is chance
+    events = sorted((event.start_ns, event.name) for event in tracer.events)
+    return {"losses": losses, "events": [name for _, name in events]}
+
+
+def ranks(pair: Pair, part: str) -> None:
+    before, after = pair.both(lambda case: pair.pools(2).run(steps_on_a_rank, case.argv)[0])
+    assert before[part] != after[part]
+    if part == "events":
+        assert before["losses"] == after["losses"]
+
+
+def time_out(pair: Pair, _: str) -> None:
+    before, after = pair.both(lambda case: join(case.plan(1), read_environment({})).timeout_seconds)
+    assert (before, after) == (600.0, 120.0)
+
+
+def handlers(pair: Pair, _: str) -> None:
+    run = Training.run
+    seen = []
+    pair.monkeypatch.setattr(Training, "run", lambda self: (seen.append(signal.getsignal(signal.SIGTERM)), run(self))[1])
+    before = signal.getsignal(signal.SIGTERM)
+    for case in (Case([" ".join(pair.base.argv)], {}, pair.base.tmp), pair.changed):
+        assert case.done[0] == 0
+    assert seen[0] != before
+    assert seen[1] == before
+
+
+def determinism(pair: Pair, _: str) -> None:
+    seen = []
+    for case in (pair.base, pair.changed):
+        torch.use_deterministic_algorithms(False)
+        assert case.done[0] == 0
+        seen.append(torch.are_deterministic_algorithms_enabled())
+    torch.use_deterministic_algorithms(False)
+    assert seen[1]
+
+
+def device(pair: Pair, _: str) -> None:
+    before, after = pair.both(lambda case: case.done)
+    assert before[0] == 0
+    assert after[0] == 0 if torch.cuda.is_available() else "--device cuda: torch sees no GPU" in after[1]
+
+
+def readers(pair: Pair, _: str) -> None:
+    seen = set()
+    read = SyntheticDataset.__getitem__
+
+    def recorded(self: SyntheticDataset, index: int) -> Any:
+        seen.add(threading.current_thread().name)
+        return read(self, index)
+
+    pair.monkeypatch.setattr(SyntheticDataset, "__getitem__", recorded)
+    assert pair.changed.done[0] == 0
+    assert {name.rpartition("_")[0] for name in seen} == {"train-loader", "validation-loader", "test-loader"}
+    assert Case([" ".join(pair.base.argv)], {}, pair.base.tmp).done[0] == 0
+    assert threading.current_thread().name in seen
+
+
+def manifest(pair: Pair, key: str) -> None:
+    def look(case: Case) -> bool:
+        (path,) = case.files("ckpt/*/manifest.json")
+        return read_manifest(path.parent).state[key] is None
+
+    assert pair.both(look) == (False, True)
+
+
+def fewer_checkpoints(pair: Pair, _: str) -> None:
+    assert pair.both(lambda case: len(case.files("ckpt/*/manifest.json"))) == (3, 1)
+
+
+def wandb(pair: Pair, argument: str) -> None:
+    given: list[dict[str, Any]] = []
+    run = types.SimpleNamespace(log=lambda scalars, step: None, finish=lambda: None)
+    fake = types.SimpleNamespace(Settings=lambda **settings: settings, init=lambda **arguments: given.append(arguments) or run)
+    pair.monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert pair.changed.done[0] == 0, pair.changed.done[1]
+    assert given[0][argument] == pair.row.flags.split()[-1]
+
+
+SEEN: dict[str, Callable[[Pair, str], None]] = {
+    function.__name__: function
+    for function in (
+        records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, device, readers, manifest,
+        fewer_checkpoints, wandb,
+    )
+}  # fmt: skip
+ROWS = rows()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What rows name in braces."""
+    root = tmp_path_factory.mktemp("given")
+    for name in "AB":
+        random = np.random.RandomState(ord(name))
+        with IndexedWriter(root / name, "u2") as writer:
+            for _ in range(1000):
+                writer.add_document(random.randint(0, 32, 20))
+    (root / "vocab.json").write_text('{"a": 0, "<|endoftext|>": 1}')
+    found = {"A": root / "A", "B": root / "B", "saved": root / "saved", "vocab": root / "vocab.json"}
+    saving = Case([BASE, "--train-iters 2 --lr-decay-style constant --save {saved} --save-interval 1"], found, root)
+    assert saving.done[0] == 0, saving.done[1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def bases() -> dict[str, Case]:
+    """Runs without the flags, by what else was given."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_field_has_one_row() -> None:
+    assert sorted(row.field for row in ROWS) == sorted(field.key for field in all_fields())
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.field for row in ROWS])
+def test_the_flag_has_an_effect(
+    row: Row,
+    folders: dict[str, Path],
+    bases: dict[str, Case],
+    tmp_path_factory: pytest.TempPathFactory,
+    rank_pools: Pools,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert row.field in {field_flags()[name][0].key for name, *_ in words(row.flags)}
+    if row.given not in bases:
+        bases[row.given] = Case([BASE, row.given], folders, tmp_path_factory.mktemp("base"))
+    changed = Case([BASE, row.given, row.flags], folders, tmp_path_factory.mktemp("changed"))
+    kind, _, rest = row.seen.partition(" ")
+    SEEN[kind](Pair(row, bases[row.given], changed, rank_pools, monkeypatch), rest)
