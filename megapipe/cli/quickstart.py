@@ -121,20 +121,18 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     """tp 2 x pp 2 x 2 chunks x dp where there are at least 4 GPUs, or none; smaller on fewer. `flags` win. Raises ConfigError."""
     config = _config((CPU_CONFIG,), flags)
     num_gpus = 0 if config.training.device == "cpu" else count_gpus()
-    if num_gpus == 0:
-        configs, grid_flags, slots, found = (CPU_CONFIG,), (), asked_ranks or CPU_RANKS, "no GPU, so gloo on the CPU"
-    else:
-        configs, slots = (CPU_CONFIG, GPU_CONFIG), min(num_gpus, asked_ranks or num_gpus)
-        grid_flags, found = gpu_grid(slots), f"{num_gpus} GPU{'s' * (num_gpus > 1)}, so NCCL"
+    slots = min(num_gpus, asked_ranks or num_gpus) if num_gpus else CPU_RANKS
+    configs = (CPU_CONFIG, GPU_CONFIG) if num_gpus else (CPU_CONFIG,)
+    grid_flags = gpu_grid(slots) if num_gpus else ()
     parallel = _config(configs, [*grid_flags, *flags]).parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if parallel.pipeline_model_parallel_size == 1 and "--num-virtual-stages-per-pipeline-rank" not in grid_flags:
-        grid_flags = (*grid_flags, "--num-virtual-stages-per-pipeline-rank", "none")
-    if num_gpus and max(replica, asked_ranks or 0) > num_gpus:
-        raise ConfigError(
-            f"{max(replica, asked_ranks or 0)} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make it smaller"
-        )
+    if parallel.pipeline_model_parallel_size == 1 and parallel.num_virtual_stages_per_pipeline_rank is not None:
+        grid_flags = (*grid_flags, "--num-virtual-stages-per-pipeline-rank", "none")  # one rank has no pipeline to interleave
+    needed = max(replica, asked_ranks or 0)
+    if 0 < num_gpus < needed:
+        raise ConfigError(f"{needed} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make the grid smaller")
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
+    found = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
     return Grid(num_ranks, configs, grid_flags, f"{found}: {num_ranks} rank{'s' * (num_ranks > 1)}")
 
 

@@ -1,4 +1,4 @@
-"""Every file of configs/ resolves on the world that its first line states, says only what differs from the defaults, and is the model it names."""
+"""Every file of configs/ resolves on the world that its first line states, and says only what differs from the defaults."""
 
 from __future__ import annotations
 

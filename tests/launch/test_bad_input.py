@@ -96,7 +96,7 @@ CASES = {
     indivisible_heads: (2, "--num-attention-heads 3"),
     indivisible_batch: (2, "--global-batch-size 3"),
     world_too_small: (2, "tensor"),
-    checkpoint_under_a_file: (1, "file"),
+    checkpoint_under_a_file: (2, "Not a directory"),
 }
 
 

@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Draw the pipeline schedule of a configuration as SVG, to the scale of its stages' FLOPs (a forward of the cheapest stage takes 1 s).
+
+python tools/draw_schedule.py --ranks 8 --output schedule.svg --config configs/quickstart.yaml --vocab-size 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.cli.plan import plan_for
+from megapipe.errors import MegapipeError
+from megapipe.planner.bubble import stage_costs
+from megapipe.planner.run_plan import RunPlan
+from megapipe.schedule.action import Op
+from megapipe.schedule.simulate import Costs, simulate
+from megapipe.visualize.svg import svg
+
+
+def drawing(plan: RunPlan, width: int) -> str:
+    """The step of a full batch as SVG."""
+    costs = stage_costs(plan)
+    unit = min(seconds for (_, op), seconds in costs.seconds.items() if op is Op.F)
+    scaled = Costs({key: seconds / unit for key, seconds in costs.seconds.items()})
+    return svg(simulate(plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch), scaled), width)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks to plan for")
+    parser.add_argument("--ranks-per-node", type=int, help="default: all on one node")
+    parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
+    parser.add_argument("--width", type=int, default=1200, help="in pixels (default: 1200)")
+    arguments, flags = parser.parse_known_args(argv)
+    try:
+        text = drawing(plan_for(flags, arguments.ranks, arguments.ranks_per_node), arguments.width)
+        arguments.output.write_text(text, encoding="utf-8")
+    except (MegapipeError, OSError) as error:
+        print(f"draw_schedule: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
