@@ -25,8 +25,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "schedule": ("auto", "gpipe", "1f1b", "interleaved"),
     "cut": ("cost", "even", "layout", "empty stages", "first and last", "ends counted"),
     "microbatch_group": ("pp", "pp + 1"),
-    "microbatches": (1, 2, 3, 5, "1, 2, 3"),
-    "micro_batch_size": (1, 2, 3),
+    "microbatches": (1, 2, 5, "1, 2, 3"),
+    "micro_batch_size": (1, 2),
     "rank_order": ("tp-cp-dp-pp", "tp-cp-pp-dp", "pp-dp-cp-tp"),
     "sequence_parallel": (False, True),
     "p2p": ("overlapped", "two receives ahead", "not overlapped"),
@@ -164,10 +164,11 @@ def topologies(worlds: tuple[int, ...]) -> list[Grid]:
     return sorted((sizes for sizes in axes if world_of(sizes) in worlds), key=world_of, reverse=True)
 
 
-def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_candidates: int = 3) -> list[Grid]:
+def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 1, num_candidates: int = 8) -> list[Grid]:
     """Grids in which every topology and every possible pair of option values occur; the first num_cubes have tp = pp = dp = 2.
 
-    Grown one by one (AETG, Cohen et al. 1997): of some candidates, each greedy in a random order of options, the one with most new pairs.
+    Grown one by one (AETG, Cohen et al. 1997): of some candidates, each greedy in a random order of options, the one with most new pairs
+    for its number of ranks (its root, so that large worlds are not left out for long).
     """
     random = Random(seed)
     uncovered = possible_pairs(worlds)
@@ -177,7 +178,7 @@ def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_c
     while uncovered or starts:
         start = starts.pop(0) if starts else dict(min(uncovered, key=repr))
         candidates = [_greedy(start, uncovered, worlds, random) for _ in range(num_candidates)]
-        best = max(candidates, key=lambda grid: sum(pair in uncovered for pair in pairs_of(grid)))
+        best = max(candidates, key=lambda grid: sum(pair in uncovered for pair in pairs_of(grid)) / world_of(grid) ** 0.5)
         uncovered.difference_update(pairs_of(best))
         found.append(best)
     return found
