@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+"""Training speed on CPUs, one thread a rank: megapipe against a plain PyTorch loop, and a pipeline against its own schedule on paper.
+
+python tools/bench_cpu.py                                 the two rows with a bar, about 3 minutes
+python tools/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
+python tools/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
+
+All rows stay alive and take turns, in the opposite order every second round; ratios are formed inside a round, so that a machine that gets
+slower slows both sides. Needs an otherwise idle machine with a core for each rank. docs/performance.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
+from plain_loop import Shape
+
+from megapipe.errors import MegapipeError
+
+GRIDS = {
+    "one": Grid(),
+    "pp2": Grid(pp=2),
+    "tp2": Grid(tp=2),
+    "pp2x2": Grid(pp=2, chunks=2),
+    "dp2": Grid(dp=2),
+}
+LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in another order
+ONE_PROCESS_BAR, PIPELINE_BAR = 0.97, 0.93
+
+
+class BenchError(Exception):
+    """A run that cannot give figures."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a row: all its ranks together."""
+
+    step_seconds: float
+    cpu_seconds: float  # a step, all ranks
+    row_seconds: float  # a step, inside the schedule's rows; 0 without a pipeline
+    simulated_seconds: float  # a step on paper; 0 without a pipeline
+
+
+class Job:
+    """The processes of one row."""
+
+    def __init__(self, name: str, shape: Shape) -> None:
+        self.name = name
+        self.grid = GRIDS.get(name)
+        self.plan = None if self.grid is None else make_plan(shape, self.grid)
+        world = 1 if self.grid is None else self.grid.world
+        port = _free_port()
+        self._ranks = [_spawn(serve, shape, self.grid, rank, port) for rank in range(world)]
+        for _, connection in self._ranks:
+            _answer(connection, name)
+
+    def turn(self, steps: int) -> Turn:
+        """Run some steps; every other row waits meanwhile."""
+        for _, connection in self._ranks:
+            connection.send(steps)
+        found: list[Measured] = [_answer(connection, self.name) for _, connection in self._ranks]
+        simulated = 0.0
+        if self.grid is not None and self.grid.pp > 1:
+            assert self.plan is not None
+            simulated = simulated_seconds(self.plan, {key: value for rank in found for key, value in rank.stage_seconds.items()})
+        return Turn(
+            (max(rank.end for rank in found) - min(rank.start for rank in found)) / steps,
+            sum(rank.cpu_seconds for rank in found) / steps,
+            max(rank.row_seconds for rank in found),
+            simulated,
+        )
+
+    def close(self) -> None:
+        for _, connection in self._ranks:
+            connection.send(0)
+        for process, _ in self._ranks:
+            process.join(20)
+
+    def kill(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+
+
+def _spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _answer(connection: Connection, name: str) -> Any:
+    try:
+        if not connection.poll(TIMEOUT_SECONDS):
+            raise BenchError(f"row {name}: no answer for {TIMEOUT_SECONDS:g} s")
+        return connection.recv()
+    except EOFError:
+        raise BenchError(f"row {name}: a rank died; its error stands above") from None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_agreement(shape: Shape) -> float:
+    """That both loops train the same model: relative difference of losses and gradient norms. Raises BenchError."""
+    process, connection = _spawn(check, dataclasses.replace(shape, microbatches=min(2, shape.microbatches)))
+    worst: float = _answer(connection, "check")
+    process.join()
+    if not worst <= LARGEST_DIFFERENCE:
+        raise BenchError(f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the same model")
+    return worst
+
+
+def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[str, list[Turn]]:
+    """Turns of every row, [round]; the first turn of each job is not counted."""
+    jobs: list[Job] = []
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    try:
+        for name in names:
+            jobs.append(Job(name, shape))
+            jobs[-1].turn(2)
+        for number in range(pairs):
+            for job in jobs if number % 2 == 0 else reversed(jobs):
+                turns[job.name].append(job.turn(steps))
+            if sys.stderr.isatty():
+                print(f"\rround {number + 1} of {pairs}", end="\n" if number + 1 == pairs else "", file=sys.stderr, flush=True)
+        for job in jobs:
+            job.close()
+    except BaseException:
+        for job in jobs:
+            job.kill()
+        raise
+    return turns
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low, median, high)
+
+    def text(self, form: str) -> str:
+        return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> Quartiles:
+    """Quartiles of the ratios round by round."""
+    return Quartiles.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Quartiles]]:
+    """By row: tokens/s, CPU seconds a step, and the ratios of each round."""
+    found: dict[str, dict[str, Quartiles]] = {}
+    seconds = {name: [turn.step_seconds for turn in row] for name, row in turns.items()}
+    for name, row in turns.items():
+        cpu = [turn.cpu_seconds for turn in row]
+        mine = {
+            "tokens_per_second": Quartiles.of([shape.step_tokens / value for value in seconds[name]]),
+            "cpu_seconds": Quartiles.of(cpu),
+            "on_core": ratios(cpu, seconds[name]),
+        }
+        if name == "one" and "plain" in turns:
+            mine["speed_to_plain"] = ratios(seconds["plain"], seconds["one"])
+            mine["cpu_speed_to_plain"] = ratios([turn.cpu_seconds for turn in turns["plain"]], cpu)
+        if name not in ("plain", "one") and "one" in turns:
+            mine["speed_to_one"] = ratios(seconds["one"], seconds[name])
+        if row[0].simulated_seconds:
+            mine["simulated_to_measured"] = ratios([turn.simulated_seconds for turn in row], seconds[name])
+            mine["simulated_to_row"] = ratios([turn.simulated_seconds for turn in row], [turn.row_seconds for turn in row])
+        found[name] = mine
+    return found
+
+
+def title(name: str, shape: Shape) -> str:
+    """What a row is."""
+    if name == "plain":
+        return "plain PyTorch loop"
+    grid = GRIDS[name]
+    parts = [f"tp {grid.tp}"] * (grid.tp > 1) + [f"pp {grid.pp}"] * (grid.pp > 1) + [f"x {grid.chunks} chunks"] * (grid.chunks > 1)
+    parts += [f"dp {grid.dp}, ZeRO-1"] * (grid.dp > 1)
+    if grid.pp > 1:
+        parts.append("cut " + "|".join(str(count) for count in make_plan(shape, grid).partition.layer_counts))
+    return f"megapipe, {' '.join(parts)}" if parts else "megapipe, one process"
+
+
+HEADINGS = ("row", "ranks", "tokens/s", "CPU s a step", "ratio of tokens/s", "simulated / measured", "simulated / row")
+
+
+def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, ...]]:
+    """Cells, headings first."""
+    rows = [HEADINGS]
+    for name, mine in found.items():
+        ratio = ""
+        for key, against in (("speed_to_plain", "plain"), ("speed_to_one", "one process")):
+            if key in mine:
+                ratio = f"{mine[key].text('.3f')} to {against}"
+        rows.append(
+            (
+                title(name, shape),
+                str(1 if name == "plain" else GRIDS[name].world),
+                mine["tokens_per_second"].text(",.0f"),
+                mine["cpu_seconds"].text(".3f"),
+                ratio,
+                mine["simulated_to_measured"].text(".3f") if "simulated_to_measured" in mine else "",
+                mine["simulated_to_row"].text(".3f") if "simulated_to_row" in mine else "",
+            )
+        )
+    return rows
+
+
+def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def as_text(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
+    """The two bars, where their rows were measured."""
+    said = []
+    for name, key, bar, words in (
+        ("one", "speed_to_plain", ONE_PROCESS_BAR, "one process to the plain loop"),
+        ("pp2", "simulated_to_measured", PIPELINE_BAR, "pp 2, simulated to measured step"),
+    ):
+        if key in found.get(name, {}):
+            median = found[name][key].median
+            said.append((f"{words}: {median:.3f}, at least {bar} asked for: {'met' if median >= bar else 'NOT MET'}", median >= bar))
+    return said
+
+
+def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, steps: int, difference: float) -> list[str]:
+    """What the figures were taken on, and whether the machine was free for them."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    said = [
+        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, sequence {shape.seq}, vocabulary {shape.vocab}, fp32, tied; "
+        f"{shape.microbatches} microbatches of {shape.micro_batch} sequences a step; AdamW and clipping included",
+        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {_processor()}, {cores} cores; torch "
+        f"{torch.__version__}",
+        f"both loops agree within {difference:.0e} in loss and gradient norm over three steps",
+    ]
+    for name, mine in found.items():
+        ranks = 1 if name == "plain" else GRIDS[name].world
+        if ranks > cores:
+            said.append(f"{name}: {ranks} ranks share {cores} cores: its wall times mean nothing")
+        elif ranks == 1 and mine["on_core"].median < 0.98:
+            said.append(
+                f"{name}: on a core for only {mine['on_core'].median:.0%} of the time: the machine was busy, these figures are no result"
+            )
+    return said
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)")
+    parser.add_argument("--no-plain", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="rounds in which every row has a turn (default: 10)")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps in a turn (default: 1)")
+    for field in dataclasses.fields(Shape):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn's numbers")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    shape = Shape(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)})
+    names = ([] if arguments.no_plain else ["plain"]) + [name for name in GRIDS if name in arguments.rows]
+    try:
+        difference = check_agreement(shape)
+        turns = measure(shape, names, arguments.pairs, arguments.steps)
+    except (BenchError, MegapipeError) as error:
+        print(f"bench_cpu: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbench_cpu: interrupted", file=sys.stderr)
+        return 130
+    found = figures(shape, turns)
+    rows = table(shape, found)
+    print(as_markdown(rows) if arguments.markdown else as_text(rows))
+    print("\n" + "\n".join(f"- {line}" for line in remarks(shape, found, arguments.pairs, arguments.steps, difference)))
+    said = verdicts(found)
+    print("\n".join(f"- {line}" for line, _ in said))
+    if arguments.json is not None:
+        data = {"shape": dataclasses.asdict(shape), "turns": {name: [dataclasses.asdict(t) for t in row] for name, row in turns.items()}}
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+    return int(arguments.check and not all(met for _, met in said))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
