@@ -28,6 +28,7 @@ from megapipe.environment import set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+PASSED_ON_AS = {signal.SIGHUP: signal.SIGTERM}  # a closed terminal: save and leave
 MOST_INTERRUPTS = 2  # the ranks know what the first two mean: save and leave, leave now; the third kills
 GRACE_SECONDS = 8  # for the ranks that are left when one has failed; there is nothing that they could still save
 TOLD_BY_RANK = (1, 2, 130)  # exit codes of a program that has said on standard error what was wrong
@@ -166,7 +167,7 @@ class _Forwarder:
             raise _InterruptedBeforeStart
         self.received = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT
-        passed_on = signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else number
+        passed_on = signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else PASSED_ON_AS.get(number, number)
         for process_id in self._ranks:
             with suppress(ProcessLookupError, PermissionError):  # it has ended
                 os.killpg(process_id, passed_on)
