@@ -1,6 +1,7 @@
 """The machine that runs one rank's row of a pipeline schedule, for any nn.Module stages.
 
-- `pipeline`: `Pipeline`: from modules, a message and a loss to training steps; the door for models of one's own
+- `pipeline`: `Pipeline`: from modules, a message and a loss to training steps; `pipeline_ranks`: the ranks for it. The door for models of
+              one's own
 - `stage`:    `StageRunner`: forward, backward, backward_input, backward_weight of one stage
 - `engine`:   `Engine`: one loop over the row; a handler for each op, no decision of its own
 

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.channels import Channels, MessageSpec
-from megapipe.comm.groups import Group
+from megapipe.comm.groups import Group, build_process_groups
 from megapipe.comm.trace import Tracer
+from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.build import build_forward_only, build_lowered, build_schedule
 from megapipe.schedule.validate import validate
+from megapipe.topology import Topology
 
 Message = Sequence[MessageSpec]
+
+
+@contextmanager
+def pipeline_ranks(backend: str = "auto", device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[tuple[Group, torch.device]]:
+    """All ranks that the launcher started as one pipeline, a single one without a launcher: (pp group, this rank's device).
+
+    With several ranks the process ends where the block ends, with code 0; what is raised inside comes through.
+    """
+    world = start(read_environment(), backend, timeout_seconds, device)
+    yield build_process_groups(Topology(pp=world.world_size), world.global_rank, world.backend, timeout_seconds).pp, world.device
+    shutdown()
 
 
 class Pipeline:
