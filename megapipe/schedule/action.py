@@ -24,11 +24,14 @@ class Op(enum.Enum):
     SEND_B = "SEND_B"  # the input gradient goes to stage s - 1
     RECV_B = "RECV_B"  # the output gradient comes from stage s + 1
     REDUCE_GRAD = "REDUCE_GRAD"  # the stage's weight gradients are complete on this rank: its data-parallel reduction may start
+    OVERLAP = "OVERLAP"  # the F of this stage and microbatch, which follows, and the backward after that one run side by side (DualPipe)
+    UPDATE = "UPDATE"  # asynchronous schedules: the weights take one optimizer step with the gradients of all microbatches so far
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, which a million actions feel
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # what a schedule holds before messages and reductions are put in
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})

@@ -46,6 +46,8 @@ NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RECV_F: (),
     Op.RECV_B: (),
     Op.REDUCE_GRAD: ((ValueKind.WGRAD, 0),),
+    Op.OVERLAP: (),  # waits for what its two halves need, and makes what they make
+    Op.UPDATE: ((ValueKind.WGRAD, 0),),
 }
 MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.F: ((ValueKind.ACT, 0),),
@@ -57,6 +59,8 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RECV_F: ((ValueKind.ACT, -1),),
     Op.RECV_B: ((ValueKind.GRAD, +1),),
     Op.REDUCE_GRAD: (),
+    Op.OVERLAP: (),
+    Op.UPDATE: (),
 }
 
 # the two kinds that travel: the op that sends the value, the op that posts its receive, the step from its maker's stage to its user's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, PLANNED_OPS, Action, Op
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ValueKind
 from megapipe.schedule.schedule import Row, Schedule
 
@@ -18,7 +18,8 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     and bounded, because a posted receive occupies a GPU until its peer comes. At most receive_depth + 1 receives are therefore posted on
     a channel when messages are used in the order they were made; where they are not, a receive is posted no later than one made after it,
     so that every channel stays first-in first-out. REDUCE_GRAD follows the last B or W of each stage. A hop between two stages of one
-    rank gets no message.
+    rank gets no message. The two halves of an overlapped pair stay together: receives are posted before it, sends follow it.
+    A schedule that updates weights on its way gets no REDUCE_GRAD: its UPDATEs hold the reduction.
     """
     if receive_depth < 0:
         raise ConfigError(f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or more")
@@ -38,7 +39,7 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
 def sends_of(schedule: Schedule) -> dict[Op, list[list[Op | None]]]:
     """[op][direction][stage] -> the SEND that follows a compute op there, or None: its value stays on the rank or nobody wants it."""
     directions, last = schedule.placement.directions, schedule.num_stages - 1
-    table: dict[Op, list[list[Op | None]]] = {op: [[None] * (last + 1) for _ in directions] for op in COMPUTE_OPS}
+    table: dict[Op, list[list[Op | None]]] = {op: [[None] * (last + 1) for _ in directions] for op in PLANNED_OPS}
     for op in COMPUTE_OPS:
         for kind, _ in MAKES[op]:
             if kind in TRAVELS:
@@ -53,17 +54,18 @@ def sends_of(schedule: Schedule) -> dict[Op, list[list[Op | None]]]:
 def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, list[Action]]]:
     """[rank][index of a compute action] -> receives to post right before it."""
     consumed_at = _consumption(schedule)
+    heads = [_pair_heads(row) for row in schedule.rows] if Op.OVERLAP in schedule.ops else None
     count, directions = schedule.num_microbatches, schedule.placement.directions
     plans: list[dict[int, list[Action]]] = [{} for _ in range(schedule.num_ranks)]
     for (kind, stage, direction), made in _messages(schedule).items():
         _, receive, step = TRAVELS[kind]
         to_stage = stage + step
-        plan = plans[directions[direction][to_stage]]
-        posts = []
-        bound = len(schedule.rows[directions[direction][to_stage]])
+        rank = directions[direction][to_stage]
+        plan, posts, bound = plans[rank], [], len(schedule.rows[rank])
         for microbatch in reversed(made):  # a receive is posted no later than those that come after it on the channel
             bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
-            posts.append((max(0, bound - receive_depth), Action(to_stage, receive, microbatch)))
+            slot = max(0, bound - receive_depth)
+            posts.append((slot if heads is None else heads[rank].get(slot, slot), Action(to_stage, receive, microbatch)))
         for slot, action in reversed(posts):
             plan.setdefault(slot, []).append(action)
     return plans
@@ -72,7 +74,7 @@ def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, lis
 def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
     """[kind][stage of the consumer x microbatches + microbatch] -> index in its row of the action that needs the value from afar."""
     count = schedule.num_microbatches
-    far = {op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]] for op in COMPUTE_OPS}
+    far = {op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]] for op in PLANNED_OPS}
     never = max(map(len, schedule.rows))
     consumed_at = {kind: [never] * (schedule.num_stages * count) for kind in TRAVELS}
     for row in schedule.rows:
@@ -80,6 +82,11 @@ def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
             for kind in far[op]:
                 consumed_at[kind][stage * count + microbatch] = index  # type: ignore[operator]
     return consumed_at
+
+
+def _pair_heads(row: Row) -> dict[int, int]:
+    """slot of each half of an overlapped pair -> slot of its OVERLAP."""
+    return {slot + half: slot for slot, action in enumerate(row) if action[1] is Op.OVERLAP for half in (1, 2)}
 
 
 def _messages(schedule: Schedule) -> dict[tuple[ValueKind, int, int], list[int]]:
@@ -105,14 +112,21 @@ def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]])
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
     reductions = _plan_reductions(schedule, rank)
     lowered: list[Action] = []
+    held: list[Action] = []  # the send of a pair's first half, until the second is there
+    pair_end = -1
     for index, action in enumerate(row):
         if index in receives:
             lowered += receives[index]
         lowered.append(action)
         stage, op, microbatch = action
         send = sends[op][microbatch % num_directions][stage]  # type: ignore[operator]
+        if op is Op.OVERLAP:
+            pair_end = index + 2
         if send is not None:
-            lowered.append(Action(stage, send, microbatch))
+            (held if index < pair_end else lowered).append(Action(stage, send, microbatch))
+        if held and index == pair_end:
+            lowered += held
+            held.clear()
         if index in reductions:
             lowered += reductions[index]
     return tuple(lowered)
@@ -125,7 +139,7 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
     own order; a rank takes part even if it ran no microbatch of the stage.
     """
     plan: dict[int, list[Action]] = {}
-    if not schedule.has_backward:
+    if not schedule.has_backward or not schedule.is_synchronous:
         return plan
     completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op is Op.B or op is Op.W}
     not_before = 0

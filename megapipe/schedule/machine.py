@@ -54,6 +54,7 @@ class Machine:
         overlap: bool = True,
         send_depth: int | None = None,
         raise_depth: bool = False,
+        pair_seconds: Mapping[tuple[int, int], float] | None = None,
     ) -> None:
         self.schedule = schedule
         self.count = schedule.num_microbatches
@@ -78,7 +79,12 @@ class Machine:
         self.blocked_on: dict[int, int] = {}  # channel -> rank
         self.times = self._given_times()
         self.work = {op: [self._resolve(op, direction) for direction in range(self._num_directions)] for op in COMPUTE_OPS}
-        self.others: dict[Op, Callable[[int, Action, float], bool]] = {Op.REDUCE_GRAD: self._reduce}
+        self.pair_seconds = pair_seconds or {}
+        self.others: dict[Op, Callable[[int, Action, float], int]] = {
+            Op.REDUCE_GRAD: self._reduce,
+            Op.OVERLAP: self._overlap,
+            Op.UPDATE: self._update,
+        }
         self.others |= dict.fromkeys(SEND_OPS, self._send) | dict.fromkeys(RECV_OPS, self._receive)
 
     # value ids: [made or come by message][kind][stage -1 .. num_stages][microbatch]
@@ -158,10 +164,11 @@ class Machine:
             stage, op, microbatch = action
             if op not in work:
                 self.positions[rank] = position
-                if not others[op](rank, action, clock):
+                done = others[op](rank, action, clock)
+                if not done:
                     break
                 clock = self.clocks[rank]
-                position += 1
+                position += done
                 continue
             needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
             key = stage * count + microbatch  # type: ignore[operator]
@@ -188,25 +195,68 @@ class Machine:
             break
         self.positions[rank] = position
 
-    def _send(self, rank: int, action: Action, clock: float) -> bool:
-        """A send beside the computation, or on its clock if nothing overlaps; False while its value or room on its channel is missing."""
+    # the ops that are not one plain computation: each returns how many slots of the row it executed, 0 if it cannot run yet
+
+    def _overlap(self, rank: int, action: Action, clock: float) -> int:
+        """A forward and a backward side by side: both start when both have what they need, both end with the pair."""
+        slot = self.positions[rank]
+        halves = self.schedule.rows[rank][slot + 1 : slot + 3]
+        works = [self.work[op][microbatch % self._num_directions][stage] for stage, op, microbatch in halves]  # type: ignore[operator]
+        keys = [stage * self.count + microbatch for stage, _, microbatch in halves]  # type: ignore[operator]
+        start = clock
+        for work, key in zip(works, keys, strict=True):
+            for base in work.needs:
+                if self.times[base + key] < 0:
+                    self.waiting_for[base + key] = rank
+                    return 0
+                start = max(start, self.times[base + key])
+        in_sequence = sum(work.seconds for work in works)
+        end = start + self.pair_seconds.get((halves[0].stage, halves[1].stage), in_sequence)
+        self.starts[rank][slot : slot + 3] = [start] * 3
+        self.ends[rank][slot : slot + 3] = [end] * 3
+        self.clocks[rank] = end
+        for work, key in zip(works, keys, strict=True):
+            for base in work.makes:
+                self.times[base + key] = end
+            for base, delay in work.arrives:
+                self._arrive(base + key, end + delay)
+        return 3
+
+    def _update(self, rank: int, action: Action, clock: float) -> int:
+        """An optimizer step of one stage, on the clock of the rank."""
+        stage, op, microbatch = action
+        slot, value = self.positions[rank], self._base(ValueKind.WGRAD, 0, False) + stage * self.count + microbatch  # type: ignore[operator]
+        if self.times[value] < 0:
+            self.waiting_for[value] = rank
+            return 0
+        self.starts[rank][slot] = clock
+        self.ends[rank][slot] = self.clocks[rank] = clock + self.seconds.get((stage, op), 0.0)
+        return 1
+
+    def _arrive(self, value: int, time: float) -> None:
+        self.times[value] = time
+        if value in self.waiting_for:
+            self.ready.append(self.waiting_for.pop(value))
+
+    def _send(self, rank: int, action: Action, clock: float) -> int:
+        """A send beside the computation, or on its clock if nothing overlaps; 0 while its value or room on its channel is missing."""
         stage, op, microbatch = action
         value, message, channel, wire_seconds = self.hops[op][microbatch % self._num_directions][stage]  # type: ignore[operator]
         key = stage * self.count + microbatch  # type: ignore[operator]
         if self.times[value + key] < 0:
             self.waiting_for[value + key] = rank
-            return False
+            return 0
         if self.send_depth is not None and self.sent[channel] - self.posted[channel] >= self.depths[channel]:
             self.blocked_on[channel] = rank
-            return False
+            return 0
         self.sent[channel] += 1
         if not self.overlap:
             self.clocks[rank] = clock = clock + wire_seconds
             wire_seconds = 0.0
         self._meet(message + key, channel, clock, rank, wire_seconds)
-        return True
+        return 1
 
-    def _receive(self, rank: int, action: Action, clock: float) -> bool:
+    def _receive(self, rank: int, action: Action, clock: float) -> int:
         """Post a receive; a sender that waited for it goes on."""
         stage, op, microbatch = action
         _, message, channel, wire_seconds = self.hops[op][microbatch % self._num_directions][stage]  # type: ignore[operator]
@@ -217,7 +267,7 @@ class Machine:
             if sender is not None:
                 self.clocks[sender] = max(self.clocks[sender], clock)
                 self.ready.append(sender)
-        return True
+        return 1
 
     def _meet(self, message: int, channel: int, time: float, rank: int, wire_seconds: float) -> None:
         """A message starts once its send and its receive are both there and the one before it on the channel is through."""
@@ -232,25 +282,23 @@ class Machine:
         start = other_time if other_time > start else start
         self.free_at[channel] = through = start + wire_seconds
         self.ends[rank][slot] = self.ends[other_rank][other_slot] = arrival = through + self.latency_seconds
-        self.times[message] = arrival
-        if message in self.waiting_for:
-            self.ready.append(self.waiting_for.pop(message))
+        self._arrive(message, arrival)
 
-    def _reduce(self, rank: int, action: Action, clock: float) -> bool:
-        """A reduction beside the computation, or on its clock if nothing overlaps; False if a weight gradient is still missing."""
+    def _reduce(self, rank: int, action: Action, clock: float) -> int:
+        """A reduction beside the computation, or on its clock if nothing overlaps; 0 if a weight gradient is still missing."""
         stage, op, _ = action
         base = self._base(ValueKind.WGRAD, 0, False) + stage * self.count
         for microbatch in range(self.count):
             if self.schedule.placement.rank_of(stage, microbatch) == rank and self.times[base + microbatch] < 0:
                 self.waiting_for[base + microbatch] = rank
-                return False
+                return 0
         start = max(clock, self.reduce_clocks[rank])
         self.reduce_clocks[rank] = end = start + self.seconds.get((stage, op), 0.0)
         self.starts[rank][self.positions[rank]] = start
         self.ends[rank][self.positions[rank]] = end
         if not self.overlap:
             self.clocks[rank] = end
-        return True
+        return 1
 
     def _raise_least_depth(self) -> bool:
         """All ranks stand still: allow one more send on the blocked channels of least depth. False if no send is blocked."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, Action, Op, parse_action
+from megapipe.schedule.action import BACKWARD_OPS, PLANNED_OPS, Action, Op, parse_action
 from megapipe.schedule.placement import Placement
 
 Row = tuple[Action, ...]
+_PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+_FSDP = re.compile(r"\d+(UNSHARD|RESHARD)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,12 @@ class Schedule:
     @property
     def is_lowered(self) -> bool:
         """True once the schedule holds messages or reductions, not only computation."""
-        return not self.ops <= COMPUTE_OPS
+        return not self.ops <= PLANNED_OPS
+
+    @property
+    def is_synchronous(self) -> bool:
+        """False if weights change within the schedule (PipeDream): it then computes something else than one process would."""
+        return Op.UPDATE not in self.ops
 
     @property
     def has_backward(self) -> bool:
@@ -51,7 +59,7 @@ class Schedule:
 
     def compute_only(self) -> Schedule:
         """The same schedule without messages and reductions."""
-        rows = tuple(tuple(action for action in row if action[1] in COMPUTE_OPS) for row in self.rows)
+        rows = tuple(tuple(action for action in row if action[1] in PLANNED_OPS) for row in self.rows)
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
     def __str__(self) -> str:
@@ -59,12 +67,26 @@ class Schedule:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One line a pp_rank, one action a cell: the form that torch.distributed.pipelining exchanges."""
-    return "".join(",".join(map(str, row)) + "\n" for row in schedule.rows)
+    """One line a pp_rank, one action a cell: the form that torch.distributed.pipelining exchanges.
+
+    An overlapped pair is one cell in torch's words: "(2F0;1B3)OVERLAP_F_B".
+    """
+    return "".join(",".join(_cells(row)) + "\n" for row in schedule.rows)
+
+
+def _cells(row: Row) -> Iterator[str]:
+    actions = iter(row)
+    for action in actions:
+        if action.op is Op.OVERLAP:
+            yield f"({next(actions, '')};{next(actions, '')})OVERLAP_F_B"
+        else:
+            yield str(action)
 
 
 def from_csv(text: str, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None) -> Schedule:
     """Read rows of actions; empty cells (bubbles, as torch.distributed.pipelining writes them) are skipped.
+
+    So are torch's UNSHARD and RESHARD, which say when FSDP gathers a stage's parameters: here that is not the schedule's business.
 
     Placement and number of microbatches are taken from the forwards unless given. A placement in two directions must be given.
     ScheduleError names the line and cell that cannot be read. The result is not validated: call `validate`.
@@ -81,9 +103,14 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, n
 
 def _read_row(line: str, pp_rank: int) -> Iterator[Action]:
     for column, cell in enumerate(line.split(",")):
-        if cell.strip():
+        if cell.strip() and not _FSDP.fullmatch(cell.strip()):
             try:
-                yield parse_action(cell)
+                pair = _PAIR.fullmatch(cell.strip())
+                if pair is None:
+                    yield parse_action(cell)
+                    continue
+                forward, backward = parse_action(pair[1]), parse_action(pair[2])
+                yield from (Action(forward.stage, Op.OVERLAP, forward.microbatch), forward, backward)
             except ScheduleError as error:
                 raise ScheduleError(f"line {pp_rank + 1}, cell {column + 1}: {error}") from None
 

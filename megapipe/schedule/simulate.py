@@ -20,6 +20,8 @@ from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
 
+_BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # what occupies a rank
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -29,11 +31,13 @@ class Costs:
     channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions that are not named take no time.
     latency_seconds: from the end of a message's transfer to its use.
     overlap: messages and reductions run beside the computation; otherwise a rank stands still while it sends or reduces.
+    pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; as long as its halves in sequence if not named.
     """
 
     seconds: Mapping[tuple[int, Op], float]
     latency_seconds: float = 0.0
     overlap: bool = True
+    pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @staticmethod
     def equal(
@@ -44,8 +48,9 @@ class Costs:
         transfer_seconds: float = 0.0,
         latency_seconds: float = 0.0,
         overlap: bool = True,
+        pair_seconds: float | None = None,
     ) -> Costs:
-        """The same costs for every stage; a full backward takes as long as its two halves."""
+        """The same costs for every stage; a full backward takes as long as its two halves, and so does an overlapped pair if not given."""
         of_op = {
             Op.F: forward_seconds,
             Op.B: input_gradient_seconds + weight_gradient_seconds,
@@ -54,7 +59,9 @@ class Costs:
             Op.SEND_F: transfer_seconds,
             Op.SEND_B: transfer_seconds,
         }
-        return Costs({(stage, op): value for stage in range(num_stages) for op, value in of_op.items()}, latency_seconds, overlap)
+        stages = range(num_stages)
+        pairs = {} if pair_seconds is None else {(forward, backward): pair_seconds for forward in stages for backward in stages}
+        return Costs({(stage, op): value for stage in stages for op, value in of_op.items()}, latency_seconds, overlap, pairs)
 
 
 class Bubble(NamedTuple):
@@ -78,6 +85,8 @@ class Bubble(NamedTuple):
 class Timeline:
     """When every action of `schedule` starts and ends: starts[rank][slot], ends[rank][slot], in seconds from the step's first action.
 
+    Both halves of an overlapped pair take the whole time of the pair.
+
     A SEND starts when it is issued and a RECV when it is posted; both end when the message can be used. Neither they nor a reduction
     occupy the rank, unless the costs say that nothing overlaps.
     """
@@ -94,18 +103,23 @@ class Timeline:
 
     @cached_property
     def work_seconds(self) -> tuple[float, ...]:
-        """Of each rank: the sum of its computation."""
-        return tuple(
-            sum(end - start for (_, op, _), start, end in zip(row, starts, ends, strict=True) if op in COMPUTE_OPS)
-            for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True)
-        )
+        """Of each rank: the time it computes."""
+        totals = []
+        for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
+            total = last = 0.0
+            for (_, op, _), start, end in zip(row, starts, ends, strict=True):
+                if op in _BUSY_OPS:
+                    total += end - (start if start > last else last)  # the second half of a pair adds nothing
+                    last = end
+            totals.append(total)
+        return tuple(totals)
 
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
         """Of each rank: last end - first start of its computation, less its work."""
         spans = []
         for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
-            slots = [slot for slot, action in enumerate(row) if action[1] in COMPUTE_OPS]
+            slots = [slot for slot, action in enumerate(row) if action[1] in _BUSY_OPS]
             spans.append(ends[slots[-1]] - starts[slots[0]] if slots else 0.0)
         return tuple(span - work for span, work in zip(spans, self.work_seconds, strict=True))
 
@@ -156,7 +170,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"schedule {schedule} has no messages that could stand beside or on the clock of a rank: lower it first")
-    machine = Machine(schedule, costs.seconds, costs.latency_seconds, costs.overlap)
+    machine = Machine(schedule, costs.seconds, costs.latency_seconds, costs.overlap, pair_seconds=costs.pair_seconds)
     if not machine.run():
         raise ScheduleError(f"schedule {schedule} comes to a standstill; validate(schedule) says where")
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))

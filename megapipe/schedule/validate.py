@@ -90,6 +90,8 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
     num_directions = len(directions)
     orders: _Orders = {op: [[[] for _ in range(stages)] for _ in directions] for op in SEND_OPS | RECV_OPS}
     for rank, row in enumerate(schedule.rows):
+        if Op.OVERLAP in schedule.ops or Op.UPDATE in schedule.ops:
+            _check_pairs_and_updates(schedule, rank)
         reduced: set[int] = set()
         for slot, (stage, op, microbatch) in enumerate(row):
             if microbatch is None or op is Op.REDUCE_GRAD:
@@ -118,6 +120,26 @@ def _check_whole_step(schedule: Schedule, rank: int, slot: int, reduced: set[int
     if action.stage in reduced:
         _fail(schedule, f"{action} was already done", [(rank, slot)])
     reduced.add(action.stage)
+
+
+def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
+    """After an OVERLAP its forward and then a backward; an UPDATE after the weight gradients of all microbatches up to its own."""
+    row, directions = schedule.rows[rank], len(schedule.placement.directions)
+    done: dict[int, set[int | None]] = {}
+    for slot, (stage, op, microbatch) in enumerate(row):
+        if op is Op.OVERLAP:
+            halves = row[slot + 1 : slot + 3]
+            if len(halves) < 2 or halves[0] != Action(stage, Op.F, microbatch) or halves[1][1] not in (Op.B, Op.I):
+                _fail(schedule, f"{row[slot]} must be followed by {stage}F{microbatch} and then a B or I", [(rank, slot)])
+            if not 0 <= halves[1][0] < schedule.num_stages:  # named like any other fault, but before it is looked up
+                _fail(schedule, f"{halves[1]} is outside stages 0..{schedule.num_stages - 1}", [(rank, slot + 2)])
+        elif op is Op.B or op is Op.W:
+            done.setdefault(stage, set()).add(microbatch)
+        elif op is Op.UPDATE and microbatch is not None and stage in schedule.placement.stages_of(rank):
+            wanted = (m for m in range(microbatch + 1) if m % directions == microbatch % directions)
+            missing = next((m for m in wanted if m not in done.get(stage, ())), None)
+            if missing is not None:
+                _fail(schedule, f"{row[slot]} needs the weight gradient of stage {stage}, microbatch {missing}, before it", [(rank, slot)])
 
 
 def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
@@ -219,7 +241,7 @@ def _most_posted(schedule: Schedule) -> dict[Channel, int]:
 
 def _check_reductions(schedule: Schedule) -> None:
     """Every rank reduces each of its stages once, after its last weight gradient (the walk proves that), in an order all holders share."""
-    if not schedule.has_backward:
+    if not schedule.has_backward or not schedule.is_synchronous:
         return
     follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces later, and where
     for rank, row in enumerate(schedule.rows):

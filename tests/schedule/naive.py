@@ -19,6 +19,14 @@ def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
     def try_one(rank: int) -> bool:
         stage, op, mb = schedule.rows[rank][position[rank]]
         here, name = have[rank], op.value
+        if name == "OVERLAP":
+            return try_pair(rank)
+        if name == "UPDATE":
+            if any(("wgrad", stage, k) not in here for k in range(mb + 1) if k % lanes == mb % lanes):
+                return False
+            done[stage, name, mb] += 1
+            position[rank] += 1
+            return done[stage, name, mb] == 1
         if name == "F":
             if stage > 0 and ("act", stage - 1, mb) not in here:
                 return False
@@ -47,6 +55,19 @@ def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
         done[stage, name, mb] += 1
         position[rank] += 1
         return True
+
+    def try_pair(rank: int) -> bool:
+        """A forward and a backward that start together: neither can feed the other."""
+        slot = position[rank]
+        marker, halves = schedule.rows[rank][slot], schedule.rows[rank][slot + 1 : slot + 3]
+        if [a.op.value for a in halves] not in (["F", "B"], ["F", "I"]) or halves[0][::2] != marker[::2]:
+            return False
+        (f, _, fm), (b, _, bm) = halves
+        here = have[rank]
+        if (f > 0 and ("act", f - 1, fm) not in here) or ("act", b, bm) not in here or (b < last and ("grad", b + 1, bm) not in here):
+            return False
+        position[rank] += 1
+        return try_one(rank) and try_one(rank)
 
     delivered: dict[tuple[str, int, int], int] = defaultdict(int)
     progress = True

@@ -7,7 +7,7 @@ import random
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.build import build_schedule
+from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs
@@ -22,6 +22,26 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
         return build_schedule(name, p, 1, m)
     group_size = draw(st.none() | st.integers(p, p + 9))
     return build_schedule(name, p, draw(st.integers(1, 4)), m, group_size)
+
+
+def family_shapes(name: str, p: int, v: int, m: int, group_extra: int = 0) -> tuple[str, int, int, int, int | None]:
+    """Arguments of build_schedule for `name`: the asked shape, moved to the nearest one that the family can do."""
+    family = SCHEDULES[name]
+    if name == "dualpipe":
+        p = p + p % 2
+        m = max(2 * p, m + m % 2)
+    elif name == "dualpipe-v":
+        m = max(2 * p, m)
+    v = family.chunks or (v if family.takes_chunks else 1)
+    return name, p, v, m, p + group_extra if family.takes_group_size else None
+
+
+@st.composite
+def family_schedules(draw: st.DrawFn, max_p: int = 8, max_m: int = 24) -> Schedule:
+    """Any family of the table but the automatic one (searching takes long): p, m, v and group sizes that it can do."""
+    name = draw(st.sampled_from([name for name in SCHEDULES if name != "zb-auto"]))
+    p, m, v = draw(st.integers(1, max_p)), draw(st.integers(1, max_m)), draw(st.integers(1, 4))
+    return build_schedule(*family_shapes(name, p, v, m, draw(st.integers(0, 9))))
 
 
 @st.composite
@@ -61,4 +81,4 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
 @st.composite
 def uneven_costs(draw: st.DrawFn, num_stages: int) -> Costs:
     seconds = st.floats(0.01, 5.0, allow_nan=False)
-    return Costs({(stage, op): draw(seconds) for stage in range(num_stages) for op in (Op.F, Op.B, Op.I, Op.W)})
+    return Costs({(stage, op): draw(seconds) for stage in range(num_stages) for op in (Op.F, Op.B, Op.I, Op.W, Op.UPDATE)})

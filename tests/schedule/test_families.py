@@ -1,0 +1,332 @@
+"""The families beyond 1F1B: closed forms and peaks inside the domain that each form names, lower bounds everywhere, torch's own lists."""
+
+import itertools
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.generate.pipedream import double_buffered_versions, stashed_versions
+from megapipe.schedule.lower import lower
+from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.simulate import Costs, peak_live_chunks, simulate
+from megapipe.schedule.validate import validate
+from tests.schedule.naive import runs
+from tests.schedule.strategies import family_schedules, family_shapes, uneven_costs
+
+FIXTURES = Path(__file__).parent.parent / "fixtures" / "schedules"  # made by torch 2.13.0, see make_with_torch.py there
+TORCH_LISTS = sorted(FIXTURES.glob("*.csv"))
+SEARCHED = "zb-auto"
+WRITTEN = [name for name in SCHEDULES if name != SEARCHED]
+UNITS = [pytest.param(*costs, id="F{}-I{}-W{}".format(*costs)) for costs in ((1, 1, 1), (1, 1, 0.5), (1, 2, 1), (2, 1, 1), (1, 1, 1.5))]
+ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
+
+
+def timeline_of(schedule, F=1.0, I=1.0, W=1.0, FB=None):  # noqa: E741
+    """F, I, W of all the layers of a rank with one copy of each parameter; FB of a pair of stages."""
+    share = schedule.num_ranks / schedule.num_stages
+    return simulate(schedule, Costs.equal(schedule.num_stages, F * share, I * share, W * share, pair_seconds=FB))
+
+
+def chained(timeline):
+    return max(timeline.chained_idle_seconds)
+
+
+def barrier(timeline):
+    return max(timeline.barrier_idle_seconds)
+
+
+@pytest.mark.parametrize("path", TORCH_LISTS, ids=lambda path: path.stem)
+def test_rows_equal_torchs_own_list(path):
+    name, p, m = re.fullmatch(r"(.+)_p(\d+)_m(\d+)", path.stem).groups()
+    text = path.read_text()
+    read = from_csv(text, name)
+    validate(read)
+    v = SCHEDULES[name].chunks or (2 if SCHEDULES[name].takes_chunks else 1)
+    made = build_schedule(name, int(p), v, int(m))
+    assert made == read
+    assert to_csv(made) == text
+
+
+@given(microbatches, ranks)
+@settings(max_examples=15)
+def test_naive_idle_and_peak(m, p):
+    timeline = timeline_of(build_schedule("naive", p, 1, m))
+    assert timeline.makespan_seconds == m * p * 3
+    assert barrier(timeline) == m * (p - 1) * 3
+    assert chained(timeline_of(build_schedule("naive", p, 1, 1))) == (p - 1) * 3
+    assert set(timeline.peak_live_chunks) == {1}
+
+
+@given(ranks, chunks, st.integers(0, 16))
+@settings(max_examples=20)
+def test_breadth_first_idle_and_peak(p, v, extra):
+    m = p + extra
+    schedule = build_schedule("breadth-first", p, v, m)
+    timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
+    assert chained(timeline) == barrier(timeline) == (p - 1) * 3
+    assert set(timeline.peak_live_chunks) == {v * m}
+
+
+@given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 16), st.data())
+@settings(max_examples=20)
+def test_a_group_between_p_and_m_keeps_the_bubble_and_trades_memory_for_fewer_switches(p, v, extra, data):
+    m = p + extra
+    g = data.draw(st.integers(p, m))
+    schedule = build_schedule("interleaved", p, v, m, g)
+    timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
+    assert chained(timeline) == barrier(timeline) == (p - 1) * 3
+    if m % g == 0:
+        assert max(timeline.peak_live_chunks) == min(2 * (p - 1) + (v - 1) * g + 1, v * m)
+
+
+@pytest.mark.parametrize(("F", "I", "W"), UNITS)
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_zb_h1_idle_and_peak(p, F, I, W):  # noqa: E741
+    for m in (p, p + 1, 3 * p):
+        schedule = build_schedule("zb-h1", p, 1, m)
+        timeline = timeline_of(schedule, F, I, W)
+        assert chained(timeline) == pytest.approx((p - 1) * (F + I - min(F, W)))
+        if W <= F:
+            assert barrier(timeline) == pytest.approx(chained(timeline))
+        assert set(timeline.peak_live_chunks) == {p}
+        assert peak_live_chunks(schedule, until_input_gradient=True) == tuple(p - r for r in range(p))
+
+
+@pytest.mark.parametrize(("F", "I", "W"), UNITS)
+@pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
+def test_zb_h2_idle_and_peak(p, F, I, W):  # noqa: E741
+    for m in (2 * p - 1, 2 * p, 4 * p):
+        timeline = timeline_of(build_schedule("zb-h2", p, 1, m), F, I, W)
+        assert chained(timeline) == pytest.approx((p - 1) * max(0, F + I - 2 * min(F, W)))
+        assert barrier(timeline) >= (p - 1) * F - 1e-9
+        assert set(timeline.peak_live_chunks) == {2 * p - 1}
+
+
+@given(ranks, st.integers(0, 16))
+@settings(max_examples=30)
+def test_zb_v_idle_and_peak(p, extra):
+    timeline = timeline_of(build_schedule("zb-v", p, 2, 2 * p + extra))
+    assert chained(timeline) == 0
+    assert barrier(timeline) == (p - 1) / 2
+    assert max(timeline.peak_live_microbatches) == p
+
+
+@given(ranks, microbatches)
+@settings(max_examples=30)
+def test_v_half_and_v_min_keep_their_peaks_for_any_number_of_microbatches(p, m):
+    for name, most in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
+        assert max(timeline_of(build_schedule(name, p, 2, m)).peak_live_microbatches) <= most
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_v_half_and_v_min_reach_half_and_two_thirds_of_1f1bs_bubble(p, rounds):
+    m, of_1f1b = rounds * p, 3 * (p - 1)
+    half, least = timeline_of(build_schedule("v-half", p, 2, m)), timeline_of(build_schedule("v-min", p, 2, m))
+    assert chained(half) == barrier(half) == max(1.0, 1.5 * p - (2.0 if p % 2 else 2.5)) <= of_1f1b / 2
+    assert chained(least) == barrier(least) == 2 * p - (1.5 if p % 3 == 0 else 2.5)
+    assert barrier(least) <= max(of_1f1b * 2 / 3 + 0.5, 1.5)
+    assert max(half.peak_live_microbatches) == (p + 2) // 2
+    assert max(least.peak_live_microbatches) == (p + 4) // 3
+
+
+def test_v_mins_bubble_grows_with_m_where_the_costs_differ():
+    grown = [chained(timeline_of(build_schedule("v-min", 8, 2, m), 1.0, 1.0, 0.5)) for m in (16, 32, 64)]
+    assert grown == sorted(set(grown))
+    assert grown[-1] > chained(timeline_of(build_schedule("1f1b", 8, 1, 64), 1.0, 1.0, 0.5))
+    assert len({chained(timeline_of(build_schedule("v-half", 8, 2, m), 1.0, 1.0, 0.5)) for m in (16, 32, 64)}) == 1
+
+
+DUAL_COSTS = [
+    pytest.param(*costs, id="F=I={},W={},FB={}".format(*costs)) for costs in ((1, 1, 3), (1, 1, 2), (1, 0.5, 2.5), (1, 0.5, 2), (2, 1, 5))
+]
+
+
+@pytest.mark.parametrize(("F", "W", "FB"), DUAL_COSTS)
+@pytest.mark.parametrize(("name", "p"), [("dualpipe", 2), ("dualpipe", 4), ("dualpipe", 8), ("dualpipe-v", 1), ("dualpipe-v", 4)])
+def test_dualpipe_idle_and_peak(name, p, F, W, FB):
+    stages = p if name == "dualpipe" else 2 * p
+    idle = (stages / 2 - 1) * (FB + F + W - 3 * W)
+    for m in (2 * p, 2 * p + 2, 4 * p):
+        schedule = build_schedule(name, p, 2, m)
+        timeline = simulate(schedule, Costs.equal(stages, F, F, W, pair_seconds=FB))
+        assert barrier(timeline) == pytest.approx(idle)
+        if FB == 2 * F + W:
+            assert chained(timeline) == pytest.approx(idle)
+        assert chained(timeline) <= idle + 1e-9
+        assert set(timeline.peak_live_chunks) == {stages + 1}
+
+
+def test_dualpipe_of_8_ranks_and_32_microbatches_idles_6_of_102():
+    timeline = timeline_of(build_schedule("dualpipe", 8, 2, 32), FB=3.0)
+    assert timeline.makespan_seconds == 102
+    assert set(timeline.barrier_idle_seconds) == {6}
+
+
+@pytest.mark.parametrize(
+    ("name", "chained_share", "barrier_share"),
+    [("1f1b", 0.1795, 0.1795), ("zb-h1", 0.0680, 0.0680), ("zb-h2", 0, 0.0680), ("zb-v", 0, 0.0352)],
+)
+def test_published_shares_of_8_ranks_and_32_microbatches(name, chained_share, barrier_share):
+    timeline = timeline_of(build_schedule(name, 8, SCHEDULES[name].chunks or 1, 32))
+    assert round(timeline.chained_bubble.share, 4) == chained_share
+    assert round(timeline.barrier_bubble.share, 4) == barrier_share
+
+
+def test_zb_h1_is_no_third_of_1f1b_where_w_is_short():
+    shares = [timeline_of(build_schedule(name, 8, 1, 32), 1, 1, 0.3).barrier_bubble.share for name in ("zb-h1", "1f1b")]
+    assert [round(share, 4) for share in shares] == [0.1392, 0.1795]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchronous(name):
+    p, m = 4, 24
+    schedule = build_schedule(name, p, 1, m)
+    assert not SCHEDULES[name].is_synchronous
+    assert not schedule.is_synchronous
+    assert SCHEDULES[name].summary.startswith("NOT synchronous")
+    timeline = timeline_of(schedule)
+    for rank, row in enumerate(schedule.rows):  # idle only while the stretch of the stream fills and drains
+        steady = [slot for slot, a in enumerate(row) if a.op in (Op.F, Op.B) and p <= a.microbatch < m - p]
+        starts, ends = timeline.starts[rank], timeline.ends[rank]
+        assert sum(ends[s] - starts[s] for s in range(steady[0], steady[-1] + 1)) >= ends[steady[-1]] - starts[steady[0]] - 3
+    validate(lower(schedule))
+    assert all(a.op is not Op.REDUCE_GRAD for row in lower(schedule).rows for a in row)
+
+
+@given(st.integers(1, 8), st.integers(0, 20))
+@settings(max_examples=20)
+def test_pipedream_stashes_p_minus_r_versions_and_2bw_two(p, extra):
+    assert stashed_versions(build_schedule("pipedream", p, 1, 2 * p + extra)) == tuple(p - r for r in range(p))
+    doubled = build_schedule("pipedream-2bw", p, 1, 4 * p + extra)
+    assert max(double_buffered_versions(doubled, p)) == 2
+    updates = [sum(a.op is Op.UPDATE for a in row) for row in doubled.rows]
+    assert set(updates) == {-(-(4 * p + extra) // p)}
+
+
+def test_all_synchronous_families_are_marked_so():
+    for name in WRITTEN:
+        assert build_schedule(*family_shapes(name, 2, 2, 8)).is_synchronous is SCHEDULES[name].is_synchronous
+
+
+def assert_above_lower_bounds(schedule, costs):
+    """No step is shorter than the way of one microbatch there and back, nor than the work of the busiest rank."""
+    timeline = simulate(schedule, costs)
+    back = Op.I if Op.I in schedule.ops else Op.B
+    way = sum(
+        costs.seconds[s, Op.F] + costs.seconds[s, min(Op.B, back, key=lambda op: costs.seconds[s, op])] for s in range(schedule.num_stages)
+    )
+    work = max(sum(costs.seconds[a.stage, a.op] for a in row if a.op in COMPUTE_OPS) for row in schedule.rows)
+    assert timeline.makespan_seconds >= max(way, work) * (1 - 1e-12)
+    assert all(idle >= -1e-9 * work for idle in timeline.chained_idle_seconds + timeline.barrier_idle_seconds)
+
+
+@given(family_schedules(), st.integers(0, 3), st.data())
+@settings(max_examples=40)
+def test_every_family_validates_lowers_runs_and_stays_above_the_lower_bounds(schedule, depth, data):
+    costs = data.draw(uneven_costs(schedule.num_stages))
+    lowered = lower(schedule, depth)
+    validate(lowered)
+    assert runs_as_planned(lowered)
+    assert simulate(lowered, costs).makespan_seconds == simulate(schedule, costs).makespan_seconds
+    assert from_csv(to_csv(lowered), schedule.name, schedule.placement) == lowered
+    assert_above_lower_bounds(schedule, costs)
+
+
+def runs_as_planned(lowered):
+    """The naive executor moves one action a turn: keep it to small schedules."""
+    return sum(map(len, lowered.rows)) > 1500 or runs(lowered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("p", range(1, 17))
+def test_every_shape_of_every_family(name, p):
+    random = Random(p)
+    done = set()
+    for m, v in itertools.product(range(1, 65), range(1, 5)):
+        shape = family_shapes(name, p, v, m)
+        if shape in done:
+            continue
+        done.add(shape)
+        schedule = build_schedule(*shape)
+        seconds = {(s, op): random.uniform(0.1, 3.0) for s in range(schedule.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)}
+        lowered = lower(schedule)
+        validate(lowered)
+        assert simulate(lowered, Costs(seconds)).makespan_seconds == simulate(schedule, Costs(seconds)).makespan_seconds
+        assert_above_lower_bounds(schedule, Costs(seconds))
+
+
+@given(family_schedules(max_p=4, max_m=8), st.integers(0, 10**6))
+@settings(max_examples=60)
+def test_mutated_families_are_rejected_or_still_run(schedule, seed):
+    random = Random(seed)
+    rows = [list(row) for row in lower(schedule).rows]
+    row = random.choice(rows)
+    i, j = random.randrange(len(row)), random.randrange(len(row))
+    row[i], row[j] = row[j], row[i]
+    mutated = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(map(tuple, rows)))
+    try:
+        validate(mutated)
+        is_accepted = True
+    except ScheduleError:
+        is_accepted = False
+    if is_accepted or len(schedule.placement.directions) == 1:  # the naive executor knows no order of collectives
+        assert runs(mutated) is is_accepted
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        pytest.param("0OVERLAP0,0F0,0B0\n", "0OVERLAP0 needs the activation of stage 0, microbatch 0, which this", id="feeds itself"),
+        pytest.param("0F0,0OVERLAP1,0B0,0F1,0B1\n", "0OVERLAP1 must be followed by 0F1", id="wrong order"),
+        pytest.param("0F0,0B0,0OVERLAP1,0F1\n", "0OVERLAP1 must be followed by 0F1 and then a B or I", id="alone"),
+        pytest.param("0F0,(0F1;7B0)OVERLAP_F_B,0B0,0B1\n", "7B0 is outside stages 0..0", id="no such stage"),
+        pytest.param("0F0,0F1,0B0,0UPDATE1,0B1\n", "0UPDATE1 needs the weight gradient of stage 0, microbatch 1", id="early update"),
+    ],
+)
+def test_faults_of_pairs_and_updates_are_named(text, complaint):
+    with pytest.raises(ScheduleError, match=complaint):
+        validate(from_csv(text, num_microbatches=text.count("F") - text.count("OVERLAP_F") if "UPDATE" not in text else 2))
+
+
+def test_the_two_halves_of_a_pair_stay_together_when_lowered():
+    for row in lower(build_schedule("dualpipe-v", 3, 2, 8), receive_depth=3).rows:
+        for slot, action in enumerate(row):
+            if action.op is Op.OVERLAP:
+                assert row[slot + 1] == action._replace(op=Op.F)
+                assert row[slot + 2].op is Op.B
+
+
+def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
+    schedule = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")
+    timeline = simulate(schedule, Costs.equal(2, 1.0, 1.0, 1.0, pair_seconds=2.5))
+    # rank 1 is back with B0 at 4; the pair runs 4..6.5 and F1 of rank 1 starts after it
+    assert timeline.starts[0] == (0, 4, 4, 4, 9.5)
+    assert timeline.ends[0] == (1, 6.5, 6.5, 6.5, 11.5)
+    assert timeline.work_seconds == (5.5, 6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        pytest.param(("zb-v", 4, 1, 8), "holds 2 stages a rank, 1 were asked for; use 2", id="zb-v chunks"),
+        pytest.param(("dualpipe", 3, 2, 8), "use 2 or 4", id="odd ranks"),
+        pytest.param(("dualpipe", 4, 2, 6), "use 8", id="few microbatches"),
+        pytest.param(("dualpipe", 4, 2, 9), "use 8 or 10", id="odd microbatches"),
+        pytest.param(("dualpipe-v", 4, 2, 6), "8 stages, 6 were asked for: use 8", id="fewer microbatches than stages"),
+        pytest.param(("pipedream-2bw", 4, 1, 8, 3), "weights of the group before.*use 4 or more", id="small group"),
+        pytest.param(("zb-h1", 4, 2, 8), "one chunk a rank", id="chunks"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused_with_the_reason_and_what_works(arguments, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        build_schedule(*arguments)
