@@ -55,6 +55,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "biases": ("all", "qkv", "none"),
     "positions": ("learned", "rope", "half rope, llama3", "rope, yarn", "rope, linear", "none"),
     "window_size": (None, 5),
+    "softmax_scale": (None, 0.2),
     "attn_logit_softcapping": (None, 2.0),
     "final_logit_softcapping": (None, 3.0),
     "attention_softmax_in_fp32": (False, True),
@@ -164,7 +165,7 @@ def topologies(worlds: tuple[int, ...]) -> list[Grid]:
     return sorted((sizes for sizes in axes if world_of(sizes) in worlds), key=world_of, reverse=True)
 
 
-def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 1, num_candidates: int = 8) -> list[Grid]:
+def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_candidates: int = 8) -> list[Grid]:
     """Grids in which every topology and every possible pair of option values occur; the first num_cubes have tp = pp = dp = 2.
 
     Grown one by one (AETG, Cohen et al. 1997): of some candidates, each greedy in a random order of options, the one with most new pairs

@@ -7,6 +7,7 @@ pytest tests/parity --slow -k long_run, or -k shard-07 for a part of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -15,14 +16,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
+from megapipe.config.model import ModelConfig
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
+from tests.parity.configuration import configuration
 from tests.parity.options import LONG_RUN_WORLDS, OPTIONS, WORLDS, Grid, covering_grids, pairs_of, possible_pairs, possible_values, world_of
 
 Pools = Callable[[int], RankPool]
 
-NUM_COVERING = 90
-NUM_CUBES = 21  # grids of tp 2 x pp 2 x dp 2 among them
+NUM_COVERING = 89
+NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_DRAWN = 8
 NUM_SHARDS, SHARD_SIZE = 25, 21
 
@@ -69,6 +72,24 @@ def test_grids_are_many_and_parallel() -> None:
     assert all(world_of(grid) > 1 for grid in covering())
     assert sum(grid["tp"] > 1 and grid["pp"] > 1 and grid["dp"] > 1 for grid in covering()) >= 20
     assert any(int(grid["microbatches"]) < grid["pp"] * grid["chunks"] for grid in covering() if isinstance(grid["microbatches"], int))
+
+
+# sizes and constants, the same in all grids
+SIZES = {"hidden_size", "ffn_hidden_size", "kv_channels", "seq_length", "max_position_embeddings", "padded_vocab_size"}
+CONSTANTS = {"norm_epsilon", "init_method_std", "distributed_timeout_minutes"}
+ROPE_CONSTANTS = {field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith(("rope_", "yarn_"))}
+# what says the same as something drawn, rounds to bf16, or is not about numbers
+ELSEWHERE = {"num_layers_per_virtual_pipeline_stage", "grad_reduce_in_bf16", "allow_tp_across_nodes", "distributed_backend"}
+NOT_THERE_YET = {"context_parallel_size"}
+
+
+def test_every_field_of_the_model_and_its_layout_takes_several_values() -> None:
+    """A new field needs an option here, or a reason above."""
+    configs = [configuration(grid) for grid in covering()]
+    for section in ("model", "parallel", "recompute"):
+        values = [vars(getattr(config, section)) for config in configs]
+        constant = {name for name in values[0] if len({each[name] for each in values}) == 1}
+        assert constant <= SIZES | CONSTANTS | ROPE_CONSTANTS | ELSEWHERE | NOT_THERE_YET
 
 
 @pytest.fixture(scope="module")
