@@ -66,8 +66,11 @@ class Job:
         world = 1 if self.grid is None else self.grid.world
         port = _free_port()
         self._ranks = [_spawn(serve, shape, self.grid, rank, port) for rank in range(world)]
+
+    def wait(self) -> None:
+        """Return when all ranks are there."""
         for _, connection in self._ranks:
-            _answer(connection, name)
+            _answer(connection, self.name)
 
     def turn(self, steps: int) -> Turn:
         """Run some steps; every other row waits meanwhile."""
@@ -132,13 +135,16 @@ def check_agreement(shape: Shape) -> float:
 
 
 def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[str, list[Turn]]:
-    """Turns of every row, [round]; the first turn of each job is not counted."""
+    """Turns of every row, [round]; a first turn of two steps is not counted."""
     jobs: list[Job] = []
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     try:
         for name in names:
             jobs.append(Job(name, shape))
-            jobs[-1].turn(2)
+        for job in jobs:
+            job.wait()
+        for job in jobs:
+            job.turn(2)
         for number in range(pairs):
             for job in jobs if number % 2 == 0 else reversed(jobs):
                 turns[job.name].append(job.turn(steps))

@@ -79,6 +79,7 @@ def make_plan(shape: Shape, grid: Grid) -> RunPlan:
             num_attention_heads=shape.heads,
             seq_length=shape.seq,
             vocab_size=shape.vocab,
+            make_vocab_size_divisible_by=1,  # the plain loop pads nothing
             hidden_dropout=0.0,
             attention_dropout=0.0,
         ),

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = REPOSITORY / "tools"
 SIZES = "--layers 3 --hidden 16 --heads 2 --seq 8 --vocab 64 --micro-batch 1 --microbatches 4"
@@ -16,12 +14,13 @@ SIZES = "--layers 3 --hidden 16 --heads 2 --seq 8 --vocab 64 --micro-batch 1 --m
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(TOOLS)])}
-    return subprocess.run([sys.executable, *program.split(), *arguments], capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100)
 
 
 def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = run(f"{TOOLS / 'bench_cpu.py'} --rows one pp2 --pairs 2 --markdown --json {figures}", *SIZES.split())
+    wishes = ("--rows", "one", "pp2", "--pairs", "2", "--markdown", "--json", str(figures))
+    done = run(str(TOOLS / "bench_cpu.py"), *wishes, *SIZES.split())
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
     assert [row[0].removeprefix("| ") for row in rows[2:]] == ["plain PyTorch loop", "megapipe, one process", "megapipe, pp 2 cut 2|1"]
@@ -33,25 +32,26 @@ def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: P
 
 
 AGREEMENT = """
-import sys
+import torch
 from bench_job import agreement
 from plain_loop import PlainLoop, Shape
-import torch
+
 torch.set_num_threads(1)
 shape = Shape(layers=2, hidden=16, heads=2, seq=8, vocab=128, micro_batch=2, microbatches=3)
-if sys.argv[1] == "dropped":  # a microbatch that the plain loop leaves out
-    whole = PlainLoop.step
-    PlainLoop.step = lambda self, rows: whole(self, rows[2:])
-if sys.argv[1] == "rate":
-    made = PlainLoop.__init__
-    PlainLoop.__init__ = lambda self, shape, lr, weight_decay, clip: made(self, shape, lr * 30, weight_decay, clip)
+print(agreement(shape))
+whole = PlainLoop.step
+PlainLoop.step = lambda self, rows: whole(self, rows[2:])
+print(agreement(shape))
+PlainLoop.step = whole
+made = PlainLoop.__init__
+PlainLoop.__init__ = lambda self, shape, lr, weight_decay, clip: made(self, shape, lr * 30, weight_decay, clip)
 print(agreement(shape))
 """
 
 
-@pytest.mark.parametrize("change", ["none", "dropped", "rate"])
-def test_both_loops_train_the_same_model_and_a_difference_would_be_seen(change: str) -> None:
-    done = run("-c", AGREEMENT.replace("rate", "rate"), change)
+def test_both_loops_train_the_same_model_and_a_dropped_microbatch_or_another_rate_would_be_seen() -> None:
+    done = run("-c", AGREEMENT)
     assert done.returncode == 0, done.stderr
-    worst = float(done.stdout)
-    assert worst < 1e-5 if change == "none" else worst > 1e-4
+    same, dropped, faster = map(float, done.stdout.split())
+    assert same < 1e-5
+    assert dropped > 1e-3 and faster > 1e-3
