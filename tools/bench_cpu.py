@@ -221,7 +221,7 @@ HEADINGS = ("row", "ranks", "tokens/s", "CPU s a step", "ratio of tokens/s", "si
 
 def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, ...]]:
     """Cells, headings first."""
-    rows = [HEADINGS]
+    rows: list[tuple[str, ...]] = [HEADINGS]
     for name, mine in found.items():
         ratio = ""
         for key, against in (("speed_to_plain", "plain"), ("speed_to_one", "one process")):
