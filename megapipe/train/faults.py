@@ -49,7 +49,8 @@ def raise_unsound(machines: Machines, watch: OutputWatch, result: StepResult, st
     bad_gradients = machines.optimizer.nonfinite_gradients()[:3]
     found = gather_objects((first, samples, bad_gradients), machines.groups.world)
     outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
-    text = f"step {step}: loss {result.loss}, gradient norm {result.update.grad_norm}"
+    scale = "" if result.update.loss_scale == 1.0 else f", loss scale {result.update.loss_scale:g}"
+    text = f"step {step}: loss {result.loss}, gradient norm {result.update.grad_norm}{scale}"
     if outputs:
         (microbatch, stage), rank, samples = min(outputs)
         layers = machines.plan.partition.stages[stage]

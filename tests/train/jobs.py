@@ -1,0 +1,62 @@
+"""Whole jobs for tests of the loop: `pretrain_gpt.py` with tiny flags, in this process or on the ranks of the harness."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megapipe.cli.pretrain import main
+from megapipe.config.load import load_config
+from megapipe.environment import read_environment
+from megapipe.planner.resolve import resolve
+from megapipe.train import run as run_module
+from megapipe.train.run import pretrain
+
+TINY = (
+    "--num-layers 4 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --num-workers 0 --eval-iters 0 "
+    "--log-interval 1 --device cpu"
+)
+
+
+def job(flags: str) -> tuple[int, str]:
+    """Exit code of a job on one rank, and all that it said."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main([*TINY.split(), *flags.split()])
+    return code, said.getvalue()
+
+
+def job_on_rank(
+    rank: int, world_size: int, flags: str, prepare: Callable[..., None] | None = None, *arguments: Any
+) -> tuple[str, str, str | None]:
+    """The same on a rank of the harness: (what it said, type and text of what was raised, or None). prepare: called first on every rank."""
+    run_module.shutdown = lambda code=0: None  # type: ignore[assignment]
+    if prepare is not None:
+        prepare(rank, *arguments)
+    loaded = load_config([*TINY.split(), *flags.split()])
+    plan = resolve(loaded.config, world_size)
+    environment = dataclasses.replace(
+        read_environment({}), global_rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+    )
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            pretrain(plan, environment, loaded.text(plan.config))
+        except Exception as error:
+            return said.getvalue(), type(error).__name__, str(error)
+    return said.getvalue(), "", None
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Records of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_of(path: Path) -> list[dict[str, Any]]:
+    return [line for line in lines_of(path) if line["kind"] == "step"]

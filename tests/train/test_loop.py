@@ -1,0 +1,190 @@
+"""When a run evaluates, saves and leaves, and what stops it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.data.loader import Loader
+from megapipe.environment import child_environment
+from megapipe.model.block import Block
+from megapipe.train.step import TrainStep
+from tests.harness import REPOSITORY, RankPool
+from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
+
+Pools = Callable[[int], RankPool]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(re.sub(r"\D", "", path.parent.name)) for path in folder.glob("*/manifest.json"))
+
+
+def test_evaluations_come_where_asked_each_on_samples_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, int]] = []
+    microbatch = Loader.microbatch
+
+    def recorded(self: Loader, consumed: int, k: int, *rest: int) -> Any:
+        read.append((self.name, consumed + k * rest[1] * rest[2]))
+        return microbatch(self, consumed, k, *rest)
+
+    monkeypatch.setattr(Loader, "microbatch", recorded)
+    code, said = job(f"--train-iters 5 --eval-interval 2 --eval-iters 1 --metrics-file {tmp_path}/m.jsonl")
+    assert code == 0, said
+    order = [(line["kind"], line["step"], line.get("split")) for line in lines_of(tmp_path / "m.jsonl")]
+    evaluations = [("evaluation", 2, "validation"), ("evaluation", 4, "validation"), ("evaluation", 5, "validation")]
+    assert [line for line in order if line[0] == "evaluation"] == [*evaluations, ("evaluation", 5, "test")]
+    assert order.index(evaluations[0]) == 2  # right after the second step's line
+    for split, number in (("train", 40), ("validation", 24), ("test", 8)):
+        assert sorted({first for name, first in read if name == split}) == list(range(0, number, 2))
+
+
+def test_a_run_that_only_evaluates_takes_no_step_and_saves_nothing(tmp_path: Path) -> None:
+    code, said = job(f"--skip-train --train-iters 5 --eval-iters 2 --save {tmp_path}/c")
+    assert code == 0, said
+    assert [line["split"] for line in lines_of(tmp_path / "c" / "metrics.jsonl")] == ["validation", "test"]
+    assert checkpoints(tmp_path / "c") == []
+    assert "ended after step 0: evaluation only" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "reason"),
+    [("--exit-interval 2", 2, "--exit-interval 2"), ("--exit-duration-in-mins 1e-9", 1, "--exit-duration-in-mins 1e-09 is over")],
+    ids=["interval", "duration"],
+)
+def test_a_run_that_leaves_early_has_saved_and_goes_on_from_there(tmp_path: Path, flags: str, step: int, reason: str) -> None:
+    common = f"--train-iters 4 --eval-iters 1 --save {tmp_path}/c --load {tmp_path}/c"
+    code, said = job(f"{common} {flags}")
+    assert code == 0, said
+    assert f"ended after step {step}: {reason}" in said
+    assert checkpoints(tmp_path / "c") == [step]
+    assert not [line for line in lines_of(tmp_path / "c" / "metrics.jsonl") if line["kind"] == "evaluation"]
+    code, said = job(common)
+    assert code == 0, said
+    steps = steps_of(tmp_path / "c" / "metrics.jsonl")  # the same file, appended to
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["consumed_samples"] for line in steps] == [8, 16, 24, 32]
+    assert checkpoints(tmp_path / "c") == [step, 4]
+
+
+def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
+    command = [sys.executable, "pretrain_gpt.py", *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
+    environment = child_environment(OMP_NUM_THREADS=1)
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            next(line for line in process.stdout if re.match(r"step +2/", line))
+            process.send_signal(signal.SIGTERM)
+            rest = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    left = re.search(r"ended after step (\d+): SIGTERM received", rest)
+    assert left, rest
+    assert checkpoints(tmp_path) == [int(left[1])]
+
+
+def signal_in_step(rank: int, number: int) -> None:
+    """Rank 1 gets SIGUSR1 in the middle of its step `number`."""
+    run = TrainStep.run
+    steps = 0
+
+    def interrupted(self: TrainStep, *arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if rank == 1 and steps == number:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return run(self, *arguments)
+
+    TrainStep.run = interrupted  # type: ignore[method-assign]
+
+
+def test_a_signal_to_one_rank_lets_all_leave_after_the_same_step(tmp_path: Path) -> None:
+    flags = f"--train-iters 6 --pipeline-model-parallel-size 2 --save {tmp_path}"
+    with RankPool(2) as pool:
+        results = pool.run(job_on_rank, flags, signal_in_step, 2)
+    assert [result[1:] for result in results] == [("", None)] * 2
+    assert "ended after step 2: SIGUSR1 received" in results[0][0]
+    assert checkpoints(tmp_path) == [2]
+
+
+def plant(rank: int, where: int, layer: int, call: int, in_backward: bool) -> None:
+    """On rank `where`, the output of a layer (or its gradient) becomes NaN the call-th time it is computed."""
+    if rank != where:
+        return
+    forward = Block.forward
+    calls = 0
+
+    def broken(self: Block, *arguments: Any) -> torch.Tensor:
+        nonlocal calls
+        output = forward(self, *arguments)
+        if self.layer == layer:
+            calls += 1
+            if calls == call and in_backward:
+                output.register_hook(lambda gradient: gradient * torch.nan)
+            elif calls == call:
+                output = output * torch.nan
+        return output
+
+    Block.forward = broken  # type: ignore[method-assign]
+
+
+def test_nan_in_a_forward_names_rank_stage_microbatch_and_samples() -> None:
+    flags = "--train-iters 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    with RankPool(4) as pool:  # pp 2 x dp 2; rank 3 is dp_rank 1 of pp_rank 1: stages 1 and 3
+        results = pool.run(job_on_rank, f"{flags} --global-batch-size 16", plant, 3, 1, 4 + 3, False)
+    for _, kind, text in results:
+        assert kind == "TrainingError"
+        assert text is not None
+        assert text.startswith("step 2: loss nan, gradient norm nan; first seen in the forward of stage 1 (layers 1 to 1) on rank 3, ")
+        # step 2 begins after 16 samples; microbatch 2 of dp rank 1 holds 16 + (2 x 2 + 1) x 2 and the next
+        assert "microbatch 2, samples 26, 27 of the training data. Lower --lr" in text
+
+
+def test_nan_in_a_backward_names_rank_and_parameters() -> None:
+    with RankPool(2) as pool:
+        results = pool.run(job_on_rank, "--train-iters 4 --pipeline-model-parallel-size 2", plant, 1, 3, 1, True)
+    for _, kind, text in results:
+        assert kind == "TrainingError"
+        assert text is not None
+        assert "all forwards were finite, so it arose in a backward: gradient of " in text
+        assert re.search(r"gradient of decoder\.layers\..* on rank \d\. Lower", text), text
+        assert not text.startswith("step 1: loss nan")
+
+
+def test_overflows_of_fp16_are_skipped_counted_and_logged(tmp_path: Path) -> None:
+    code, said = job(f"--train-iters 6 --fp16 --initial-loss-scale 1e9 --hysteresis 1 --metrics-file {tmp_path}/m.jsonl")
+    assert code == 0, said
+    steps = steps_of(tmp_path / "m.jsonl")
+    skipped = [line["skipped_steps"] for line in steps]
+    assert skipped[0] == 1  # the first scale is far too large
+    assert 1 < skipped[-1] <= 6
+    for before, after in itertools.pairwise(steps):
+        was_skipped = before["grad_norm"] is None  # JSON has no infinity
+        assert after["loss_scale"] == before["loss_scale"] / (2 if was_skipped else 1)
+    assert f"skipped {skipped[-1]}" in said.splitlines()[-2]
+
+
+def test_an_overflow_at_the_smallest_scale_stops_the_run() -> None:
+    code, said = job("--train-iters 6 --fp16 --initial-loss-scale 1e9 --min-loss-scale 5e8 --hysteresis 1")
+    assert code == 1
+    assert re.search(
+        r"training stopped: step 2: loss 3\.\d+, gradient norm (inf|nan), loss scale 5e\+08; all forwards were finite", said
+    ), said
+
+
+def test_nan_without_the_check_goes_on(tmp_path: Path) -> None:
+    code, said = job(f"--train-iters 3 --lr 1e30 --no-check-for-nan-in-loss-and-grad --metrics-file {tmp_path}/m.jsonl")
+    assert code == 0, said
+    last = steps_of(tmp_path / "m.jsonl")[-1]
+    assert (last["step"], last["loss"]) == (3, None)
+    assert last["skipped_steps"] >= 1
