@@ -4,7 +4,7 @@
 - `reducer`:  `GradientReducer`: sums gradients over replicas bucket by bucket, under the remaining backward
 - `gather`:   `ParameterGather`: collects parameters that the distributed optimizer updated shard by shard, under the next forward
 
-A step: `reducer.begin_step(m)`, forwards and backwards with `gather.wait(stage)` before a stage's first forward and
-`reducer.reduce(stage)` after its last backward, `reducer.finish()`, the optimizer's update, which starts the gather.
+A step: `reducer.begin_step(m)`, forwards, whose parts wait for their own parameters (`gather.wait_inside`), backwards with
+`reducer.reduce(stage)` after the last one of a stage, `reducer.finish()`, the optimizer's update, which starts the gather.
 Main gradients are raw sums over microbatches and replicas; the optimizer applies the one factor.
 """

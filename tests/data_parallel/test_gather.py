@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from megapipe.comm.groups import build_process_groups
+from megapipe.comm.groups import Group, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.sharding.spec import ParamSpec
@@ -71,8 +72,46 @@ def test_unsharded_parameters_are_not_sent(two_ranks: RankPool) -> None:
     assert two_ranks.run(unsharded) == [0, 0]
 
 
-def test_order_must_name_the_stages() -> None:
-    from megapipe.comm.groups import Group
+def part_by_part(rank: int, world: int) -> tuple[list[str], list[list[str]], list[int]]:
+    """(order in which buckets are collected, parameters still on their way after each part has been called, values of the last part)."""
+    groups = groups_of(rank, dp=world)
+    module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False, device="meta") for index in range(5)})
+    specs = tuple(ParamSpec(f"{index}.weight", (3, 7), owner=0) for index in range(5))
+    buffers = stage_buffers(specs, world, bucket_size=1)
+    buffers.materialize(module)
+    gathering = ParameterGather({0: buffers}, [0], groups.dp_cp)
+    order = [3, 0, 1, 2, 4]
+    gathering.wait_inside(0, module, [module[str(index)] for index in order])
+    (buffer,) = buffers.buffers
+    for bucket in buffer.layout.buckets:
+        low, high = buffer.shard_range(bucket, rank)
+        buffer.parameters[low:high] = 1 + rank
+    gathering.start()
 
+    def waiting() -> list[str]:
+        return [slot.spec.name for bucket in gathering._pending[0] for slot in bucket.slots]
+
+    first, left = waiting(), []
+    for index in order:
+        module[str(index)](torch.zeros(1, 7, dtype=torch.float64))
+        left.append(waiting())
+    return first, left, buffers.parameter("4.weight").unique().tolist()
+
+
+def test_each_part_waits_for_its_own_parameters_only(two_ranks: RankPool) -> None:
+    names = ["3.weight", "0.weight", "1.weight", "2.weight", "4.weight"]
+    for first, left, _ in two_ranks.run(part_by_part):
+        assert first == names
+        assert left == [names[index + 1 :] for index in range(5)]
+
+
+def test_a_parameter_that_no_part_waits_for_is_refused() -> None:
+    module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False) for index in range(2)})
+    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], Group.alone("dp_cp"))
+    with pytest.raises(ValueError, match=r"stage 0: nobody would wait for 1\.weight"):
+        gathering.wait_inside(0, module, [module["0"]])
+
+
+def test_order_must_name_the_stages() -> None:
     with pytest.raises(ValueError, match=r"names stages \[0, 2\], this rank holds \[0\]"):
         ParameterGather({0: stage_buffers(specs_of(0))}, [0, 2], Group.alone("dp_cp"))
