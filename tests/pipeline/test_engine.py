@@ -45,8 +45,10 @@ class Linears(nn.Module):
     def __init__(self, stage: int, queue: WeightQueue) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
-        sizes = {"tp": Group.alone("tp"), "sequence_parallel": False, "bias": True, "queue": queue}
-        self.linears = nn.ModuleList(ColumnParallelLinear(WIDTH, WIDTH, **sizes) for _ in range(2))
+        tp = Group.alone("tp")
+        self.linears = nn.ModuleList(
+            ColumnParallelLinear(WIDTH, WIDTH, tp=tp, sequence_parallel=False, bias=True, queue=queue) for _ in range(2)
+        )
         self.scale = nn.Parameter(torch.empty(WIDTH))
         for module in self.modules():
             for name, old in module.named_parameters(recurse=False):
