@@ -20,14 +20,25 @@ from megapipe.config.model import ModelConfig
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.configuration import configuration
-from tests.parity.options import LONG_RUN_WORLDS, OPTIONS, WORLDS, Grid, covering_grids, pairs_of, possible_pairs, possible_values, world_of
+from tests.parity.options import (
+    LONG_RUN_WORLDS,
+    OPTIONS,
+    WORLDS,
+    Grid,
+    covering_grids,
+    pairs_of,
+    possible_pairs,
+    possible_values,
+    topologies,
+    world_of,
+)
 
 Pools = Callable[[int], RankPool]
 
 NUM_COVERING = 89
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_DRAWN = 8
-NUM_SHARDS, SHARD_SIZE = 25, 21
+NUM_SHARDS, SHARD_SIZE = 25, 23  # hypothesis draws some of them twice
 
 # shrinking grids of eight processes takes minutes; the grid that failed is shown as it was drawn
 DRAW = settings(phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck), derandomize=True, deadline=None)
@@ -40,10 +51,12 @@ def covering() -> list[Grid]:
 
 @st.composite
 def grids(draw: st.DrawFn, worlds: tuple[int, ...] = WORLDS) -> Grid:
-    """Any valid grid of one of the worlds, option by option."""
-    grid: Grid = {}
+    """Any valid grid of one of the worlds, option by option; a third of them with tp, pp and dp above 1."""
+    axes = topologies(worlds)
+    grid: Grid = dict(draw(st.sampled_from(axes + 4 * [sizes for sizes in axes if min(sizes.values()) > 1])))
     for name in OPTIONS:
-        grid[name] = draw(st.sampled_from(possible_values(name, grid, worlds)))
+        if name not in grid:
+            grid[name] = draw(st.sampled_from(possible_values(name, grid, worlds)))
     return grid
 
 
