@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megapipe.errors import CommunicationError, MegapipeError
 
-OTHER_RANK_SECONDS = 4.0  # rank 0 may come to the same mistake later: machines are busy when many ranks start
+OTHER_RANK_SECONDS = 4.0  # rank 0 may come to the same mistake later; longer than the launcher lets others live once a rank has failed
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 

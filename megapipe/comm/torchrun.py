@@ -30,7 +30,7 @@ from megapipe.errors import CommunicationError, ConfigError
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PASSED_ON_AS = {signal.SIGHUP: signal.SIGTERM}  # a closed terminal: save and leave
 MOST_INTERRUPTS = 2  # the ranks know what the first two mean: save and leave, leave now; the third kills
-GRACE_SECONDS = 8  # for the ranks that are left when one has failed; there is nothing that they could still save
+GRACE_SECONDS = 2  # for the ranks that are left when one has failed: they can save nothing, and what they would say is said (cli.failure)
 TOLD_BY_RANK = (1, 2, 130)  # exit codes of a program that has said on standard error what was wrong
 LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
 
