@@ -26,7 +26,12 @@ def row(text: str) -> list[Action]:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
+@given(
+    st.sampled_from([name for name, family in SCHEDULES.items() if family.engine_ready]),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 9),
+)
 def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
     schedule = build_lowered(name, num_ranks, num_chunks if SCHEDULES[name].takes_chunks else 1, num_microbatches)
     for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
