@@ -2,6 +2,11 @@
 """Draw the pipeline schedule of a configuration as SVG, to the scale of its stages' FLOPs (a forward of the cheapest stage takes 1 s).
 
 python tools/draw_schedule.py --ranks 8 --output schedule.svg --config configs/quickstart.yaml --vocab-size 2048
+
+Without a configuration it is `megapipe schedule`, which draws, compares, checks and simulates schedules by name or from CSV files:
+
+python tools/draw_schedule.py compare -p 8 -m 32 -v 2
+python tools/draw_schedule.py draw zb-v -p 8 -m 32 --svg zb-v.svg
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.cli import schedule
 from megapipe.cli.plan import plan_for
 from megapipe.errors import MegapipeError
 from megapipe.planner.bubble import stage_costs
@@ -29,6 +35,8 @@ def drawing(plan: RunPlan, width: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] in schedule.COMMANDS:
+        return schedule.main(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks to plan for")
     parser.add_argument("--ranks-per-node", type=int, help="default: all on one node")

@@ -22,6 +22,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "pretrain": Subcommand("pretrain a GPT on this rank; the same as pretrain_gpt.py", "megapipe.cli.pretrain"),
     "launch": Subcommand("start a script on several ranks: torchrun without its tracebacks", "megapipe.cli.launch"),
     "plan": Subcommand("show what a configuration will do on a number of ranks, without starting any", "megapipe.cli.plan"),
+    "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.cli.schedule"),
     "verify": Subcommand("compare the grid with one plain process: pretrain --verify-grid", "megapipe.cli.pretrain", ("--verify-grid",)),
     "preprocess": Subcommand("text to token files", "megapipe.cli.preprocess"),
     "train-tokenizer": Subcommand("train a SentencePiece tokenizer on text", "megapipe.cli.train_tokenizer"),

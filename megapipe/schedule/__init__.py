@@ -9,6 +9,8 @@
     lower          compute-only -> with SEND, RECV and REDUCE_GRAD
     validate       complete, placed, ordered, first-in first-out, free of deadlock; the least send depth
     simulate       Costs -> Timeline: start and end of every action, idle, peaks
+    memory         what a rank holds as time goes by: live chunks, inputs that wait
+    compare        all families side by side for one model: the table of `megapipe schedule compare`
     machine        the walk over all rows that validate and simulate share
     partition      layers -> stages: by cost, by count, by Megatron's layout string
     grid           the rank x slot grid as text, shown in every ScheduleError

@@ -1,10 +1,19 @@
-"""A timeline as SVG: one lane a rank, one box an action with its microbatch number, coloured by op and shaded by chunk."""
+"""A timeline as SVG: one lane a rank, one box an action with its microbatch number, coloured by op and shaded by chunk.
+
+An overlapped pair shares its box, the forward above. Under each lane runs the number of live chunks, filled, and as a line the inputs that
+have come and wait. Beyond LARGE actions the boxes of one colour are one path a lane, thinner and without tooltips, so that a browser
+can still show 64 ranks with 512 microbatches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.memory import inputs_held_curves, live_curve
 from megapipe.schedule.simulate import Timeline
 
 # op -> (fill of the first chunk, fill of the last chunk, text colour); chunks between lie between
@@ -14,31 +23,72 @@ COLOURS: dict[Op, tuple[str, str, str]] = {
     Op.I: ("#e0a33f", "#f6dfb3", "#3a2705"),
     Op.W: ("#8f6bb3", "#d9c9e8", "#241236"),
     Op.REDUCE_GRAD: ("#b9534c", "#b9534c", "#ffffff"),
+    Op.UPDATE: ("#b9534c", "#b9534c", "#ffffff"),
 }
-NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.REDUCE_GRAD: "gradient reduction"}
+NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"} | {
+    Op.REDUCE_GRAD: "gradient reduction",
+    Op.UPDATE: "update",
+}
 _STROKE = (
     'stroke="#666666" stroke-width="0.7"',
     'stroke="#666666" stroke-width="0.7" stroke-opacity="0.3"',
 )  # to a neighbour, across lanes
-LANE, GAP, LEFT, TOP, STRIP = 26, 8, 64, 44, 5  # heights, left margin, title, strip under a lane for reductions; all in px
+LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # margins, title, strip under a lane for reductions; all in px
+LARGE = 12_000  # boxes
+LIVE, WAITING = "#c9ccd6", "#7a4a1e"
 
 
-def svg(timeline: Timeline, width: int = 1200) -> str:
-    """The drawing as text, `width` px wide. Every box has a tooltip with action, start and end; messages are lines if they take time."""
+@dataclass(frozen=True)
+class _Layout:
+    """Where things lie, in px."""
+
+    width: int
+    lane: int
+    curve: int
+    gap: int
+    scale: float  # px a second
+    is_large: bool
+
+    @staticmethod
+    def of(timeline: Timeline, width: int | None) -> _Layout:
+        boxes = [(end - start) for _, start, end in _all_boxes(timeline) if end > start]
+        is_large = len(boxes) > LARGE
+        span = timeline.makespan_seconds or 1.0
+        if width is None:  # three of four boxes take two digits
+            narrow = sorted(boxes)[len(boxes) // 4] if boxes else span
+            width = min(max(1200, LEFT + RIGHT + round(15 * span / narrow)), 6000)
+        lane, curve, gap = (10, 7, 1) if is_large else (26, 14, 6)
+        return _Layout(width, lane, curve, gap, (width - LEFT - RIGHT) / span, is_large)
+
+    def top(self, rank: int) -> int:
+        return TOP + rank * (self.lane + self.curve + self.gap)
+
+    def x(self, seconds: float) -> float:
+        return LEFT + seconds * self.scale
+
+
+def svg(timeline: Timeline, width: int | None = None) -> str:
+    """The drawing as text, `width` px wide (None: wide enough for the numbers). Messages are lines if they take time.
+
+    Unless the schedule is large, every box has a tooltip with action, start and end.
+    """
     schedule = timeline.schedule
-    scale = (width - LEFT - 16) / (timeline.makespan_seconds or 1.0)
-    height = TOP + schedule.num_ranks * (LANE + GAP) + 52
+    layout = _Layout.of(timeline, width)
+    height = layout.top(schedule.num_ranks) + 52
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width}" height="{height}" viewBox="0 0 {layout.width} {height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<rect width="{layout.width}" height="{height}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="18" font-size="14" font-weight="bold">{escape(str(schedule))}</text>',
         f'<text x="{LEFT}" y="34" fill="#555555">{escape(_caption(timeline))}</text>',
     ]
-    for rank in range(schedule.num_ranks):
-        parts += _lane(timeline, rank, scale, width)
-    parts += _messages(timeline, scale)
-    parts += _axis(timeline, scale, TOP + schedule.num_ranks * (LANE + GAP))
+    most = max(timeline.peak_live_chunks, default=0)
+    for rank, waiting in enumerate(inputs_held_curves(timeline)):
+        parts += _lane(timeline, rank, layout)
+        parts += _curves(timeline, rank, waiting, layout, most)
+    if not layout.is_large:
+        parts += _messages(timeline, layout)
+    parts += _axis(timeline, layout, layout.top(schedule.num_ranks))
     parts += _legend(timeline, height - 14)
     return "\n".join([*parts, "</svg>\n"])
 
@@ -47,40 +97,105 @@ def _caption(timeline: Timeline) -> str:
     return (
         f"step {timeline.makespan_seconds:.4g} s, bubble share {timeline.barrier_bubble.share:.2%} with a barrier, "
         f"{timeline.chained_bubble.share:.2%} chained, peak of live chunks {max(timeline.peak_live_chunks)}"
+        + ("" if timeline.schedule.is_synchronous else ", NOT synchronous")
     )
 
 
-def _top(rank: int) -> int:
-    return TOP + rank * (LANE + GAP)
+def _all_boxes(timeline: Timeline) -> Iterator[tuple[Action, float, float]]:
+    for rank in range(timeline.schedule.num_ranks):
+        yield from _boxes(timeline, rank)
 
 
-def _lane(timeline: Timeline, rank: int, scale: float, width: int) -> list[str]:
-    top = _top(rank)
+def _boxes(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
+    for action, start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+        if action.op in COMPUTE_OPS or (action.op in COLOURS and end > start):
+            yield action, start, end
+
+
+def _lane(timeline: Timeline, rank: int, layout: _Layout) -> list[str]:
+    top = layout.top(rank)
+    right = LEFT + timeline.makespan_seconds * layout.scale
+    size = ' font-size="9"' if layout.is_large else ""
     parts = [
-        f'<text x="{LEFT - 8}" y="{top + LANE / 2 + 4}" text-anchor="end">rank {rank}</text>',
-        f'<rect x="{LEFT}" y="{top}" width="{width - LEFT - 16}" height="{LANE}" fill="#f1f1f1"/>',
+        f'<text x="{LEFT - 8}" y="{top + layout.lane / 2 + 4}" text-anchor="end"{size}>rank {rank}</text>',
+        f'<rect x="{LEFT}" y="{top}" width="{right - LEFT:.2f}" height="{layout.lane}" fill="#f1f1f1"/>',
     ]
-    row = zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
-    for action, start, end in row:
-        if action.op in COMPUTE_OPS or (action.op is Op.REDUCE_GRAD and end > start):
-            parts.append(_box(timeline, rank, action, start, end, scale))
+    pairs = _pair_halves(timeline, rank)
+    paths: dict[str, list[str]] = {}
+    for action, start, end in _boxes(timeline, rank):
+        y, height = _place(action, top, layout.lane, pairs)
+        fill = _fill(timeline, rank, action)
+        if layout.is_large:
+            w = (end - start) * layout.scale
+            paths.setdefault(fill, []).append(f"M{layout.x(start):.1f} {y:g}h{w:.1f}v{height:g}h{-w:.1f}z")
+        else:
+            parts.append(_box(action, start, end, y, height, fill, layout))
+    parts += [f'<path fill="{fill}" stroke="#ffffff" stroke-width="0.2" d="{"".join(steps)}"/>' for fill, steps in paths.items()]
     return parts
 
 
-def _box(timeline: Timeline, rank: int, action: Action, start: float, end: float, scale: float) -> str:
-    top, height = (_top(rank) + LANE, STRIP) if action.op is Op.REDUCE_GRAD else (_top(rank), LANE)
-    x, w = LEFT + start * scale, (end - start) * scale
+def _pair_halves(timeline: Timeline, rank: int) -> dict[Action, int]:
+    """action -> 0 for the forward of an overlapped pair, 1 for its backward."""
+    row = timeline.schedule.rows[rank]
+    return {row[slot + half + 1]: half for slot, action in enumerate(row) if action.op is Op.OVERLAP for half in (0, 1)}
+
+
+def _place(action: Action, top: int, lane: int, pairs: dict[Action, int]) -> tuple[float, float]:
+    """y and height of a box."""
+    if action.op is Op.REDUCE_GRAD:
+        return top + lane, STRIP
+    if action in pairs:
+        return top + pairs[action] * lane / 2, lane / 2
+    return top, lane
+
+
+def _fill(timeline: Timeline, rank: int, action: Action) -> str:
     stages = timeline.schedule.placement.stages_of(rank)
-    first, last, ink = COLOURS[action.op]
-    fill = _between(first, last, stages.index(action.stage) / max(1, len(stages) - 1))
+    return _between(*COLOURS[action.op][:2], stages.index(action.stage) / max(1, len(stages) - 1))
+
+
+def _box(action: Action, start: float, end: float, y: float, height: float, fill: str, layout: _Layout) -> str:
+    x, w = layout.x(start), (end - start) * layout.scale
     title = f"<title>{action}: {start:.6g} .. {end:.6g} s</title>"
-    box = f'<rect x="{x:.2f}" y="{top}" width="{w:.2f}" height="{height}" fill="{fill}" stroke="#ffffff" stroke-width="0.6">{title}</rect>'
+    box = (
+        f'<rect x="{x:.2f}" y="{y:g}" width="{w:.2f}" height="{height:g}" fill="{fill}" stroke="#ffffff" stroke-width="0.6">{title}</rect>'
+    )
     label = "" if action.microbatch is None else str(action.microbatch)
     if not label or w < 6.5 * len(label) + 1:
         return box
-    return (
-        box + f'<text x="{x + w / 2:.2f}" y="{top + LANE / 2 + 4}" text-anchor="middle" fill="{ink}" pointer-events="none">{label}</text>'
-    )
+    style = f'text-anchor="middle" fill="{COLOURS[action.op][2]}" pointer-events="none"'
+    return box + f'<text x="{x + w / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
+
+
+def _curves(timeline: Timeline, rank: int, waiting: Sequence[tuple[float, float]], layout: _Layout, most: int) -> list[str]:
+    """Live chunks as a filled curve, all ranks on one scale, with the rank's peak beside it; waiting inputs as a line on the same scale."""
+    live = live_curve(timeline, rank)
+    if not live or not most:
+        return []
+    floor = layout.top(rank) + layout.lane + layout.curve + (STRIP if _has_reductions(timeline) and not layout.is_large else 0)
+    unit = (layout.curve - 1) / max(most, *(count for _, count in waiting), 1)
+    parts = [f'<path fill="{LIVE}" d="{_steps(live, floor, unit, layout)}V{floor}Z"/>']
+    if any(count for _, count in waiting):
+        parts.append(f'<path fill="none" stroke="{WAITING}" stroke-width="0.8" d="{_steps(waiting, floor, unit, layout)}"/>')
+    peak = max(count for _, count in live)
+    x, size = LEFT + timeline.makespan_seconds * layout.scale + 5, 8 if layout.is_large else 10
+    return [*parts, f'<text x="{x:.1f}" y="{floor}" font-size="{size}" fill="#555555">peak {peak:g}</text>']
+
+
+def _has_reductions(timeline: Timeline) -> bool:
+    return any(timeline.costs.seconds.get((stage, Op.REDUCE_GRAD)) for stage in range(timeline.schedule.num_stages))
+
+
+def _steps(curve: Sequence[tuple[float, float]], floor: int, unit: float, layout: _Layout) -> str:
+    """A step curve as a path that starts on the floor; steps narrower than half a pixel keep their highest point."""
+    parts = [f"M{layout.x(curve[0][0]):.1f} {floor}"]
+    highest, drawn = 0.0, layout.x(curve[0][0])
+    for (time, level), (following, _) in pairwise([*curve, (curve[-1][0] + 1.0 / layout.scale, 0.0)]):
+        highest = max(highest, level)
+        if layout.x(following) - drawn >= 0.5 or following > curve[-1][0]:
+            parts.append(f"H{max(drawn, min(layout.x(time), layout.x(following))):.1f}V{floor - highest * unit:.1f}")
+            drawn, highest = layout.x(following), 0.0
+    return "".join([*parts, f"H{layout.x(curve[-1][0]):.1f}"])
 
 
 def _between(first: str, last: str, part: float) -> str:
@@ -88,7 +203,7 @@ def _between(first: str, last: str, part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)
 
 
-def _messages(timeline: Timeline, scale: float) -> list[str]:
+def _messages(timeline: Timeline, layout: _Layout) -> list[str]:
     """A line from the sender's lane to the receiver's for every message that takes time."""
     lines = []
     placement = timeline.schedule.placement
@@ -96,16 +211,17 @@ def _messages(timeline: Timeline, scale: float) -> list[str]:
         for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
             if action.op in SEND_OPS and end > start:
                 peer = placement.rank_of(action.stage + (1 if action.op is Op.SEND_F else -1), action.microbatch or 0)
-                ends = (_top(rank) + LANE, _top(peer)) if peer > rank else (_top(rank), _top(peer) + LANE)
-                x1, x2 = LEFT + start * scale, LEFT + end * scale
+                lane = layout.lane
+                ends = (layout.top(rank) + lane, layout.top(peer)) if peer > rank else (layout.top(rank), layout.top(peer) + lane)
+                x1, x2 = layout.x(start), layout.x(end)
                 lines.append(f'<line x1="{x1:.2f}" y1="{ends[0]}" x2="{x2:.2f}" y2="{ends[1]}" {_STROKE[abs(peer - rank) > 1]}/>')
     return lines
 
 
-def _axis(timeline: Timeline, scale: float, y: int) -> list[str]:
+def _axis(timeline: Timeline, layout: _Layout, y: int) -> list[str]:
     step = _round_step(timeline.makespan_seconds / 10)
     ticks = range(int(timeline.makespan_seconds / step) + 1) if step else range(0)
-    labels = [(LEFT + tick * step * scale, f"{tick * step:.4g}" + ("" if tick else " s")) for tick in ticks]
+    labels = [(layout.x(tick * step), f"{tick * step:.4g}" + ("" if tick else " s")) for tick in ticks]
     return [f'<text x="{x:.2f}" y="{y + 10}" text-anchor="middle" fill="#555555">{label}</text>' for x, label in labels]
 
 
@@ -121,9 +237,9 @@ def _legend(timeline: Timeline, y: int) -> list[str]:
     parts, x = [], LEFT
     chunks = timeline.schedule.placement.num_chunks
     for op in (op for op in COLOURS if op in timeline.schedule.ops):
-        if op is Op.REDUCE_GRAD and not any(timeline.costs.seconds.get((s, op)) for s in range(timeline.schedule.num_stages)):
+        if op not in COMPUTE_OPS and not any(timeline.costs.seconds.get((s, op)) for s in range(timeline.schedule.num_stages)):
             continue
-        shades = 1 if op is Op.REDUCE_GRAD else chunks
+        shades = chunks if op in COMPUTE_OPS else 1
         for chunk in range(shades):
             fill = _between(*COLOURS[op][:2], chunk / max(1, chunks - 1))
             parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{fill}"/>')
@@ -131,5 +247,10 @@ def _legend(timeline: Timeline, y: int) -> list[str]:
         name = NAMES[op] + (f", chunk 0 .. {chunks - 1}" if shades > 1 else "")
         parts.append(f'<text x="{x + 4}" y="{y}">{name}</text>')
         x += 30 + 7 * len(name)
+    if timeline.schedule.has_backward:
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{LIVE}"/>')
+        parts.append(f'<path stroke="{WAITING}" d="M{x + 90} {y - 4}h12"/>')
+        parts.append(f'<text x="{x + 16}" y="{y}">live chunks</text><text x="{x + 106}" y="{y}">inputs waiting</text>')
+        x += 210
     parts.append(f'<text x="{x}" y="{y}" fill="#555555">numbers: microbatches; grey: idle</text>')
     return parts

@@ -7,7 +7,7 @@ from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.build import build_lowered, build_schedule
 from megapipe.schedule.simulate import Costs, simulate
 from megapipe.visualize.grid import grid_text
-from megapipe.visualize.svg import svg
+from megapipe.visualize.svg import COLOURS, LARGE, WAITING, svg
 from megapipe.visualize.trace import chrome_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -90,3 +90,28 @@ def test_the_chrome_trace_holds_every_action_with_its_times():
     first = next(event for event in events if event["name"] == "1F0")
     assert (first["pid"], first["args"]) == (1, {"stage": 1, "microbatch": 0})
     assert first["ts"] == pytest.approx(1.15e6)
+
+
+def test_a_pair_shares_its_box_the_forward_above():
+    text = svg(simulate(build_schedule("dualpipe-v", 2, 2, 4), Costs.equal(4)))
+    boxes = [box for box in ET.fromstring(text).iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
+    halves = {box.find(f"{SVG}title").text.split(":")[0]: box for box in boxes if box.get("height") == "13"}
+    assert {"0F3", "3B1"} <= set(halves)
+    assert float(halves["3B1"].get("y")) == float(halves["0F3"].get("y")) + 13
+    assert halves["3B1"].get("x") == halves["0F3"].get("x")
+
+
+def test_every_lane_tells_its_peak_and_waiting_inputs_are_drawn():
+    text = svg(simulate(build_schedule("breadth-first", 2, 2, 6), Costs.equal(4)))
+    assert text.count(">peak 12<") == 2
+    assert text.count(f'stroke="{WAITING}" stroke-width') >= 1
+
+
+def test_a_large_schedule_is_drawn_as_few_paths_with_every_box():
+    timeline = simulate(build_schedule("interleaved", 32, 2, 128), Costs.equal(64))
+    root = ET.fromstring(svg(timeline))
+    fills = {fill for op in (Op.F, Op.B) for fill in COLOURS[op][:2]}
+    boxes = [path for path in root.iter(f"{SVG}path") if path.get("fill") in fills]
+    assert sum(path.get("d").count("M") for path in boxes) == count(timeline, COMPUTE_OPS) > LARGE
+    assert len(boxes) == 4 * 32
+    assert not list(root.iter(f"{SVG}title"))

@@ -1,0 +1,180 @@
+"""Schedules side by side: what each family costs for the same model on the same ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from megapipe.errors import ConfigError, ScheduleError
+from megapipe.schedule.action import Op
+from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.lower import lower
+from megapipe.schedule.memory import inputs_held
+from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.simulate import Costs, Timeline, peak_live_chunks, simulate
+from megapipe.schedule.validate import validate
+
+
+class Seconds(NamedTuple):
+    """Of one slice of the model."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is cut into stages, whatever their number.
+
+    slices: seconds of equally many layers each, in model order. transfer_seconds: a message occupies its channel; latency_seconds: from
+    then to its use. pair_share: how long an overlapped forward and backward take, to their sum. optimizer_seconds: norm, update and
+    gather after the last action. activation_bytes: of one microbatch in the slices of one rank (the whole model's over the ranks);
+    kept_for_weights: the part of it that stays from I to W.
+    """
+
+    slices: tuple[Seconds, ...]
+    transfer_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    pair_share: float = 1.0
+    optimizer_seconds: float = 0.0
+    activation_bytes: float = 0.0
+    kept_for_weights: float = 1.0
+
+    @staticmethod
+    def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: float) -> Model:
+        """A model of which every rank holds the same; seconds are those of all the layers of one rank."""
+        return Model((Seconds(forward, input_gradient, weight_gradient),) * num_ranks, **rest)
+
+    def costs(self, num_stages: int, overlap: bool = True) -> Costs:
+        """The costs of num_stages contiguous stages. ConfigError if the slices cannot be cut (or, all equal, divided) into them."""
+        per_stage = self._stages(num_stages)
+        seconds: dict[tuple[int, Op], float] = {}
+        for stage, (forward, input_gradient, weight_gradient) in enumerate(per_stage):
+            seconds[stage, Op.F], seconds[stage, Op.I], seconds[stage, Op.W] = forward, input_gradient, weight_gradient
+            seconds[stage, Op.B] = input_gradient + weight_gradient
+            seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = self.transfer_seconds
+        pairs = {
+            (f, b): self.pair_share * (seconds[f, Op.F] + seconds[b, Op.B])
+            for f in range(num_stages)
+            for b in range(num_stages)
+            if self.pair_share != 1.0
+        }
+        return Costs(seconds, self.latency_seconds, overlap, pairs)
+
+    def _stages(self, num_stages: int) -> list[Seconds]:
+        count = len(self.slices)
+        if count % num_stages == 0:
+            size = count // num_stages
+            return [Seconds(*map(sum, zip(*self.slices[s * size : (s + 1) * size], strict=True))) for s in range(num_stages)]
+        if len(set(self.slices)) == 1:
+            return [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
+        raise ConfigError(
+            f"{count} uneven slices of the model cannot be cut into {num_stages} equal stages: give a multiple of {num_stages}"
+        )
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a step of one schedule costs. Peaks and idle are those of the worst rank; peak_bytes is 0 without activation_bytes."""
+
+    schedule: str
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+    is_synchronous: bool
+    engine_ready: bool
+    makespan_seconds: float
+    step_seconds: float  # with the optimizer
+    work_seconds: float
+    barrier_share: float
+    barrier_ratio: float
+    chained_share: float
+    chained_ratio: float
+    peak_microbatches: float  # each of 1 / num_ranks of the model, until W
+    peak_until_input_gradient: float
+    peak_bytes: float
+    inputs_held: int
+    messages_sent: int  # by all ranks
+    send_depth: int
+    num_actions: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Refusal(NamedTuple):
+    """A family that cannot do what was asked, and why."""
+
+    schedule: str
+    reason: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "refused": self.reason}
+
+
+def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[Measures, Timeline]:
+    """Validate, lower and simulate a compute-only schedule. Messages that overlap take a channel each; see Costs."""
+    lowered = lower(schedule, receive_depth)
+    proof = validate(lowered)
+    timeline = simulate(lowered, model.costs(schedule.num_stages))
+    barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
+    family = SCHEDULES.get(schedule.name.split(" ")[0])
+    chunk = schedule.num_ranks / schedule.num_stages  # of the layers of a rank that holds each parameter once
+    return (
+        Measures(
+            schedule=schedule.name,
+            num_ranks=schedule.num_ranks,
+            stages_per_rank=schedule.placement.num_chunks,
+            num_microbatches=schedule.num_microbatches,
+            is_synchronous=schedule.is_synchronous,
+            engine_ready=family is not None and family.engine_ready,
+            makespan_seconds=timeline.makespan_seconds,
+            step_seconds=timeline.makespan_seconds + model.optimizer_seconds,
+            work_seconds=max(timeline.work_seconds),
+            barrier_share=barrier.share,
+            barrier_ratio=barrier.ratio,
+            chained_share=chained.share,
+            chained_ratio=chained.ratio,
+            peak_microbatches=max(timeline.peak_live_chunks) * chunk,
+            peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
+            peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
+            inputs_held=max(inputs_held(timeline)),
+            messages_sent=sum(timeline.messages_sent),
+            send_depth=proof.send_depth,
+            num_actions=proof.num_actions,
+        ),
+        timeline,
+    )
+
+
+def compare(
+    model: Model,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None = None,
+    memory_limits: Sequence[float] = (),
+    names: Sequence[str] = (),
+) -> list[Measures | Refusal]:
+    """All families of the table (or `names`) for the same model, in the order of the table.
+
+    num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, a row each (p and 2 p if none is given).
+    """
+    rows: list[Measures | Refusal] = []
+    for name in names or SCHEDULES:
+        family = SCHEDULES.get(name)
+        chunks = family.chunks or (num_chunks if family.takes_chunks else 1) if family else 1
+        group = group_size if family and family.takes_group_size else None
+        wishes: list[float | None] = list(memory_limits or (num_ranks, 2 * num_ranks)) if name == "zb-auto" else [None]
+        for limit in wishes:
+            label = name if limit is None else f"{name} {limit:g}"
+            try:
+                wish = None if limit is None else Wish(model.costs(num_ranks), limit, model.kept_for_weights)
+                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, wish)
+                rows.append(measure(replace(schedule, name=label), model)[0])
+            except (ConfigError, ScheduleError) as error:
+                rows.append(Refusal(label, str(error).splitlines()[0]))
+    return rows

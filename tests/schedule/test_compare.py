@@ -1,0 +1,69 @@
+import pytest
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.action import Op
+from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
+
+
+def by_name(rows):
+    return {row.schedule: row for row in rows}
+
+
+def test_the_table_of_8_ranks_and_32_microbatches():
+    rows = by_name(compare(Model.equal(8, 1.0, 1.0, 1.0), 8, 2, 32, names=[name for name in SCHEDULES if name != "zb-auto"]))
+    shares = {name: (round(row.barrier_share, 4), round(row.chained_share, 4), row.peak_microbatches) for name, row in rows.items()}
+    assert shares == {
+        "naive": (0.875, 0.875, 1),
+        "gpipe": (0.1795, 0.1795, 32),
+        "1f1b": (0.1795, 0.1795, 8),
+        "interleaved": (0.0986, 0.0986, 11.5),
+        "breadth-first": (0.0986, 0.0986, 32),
+        "zb-h1": (0.068, 0.068, 8),
+        "zb-h2": (0.068, 0, 15),
+        "zb-v": (0.0352, 0, 8),
+        "v-half": (0.09, 0.09, 5),
+        "v-min": (0.1233, 0.1233, 4),
+        "dualpipe": (0.0588, 0.0588, 9),
+        "dualpipe-v": (0.068, 0.068, 8.5),
+        "pipedream": (0.1795, 0.1795, 8),
+        "pipedream-2bw": (0.1795, 0.1795, 8),
+    }
+    assert all(row.work_seconds == 96 for row in rows.values())  # the same model and step for all of them
+    assert {name for name, row in rows.items() if not row.is_synchronous} == {"pipedream", "pipedream-2bw"}
+
+
+def test_the_automatic_row_keeps_its_limit_and_is_never_behind_the_handmade_one():
+    rows = by_name(compare(Model.equal(4, 1.0, 1.2, 0.7, latency_seconds=0.05), 4, 2, 12, names=["zb-h1", "zb-h2", "zb-auto"]))
+    for limit, handmade in ((4, "zb-h1"), (8, "zb-h2")):
+        auto = rows[f"zb-auto {limit}"]
+        assert auto.peak_microbatches <= limit
+        assert auto.chained_share <= rows[handmade].chained_share
+
+
+def test_what_cannot_be_done_stands_in_the_table_with_its_reason():
+    rows = by_name(compare(Model.equal(3, 1.0, 1.0, 1.0), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"]))
+    assert isinstance(rows["1f1b"], Measures)
+    assert "use 2 or 4" in rows["dualpipe"].reason
+    assert "use 6" in rows["dualpipe-v"].reason
+    assert "unknown" in rows["nonsense"].reason
+    assert isinstance(rows["nonsense"], Refusal)
+
+
+def test_slices_are_summed_into_stages_or_refused():
+    model = Model(tuple(Seconds(i, 10.0 * i, 100.0 * i) for i in range(1, 5)), transfer_seconds=0.5, pair_share=0.75)
+    costs = model.costs(2)
+    assert [costs.seconds[s, op] for s in (0, 1) for op in (Op.F, Op.I, Op.W, Op.B)] == [3, 30, 300, 330, 7, 70, 700, 770]
+    assert costs.seconds[1, Op.SEND_B] == 0.5
+    assert costs.pair_seconds[1, 0] == 0.75 * (7 + 330)
+    with pytest.raises(ConfigError, match="multiple of 3"):
+        model.costs(3)
+    assert Model.equal(4, 1.0, 1.0, 1.0).costs(6).seconds[5, Op.F] == 4 / 6
+
+
+def test_bytes_and_the_optimizer_enter_the_measures():
+    model = Model.equal(4, 1.0, 1.0, 1.0, activation_bytes=1000.0, optimizer_seconds=2.5)
+    measures, _ = measure(build_schedule("interleaved", 4, 2, 8), model)
+    assert measures.peak_bytes == 11 * 500
+    assert measures.step_seconds == measures.makespan_seconds + 2.5
+    assert measure(build_schedule("dualpipe", 4, 2, 8), model)[0].peak_bytes == 5 * 1000

@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Write the pictures of docs/schedules.md: every family of the table at one small size, F = I = W.
+
+python tools/draw_all_schedules.py [--output docs/schedules]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.compare import Model, measure
+from megapipe.visualize.svg import svg
+
+RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
+SHORT = {"naive": 2}  # microbatches, where more show nothing new
+
+
+def pictures() -> dict[str, str]:
+    """File name -> SVG."""
+    drawn = {}
+    for name, family in SCHEDULES.items():
+        chunks = family.chunks or (2 if family.takes_chunks else 1)
+        schedule = build_schedule(name, RANKS, chunks, SHORT.get(name, MICROBATCHES))
+        # received in time: a picture without transfers shows no messages
+        _, timeline = measure(schedule, Model.equal(RANKS, 1.0, 1.0, 1.0), receive_depth=MICROBATCHES)
+        drawn[f"{name}.svg"] = svg(timeline, WIDTH)
+    return drawn
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "schedules", help="folder")
+    arguments = parser.parse_args(argv)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name, text in pictures().items():
+        (arguments.output / name).write_text(text, encoding="utf-8")
+    print(f"wrote {len(SCHEDULES)} pictures to {arguments.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
