@@ -167,7 +167,7 @@ class _Forwarder:
             raise _InterruptedBeforeStart
         self.received = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT
-        passed_on = signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else PASSED_ON_AS.get(number, number)
+        passed_on = signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else PASSED_ON_AS.get(self.received, self.received)
         for process_id in self._ranks:
             with suppress(ProcessLookupError, PermissionError):  # it has ended
                 os.killpg(process_id, passed_on)
