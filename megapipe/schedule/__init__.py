@@ -12,6 +12,7 @@
     memory         what a rank holds as time goes by: live chunks, inputs that wait
     compare        all families side by side for one model: the table of `megapipe schedule compare`
     machine        the walk over all rows that validate and simulate share
+    collector      the cycle collector waits while actions are made
     partition      layers -> stages: by cost, by count, by Megatron's layout string
     grid           the rank x slot grid as text, shown in every ScheduleError
 

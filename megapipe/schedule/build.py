@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megapipe.errors import ConfigError
+from megapipe.schedule.collector import without_collector
 from megapipe.schedule.forward_only import forward_only
 from megapipe.schedule.generate.automatic import automatic
 from megapipe.schedule.generate.breadth_first import breadth_first
@@ -112,6 +113,7 @@ SCHEDULES: dict[str, Family] = {
 }
 
 
+@without_collector
 def build_schedule(
     name: str, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None, wish: Wish | None = None
 ) -> Schedule:

@@ -73,7 +73,8 @@ class Machine:
         self.sent = [0] * len(self.channels)
         self.posted = [0] * len(self.channels)
         self.free_at = [0.0] * len(self.channels)
-        self.unmatched: dict[int, tuple[float, int, int]] = {}  # message id -> (time, rank, slot) of the send or receive that came first
+        # message id -> (time, ends of the rank, slot) of the send or receive that came first
+        self.unmatched: dict[int, tuple[float, list[float], int]] = {}
         # who stands still, and for what
         self.waiting_for: dict[int, int] = {}  # value id -> rank
         self.blocked_on: dict[int, int] = {}  # channel -> rank
@@ -85,7 +86,6 @@ class Machine:
             Op.OVERLAP: self._overlap,
             Op.UPDATE: self._update,
         }
-        self.others |= dict.fromkeys(SEND_OPS, self._send) | dict.fromkeys(RECV_OPS, self._receive)
 
     # value ids: [made or come by message][kind][stage -1 .. num_stages][microbatch]
 
@@ -154,48 +154,82 @@ class Machine:
         return all(position == len(row) for position, row in zip(self.positions, self.schedule.rows, strict=True))
 
     def _advance(self, rank: int) -> None:
-        """Execute the row of `rank` up to its end or to an action that cannot run yet."""
+        """Execute the row of `rank` up to its end or to an action that cannot run yet.
+
+        One long loop over local names: a schedule of a million actions spends its time here.
+        """
         row, clock, times, count = self.schedule.rows[rank], self.clocks[rank], self.times, self.count
-        work, others, directions, waiting_for = self.work, self.others, self._num_directions, self.waiting_for
-        starts, ends = self.starts[rank], self.ends[rank]
-        position, length = self.positions[rank], len(row)
-        while position < length:
-            action = row[position]
-            stage, op, microbatch = action
-            if op not in work:
-                self.positions[rank] = position
-                done = others[op](rank, action, clock)
+        work, hops, directions, waiting_for = self.work, self.hops, self._num_directions, self.waiting_for
+        starts, ends, ready, unmatched = self.starts[rank], self.ends[rank], self.ready, self.unmatched
+        sent, posted, depths, blocked_on, free_at = self.sent, self.posted, self.depths, self.blocked_on, self.free_at
+        is_bounded, overlap, latency_seconds = self.send_depth is not None, self.overlap, self.latency_seconds
+        for position in range(self.positions[rank], len(row)):
+            if position < self.positions[rank]:
+                continue  # executed with the one before
+            stage, op, microbatch = row[position]
+            key = stage * count + microbatch if microbatch is not None else 0
+            if op in work:
+                needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
+                start = clock
+                for base in needs:
+                    there = times[base + key]
+                    if there > start:
+                        start = there
+                    elif there < 0:
+                        waiting_for[base + key] = rank
+                        break
+                else:
+                    clock = start + seconds
+                    starts[position] = start
+                    ends[position] = clock
+                    for base in makes:
+                        times[base + key] = clock
+                    for base, delay in arrives:
+                        times[base + key] = clock + delay
+                        if base + key in waiting_for:
+                            ready.append(waiting_for.pop(base + key))
+                    continue
+                break
+            if op not in hops:
+                self.positions[rank], self.clocks[rank] = position, clock
+                done = self.others[op](rank, row[position], clock)
                 if not done:
                     break
-                clock = self.clocks[rank]
-                position += done
+                clock, self.positions[rank] = self.clocks[rank], position + done
                 continue
-            needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
-            key = stage * count + microbatch  # type: ignore[operator]
-            start = clock
-            for base in needs:
-                there = times[base + key]
-                if there > start:
-                    start = there
-                elif there < 0:
-                    waiting_for[base + key] = rank
+            value, message, channel, wire_seconds = hops[op][microbatch % directions][stage]  # type: ignore[operator]
+            if op is Op.SEND_F or op is Op.SEND_B:
+                if times[value + key] < 0:
+                    waiting_for[value + key] = rank
                     break
+                if is_bounded and sent[channel] - posted[channel] >= depths[channel]:
+                    blocked_on[channel] = rank
+                    break
+                sent[channel] += 1
+                if not overlap:
+                    clock += wire_seconds
             else:
-                self.clocks[rank] = clock = start + seconds
-                starts[position] = start
-                ends[position] = clock
-                for base in makes:
-                    times[base + key] = clock
-                for base, delay in arrives:
-                    times[base + key] = clock + delay
-                    if base + key in waiting_for:
-                        self.ready.append(waiting_for.pop(base + key))
-                position += 1
+                posted[channel] += 1
+                if channel in blocked_on:
+                    sender = blocked_on.pop(channel)
+                    self.clocks[sender] = max(self.clocks[sender], clock)
+                    ready.append(sender)
+            starts[position] = clock
+            other = unmatched.pop(message + key, None)
+            if other is None:
+                unmatched[message + key] = (clock, ends, position)
                 continue
-            break
-        self.positions[rank] = position
+            # a message starts once its send and its receive are both there and the one before it on the channel is through
+            start = max(clock, other[0], free_at[channel])
+            free_at[channel] = through = start + wire_seconds if overlap else start
+            ends[position] = other[1][other[2]] = times[message + key] = through + latency_seconds
+            if message + key in waiting_for:
+                ready.append(waiting_for.pop(message + key))
+        else:
+            position = len(row)
+        self.positions[rank], self.clocks[rank] = position, clock
 
-    # the ops that are not one plain computation: each returns how many slots of the row it executed, 0 if it cannot run yet
+    # ops that are neither one plain computation nor a message: each returns how many slots it executed, 0 if it cannot run yet
 
     def _overlap(self, rank: int, action: Action, clock: float) -> int:
         """A forward and a backward side by side: both start when both have what they need, both end with the pair."""
@@ -237,52 +271,6 @@ class Machine:
         self.times[value] = time
         if value in self.waiting_for:
             self.ready.append(self.waiting_for.pop(value))
-
-    def _send(self, rank: int, action: Action, clock: float) -> int:
-        """A send beside the computation, or on its clock if nothing overlaps; 0 while its value or room on its channel is missing."""
-        stage, op, microbatch = action
-        value, message, channel, wire_seconds = self.hops[op][microbatch % self._num_directions][stage]  # type: ignore[operator]
-        key = stage * self.count + microbatch  # type: ignore[operator]
-        if self.times[value + key] < 0:
-            self.waiting_for[value + key] = rank
-            return 0
-        if self.send_depth is not None and self.sent[channel] - self.posted[channel] >= self.depths[channel]:
-            self.blocked_on[channel] = rank
-            return 0
-        self.sent[channel] += 1
-        if not self.overlap:
-            self.clocks[rank] = clock = clock + wire_seconds
-            wire_seconds = 0.0
-        self._meet(message + key, channel, clock, rank, wire_seconds)
-        return 1
-
-    def _receive(self, rank: int, action: Action, clock: float) -> int:
-        """Post a receive; a sender that waited for it goes on."""
-        stage, op, microbatch = action
-        _, message, channel, wire_seconds = self.hops[op][microbatch % self._num_directions][stage]  # type: ignore[operator]
-        self.posted[channel] += 1
-        self._meet(message + stage * self.count + microbatch, channel, clock, rank, wire_seconds if self.overlap else 0.0)  # type: ignore[operator]
-        if self.blocked_on:
-            sender = self.blocked_on.pop(channel, None)
-            if sender is not None:
-                self.clocks[sender] = max(self.clocks[sender], clock)
-                self.ready.append(sender)
-        return 1
-
-    def _meet(self, message: int, channel: int, time: float, rank: int, wire_seconds: float) -> None:
-        """A message starts once its send and its receive are both there and the one before it on the channel is through."""
-        slot = self.positions[rank]
-        self.starts[rank][slot] = time
-        if message not in self.unmatched:
-            self.unmatched[message] = (time, rank, slot)
-            return
-        other_time, other_rank, other_slot = self.unmatched.pop(message)
-        start = self.free_at[channel]
-        start = time if time > start else start
-        start = other_time if other_time > start else start
-        self.free_at[channel] = through = start + wire_seconds
-        self.ends[rank][slot] = self.ends[other_rank][other_slot] = arrival = through + self.latency_seconds
-        self._arrive(message, arrival)
 
     def _reduce(self, rank: int, action: Action, clock: float) -> int:
         """A reduction beside the computation, or on its clock if nothing overlaps; 0 if a weight gradient is still missing."""

@@ -61,16 +61,31 @@ def _search(shape: Shape, wish: Wish) -> list[Rule]:
 
     p, seconds = shape.num_ranks, wish.costs.seconds
     fill = (p - 1) * sum(seconds[stage, op] for stage in range(p) for op in (Op.F, Op.I, Op.W)) / p
-    for slope, offset, (gap, share) in product(_SLOPES, _OFFSETS, _GAPS):
-        under_way = (int(min(wish.max_microbatches, offset + slope * (p - 1 - rank))) for rank in range(p))
-        score(Rule(tuple(under_way), gap, share * fill if fill else 0.0))
+    wanted = [[offset + slope * (p - 1 - rank) for rank in range(p)] for slope, offset in product(_SLOPES, _OFFSETS)]
+    wanted += [[offset + count for count in _until_first_gradient(p, wish.costs)] for offset in (0.0, 0.5, 0.999, 1.5)]
+    for counts, (gap, share) in product(wanted, _GAPS):
+        under_way = tuple(max(1, int(min(wish.max_microbatches, count))) for count in counts)
+        score(Rule(under_way, gap, share * fill if fill else 0.0))
     best = min(scores, key=score)
     random = Random(0)  # the same wish always gets the same schedule
-    for _ in range(wish.tries):
+    tries = max(100, min(800, 600_000 // (p * shape.num_microbatches))) if wish.tries is None else wish.tries
+    for _ in range(tries):
         rule = _step_from(best, random, wish, fill)
         if score(rule) <= score(best):
             best = rule
     return sorted(scores, key=score)[:12]
+
+
+def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
+    """Of each rank: how many forwards take as long as the first microbatch is away, from its arrival until its gradient comes."""
+    seconds, counts, away = costs.seconds, [1.0] * num_ranks, 0.0
+    for stage in reversed(range(num_ranks)):
+        forward = seconds[stage, Op.F]
+        counts[stage] = (away + forward) / forward if forward else float(num_ranks)
+        if stage:
+            hops = seconds.get((stage - 1, Op.SEND_F), 0.0) + seconds.get((stage, Op.SEND_B), 0.0) + 2 * costs.latency_seconds
+            away += forward + seconds[stage, Op.I] + hops
+    return counts
 
 
 _SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
@@ -88,7 +103,7 @@ def _step_from(rule: Rule, random: Random, wish: Wish, fill: float) -> Rule:
         return rule._replace(idle_seconds=random.random() * 0.3 * fill)
     first = random.randrange(len(rule.under_way))
     last = first if kind == 2 else random.randrange(first, len(rule.under_way))
-    step = random.choice((-1, 1))
+    step = random.choice((-4, -2, -1, 1, 2, 4))
     changed = (max(1, min(int(wish.max_microbatches), count + step * (first <= rank <= last))) for rank, count in enumerate(rule.under_way))
     return rule._replace(under_way=tuple(changed))
 

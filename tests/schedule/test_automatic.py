@@ -1,0 +1,102 @@
+"""The automatic scheduler against what the zero-bubble paper prints for its own heuristic."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.action import Op
+from megapipe.schedule.build import build_schedule
+from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.memory import live_curve
+from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.validate import validate
+
+# Qi et al. 2023, arXiv:2401.10241: measured milliseconds F, I, W and of a message (its table of profiles), with hidden size and heads, and
+# the bubble rates that its heuristic reaches with the memory of p and of 2 p microbatches (its table of bubble rates)
+PROFILES = {
+    "1.5B": (8, (18.522, 18.086, 9.337, 0.601), (2304, 24)),
+    "6.2B": (8, (29.718, 29.444, 19.927, 0.527), (4096, 32)),
+    "14.6B": (16, (11.347, 11.248, 8.132, 0.377), (5120, 40)),
+    "28.3B": (32, (10.419, 10.207, 7.715, 0.408), (6144, 48)),
+}
+RATES = {
+    ("1.5B", 24): (0.1585, 0.0433),
+    ("1.5B", 32): (0.1242, 0.0039),
+    ("1.5B", 64): (0.0674, 0.0026),
+    ("6.2B", 24): (0.1323, 0.0029),
+    ("6.2B", 32): (0.1045, 0.0022),
+    ("6.2B", 64): (0.0554, 0.0010),
+    ("14.6B", 48): (0.1397, 0.0066),
+    ("14.6B", 64): (0.1088, 0.0054),
+    ("14.6B", 128): (0.0576, 0.0028),
+    ("28.3B", 96): (0.1421, 0.0038),
+    ("28.3B", 128): (0.1106, 0.0029),
+}
+QUICK = {("1.5B", 24)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times_p", [1, 2], ids=["p microbatches", "2p microbatches"])
+@pytest.mark.parametrize(
+    ("profile", "m"), [pytest.param(*key, id="{}-m{}".format(*key), marks=[] if key in QUICK else [pytest.mark.slow]) for key in RATES]
+)
+def test_as_good_as_the_zero_bubble_authors_heuristic(profile, m, times_p):
+    p, (forward, inputs, weights, hop), (hidden, heads) = PROFILES[profile]
+    costs = Costs.equal(p, forward, inputs, weights, latency_seconds=hop)
+    kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # their model of memory: what W needs of 34 h + 5 a s
+    wish = Wish(costs, times_p * p, kept)
+    timeline = simulate(build_schedule("zb-auto", p, 1, m, wish=wish), costs)
+    work = m * (forward + inputs + weights)
+    longest = max(idle + work for idle in timeline.chained_idle_seconds)
+    assert round((longest - work) / longest, 4) <= RATES[profile, m][times_p - 1]
+    for rank in range(p):
+        assert max(level for _, level in live_curve(timeline, rank, kept)) <= wish.max_microbatches + 1e-9
+
+
+def longest_rank(timeline):
+    return max(work + idle for work, idle in zip(timeline.work_seconds, timeline.chained_idle_seconds, strict=True))
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.floats(1, 12), st.booleans(), st.data())
+@settings(max_examples=12)
+def test_any_costs_and_limit_give_a_valid_schedule_within_the_limit(p, m, limit, has_barrier, data):
+    seconds = st.floats(0.05, 3.0)
+    costs = Costs(
+        {(s, op): data.draw(seconds) for s in range(p) for op in (Op.F, Op.I, Op.W, Op.SEND_F, Op.SEND_B)},
+        latency_seconds=data.draw(st.sampled_from([0.0, 0.3])),
+    )
+    schedule = build_schedule("zb-auto", p, 1, m, wish=Wish(costs, limit, has_barrier=has_barrier, tries=10))
+    validate(schedule)
+    timeline = simulate(schedule, costs)
+    assert max(timeline.peak_live_chunks) <= limit
+    if limit >= p:
+        handmade = simulate(build_schedule("zb-h1", p, 1, m), costs)
+        if has_barrier:
+            assert timeline.makespan_seconds <= handmade.makespan_seconds
+        else:
+            assert longest_rank(timeline) <= longest_rank(handmade)
+
+
+def test_more_memory_is_never_worse():
+    costs = Costs.equal(4, 1.0, 1.1, 0.8, latency_seconds=0.05)
+    longest = [
+        longest_rank(simulate(build_schedule("zb-auto", 4, 1, 12, wish=Wish(costs, limit, tries=50)), costs)) for limit in (1, 2, 4, 6, 8)
+    ]
+    assert longest == sorted(longest, reverse=True)
+
+
+def test_one_microbatch_of_memory_is_the_naive_schedule_with_its_backward_split():
+    costs = Costs.equal(3, 1.0, 1.0, 1.0)
+    schedule = build_schedule("zb-auto", 3, 1, 2, wish=Wish(costs, 1))
+    assert all(" ".join(a.op.value for a in row) == "F I W F I W" for row in schedule.rows)
+
+
+def test_the_same_wish_gets_the_same_schedule():
+    wish = Wish(Costs.equal(3, 1.0, 1.3, 0.6), 5)
+    assert build_schedule("zb-auto", 3, 1, 7, wish=wish) == build_schedule("zb-auto", 3, 1, 7, wish=wish)
+
+
+def test_a_limit_below_one_microbatch_is_refused():
+    with pytest.raises(ConfigError, match="use 1 or more"):
+        build_schedule("zb-auto", 2, 1, 4, wish=Wish(Costs.equal(2), 0.5))
