@@ -33,13 +33,19 @@ RATES = {
     ("28.3B", 96): (0.1421, 0.0038),
     ("28.3B", 128): (0.1106, 0.0029),
 }
-QUICK = {("1.5B", 24)}
+QUICK = {("1.5B", 24, 2), ("6.2B", 24, 1)}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times_p", [1, 2], ids=["p microbatches", "2p microbatches"])
 @pytest.mark.parametrize(
-    ("profile", "m"), [pytest.param(*key, id="{}-m{}".format(*key), marks=[] if key in QUICK else [pytest.mark.slow]) for key in RATES]
+    ("profile", "m", "times_p"),
+    [
+        pytest.param(
+            profile, m, times_p, id=f"{profile}-m{m}-{times_p}p", marks=[] if (profile, m, times_p) in QUICK else [pytest.mark.slow]
+        )
+        for profile, m in RATES
+        for times_p in (1, 2)
+    ],
 )
 def test_as_good_as_the_zero_bubble_authors_heuristic(profile, m, times_p):
     p, (forward, inputs, weights, hop), (hidden, heads) = PROFILES[profile]

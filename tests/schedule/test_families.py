@@ -74,6 +74,12 @@ def test_breadth_first_idle_and_peak(p, v, extra):
     assert set(timeline.peak_live_chunks) == {v * m}
 
 
+@given(st.integers(2, 8), st.integers(2, 4), microbatches)
+@settings(max_examples=20)
+def test_breadth_first_needs_m_over_p_sends_under_way_if_receives_are_posted_late(p, v, m):
+    assert validate(lower(build_schedule("breadth-first", p, v, m), receive_depth=0)).send_depth == m // p
+
+
 @given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 16), st.data())
 @settings(max_examples=20)
 def test_a_group_between_p_and_m_keeps_the_bubble_and_trades_memory_for_fewer_switches(p, v, extra, data):
