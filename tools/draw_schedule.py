@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw the pipeline schedule of a configuration as SVG, to the scale of its stages' FLOPs (a forward of the cheapest stage takes 1 s).
 
-python tools/draw_schedule.py --ranks 8 --output schedule.svg --config configs/quickstart.yaml --vocab-size 2048
+python tools/draw_schedule.py --world-size 8 --output schedule.svg --config configs/quickstart.yaml --vocab-size 2048
 
 Without a configuration it is `megapipe schedule`, which draws, compares, checks and simulates schedules by name or from CSV files:
 
@@ -38,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in schedule.COMMANDS:
         return schedule.main(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, required=True, help="number of ranks to plan for")
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks to plan for")
     parser.add_argument("--ranks-per-node", type=int, help="default: all on one node")
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")
     parser.add_argument("--width", type=int, default=1200, help="in pixels (default: 1200)")
     arguments, flags = parser.parse_known_args(argv)
     try:
-        text = drawing(plan_for(flags, arguments.ranks, arguments.ranks_per_node), arguments.width)
+        text = drawing(plan_for(flags, arguments.world_size, arguments.ranks_per_node), arguments.width)
         arguments.output.write_text(text, encoding="utf-8")
     except (MegapipeError, OSError) as error:
         print(f"draw_schedule: {error}", file=sys.stderr)

@@ -46,7 +46,7 @@ def test_a_plan_for_16384_ranks_needs_no_torch() -> None:
     config = REPOSITORY / "configs" / "llama3_405b.yaml"
     code = (
         "import sys; from megapipe.cli.command import main; "
-        f"code = main(['plan', '--ranks', '16384', '--ranks-per-node=8', '--config', {str(config)!r}]); "
+        f"code = main(['plan', '--world-size', '16384', '--ranks-per-node=8', '--config', {str(config)!r}]); "
         "assert code == 0 and 'torch' not in sys.modules"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
@@ -57,10 +57,10 @@ def test_a_plan_for_16384_ranks_needs_no_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config", "x.yaml"], "needs --ranks N"),
-        (["--ranks", "eight"], "--ranks eight: expected a whole number"),
-        (["--ranks"], "--ranks : expected a whole number"),
-        (["--ranks", "3", "--num-layers", "2", "--tensor-model-parallel-size", "2", "--vocab-size", "64"], "3"),
+        (["--num-layers", "2"], "needs --world-size N"),
+        (["--world-size", "eight"], "--world-size eight"),
+        (["--world-size"], "--world-size"),
+        (["--world-size", "3", "--num-layers", "2", "--tensor-model-parallel-size", "2", "--vocab-size", "64"], "3"),
     ],
     ids=["no ranks", "no number", "nothing after it", "a world that does not fit"],
 )
