@@ -10,6 +10,8 @@ from megapipe.schedule.collector import without_collector
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ValueKind
 from megapipe.schedule.schedule import Row, Schedule
 
+_COMPLETES = frozenset({Op.B, Op.W})
+
 
 @without_collector
 def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
@@ -115,14 +117,14 @@ def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]])
     reductions = _plan_reductions(schedule, rank)
     lowered: list[Action] = []
     held: list[Action] = []  # the send of a pair's first half, until the second is there
-    pair_end = -1
+    pair_end, overlap = -1, Op.OVERLAP
     for index, action in enumerate(row):
         if index in receives:
             lowered += receives[index]
         lowered.append(action)
         stage, op, microbatch = action
         send = sends[op][microbatch % num_directions][stage]  # type: ignore[operator]
-        if op is Op.OVERLAP:
+        if op is overlap:
             pair_end = index + 2
         if send is not None:
             (held if index < pair_end else lowered).append(Action(stage, send, microbatch))
@@ -143,7 +145,7 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
     plan: dict[int, list[Action]] = {}
     if not schedule.has_backward or not schedule.is_synchronous:
         return plan
-    completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op is Op.B or op is Op.W}
+    completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op in _COMPLETES}
     not_before = 0
     for stage in reversed(schedule.placement.stages_of(rank)):
         index = completed_at.get(stage, 0)

@@ -163,11 +163,12 @@ class Machine:
         starts, ends, ready, unmatched = self.starts[rank], self.ends[rank], self.ready, self.unmatched
         sent, posted, depths, blocked_on, free_at = self.sent, self.posted, self.depths, self.blocked_on, self.free_at
         is_bounded, overlap, latency_seconds = self.send_depth is not None, self.overlap, self.latency_seconds
+        sends, skip_to = SEND_OPS, 0
         for position in range(self.positions[rank], len(row)):
-            if position < self.positions[rank]:
+            if position < skip_to:
                 continue  # executed with the one before
             stage, op, microbatch = row[position]
-            key = stage * count + microbatch if microbatch is not None else 0
+            key = stage * count + (microbatch or 0)
             if op in work:
                 needs, makes, arrives, seconds = work[op][microbatch % directions][stage]  # type: ignore[operator]
                 start = clock
@@ -179,7 +180,7 @@ class Machine:
                         waiting_for[base + key] = rank
                         break
                 else:
-                    clock = start + seconds
+                    clock = start + seconds if seconds else start
                     starts[position] = start
                     ends[position] = clock
                     for base in makes:
@@ -195,10 +196,10 @@ class Machine:
                 done = self.others[op](rank, row[position], clock)
                 if not done:
                     break
-                clock, self.positions[rank] = self.clocks[rank], position + done
+                clock, skip_to = self.clocks[rank], position + done
                 continue
             value, message, channel, wire_seconds = hops[op][microbatch % directions][stage]  # type: ignore[operator]
-            if op is Op.SEND_F or op is Op.SEND_B:
+            if op in sends:
                 if times[value + key] < 0:
                     waiting_for[value + key] = rank
                     break
@@ -220,9 +221,10 @@ class Machine:
                 unmatched[message + key] = (clock, ends, position)
                 continue
             # a message starts once its send and its receive are both there and the one before it on the channel is through
-            start = max(clock, other[0], free_at[channel])
-            free_at[channel] = through = start + wire_seconds if overlap else start
-            ends[position] = other[1][other[2]] = times[message + key] = through + latency_seconds
+            start = clock if clock > other[0] else other[0]
+            if wire_seconds and overlap:
+                start = free_at[channel] = max(start, free_at[channel]) + wire_seconds
+            ends[position] = other[1][other[2]] = times[message + key] = start + latency_seconds if latency_seconds else start
             if message + key in waiting_for:
                 ready.append(waiting_for.pop(message + key))
         else:

@@ -184,11 +184,11 @@ def peak_live_chunks(schedule: Schedule, until_input_gradient: bool = False) -> 
     if not schedule.has_backward:
         return tuple(int(any(op is Op.F for _, op, _ in row)) for row in schedule.rows)
     ends = {Op.B, Op.I} if until_input_gradient else {Op.B, Op.W}
-    peaks = []
+    peaks, forward = [], Op.F
     for row in schedule.rows:
         live = peak = 0
         for _, op, _ in row:
-            if op is Op.F:
+            if op is forward:
                 live += 1
                 if live > peak:
                     peak = live

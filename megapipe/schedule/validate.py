@@ -87,14 +87,14 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
     """Range, rank and duplicates. Returns a flag for each op, stage x num_microbatches + microbatch, and the messages in order."""
     stages, count, directions = schedule.num_stages, schedule.num_microbatches, schedule.placement.directions
     seen = {op: bytearray(stages * count) for op in Op}
-    num_directions = len(directions)
+    num_directions, reduction = len(directions), Op.REDUCE_GRAD
     orders: _Orders = {op: [[[] for _ in range(stages)] for _ in directions] for op in SEND_OPS | RECV_OPS}
     for rank, row in enumerate(schedule.rows):
         if Op.OVERLAP in schedule.ops or Op.UPDATE in schedule.ops:
             _check_pairs_and_updates(schedule, rank)
         reduced: set[int] = set()
         for slot, (stage, op, microbatch) in enumerate(row):
-            if microbatch is None or op is Op.REDUCE_GRAD:
+            if microbatch is None or op is reduction:
                 _check_whole_step(schedule, rank, slot, reduced)
                 continue
             if not (0 <= stage < stages and 0 <= microbatch < count):
@@ -243,9 +243,10 @@ def _check_reductions(schedule: Schedule) -> None:
     """Every rank reduces each of its stages once, after its last weight gradient (the walk proves that), in an order all holders share."""
     if not schedule.has_backward or not schedule.is_synchronous:
         return
+    reduction = Op.REDUCE_GRAD
     follows: dict[int, dict[int, Place]] = {}  # stage -> stages that some rank reduces later, and where
     for rank, row in enumerate(schedule.rows):
-        order = [(action.stage, slot) for slot, action in enumerate(row) if action.op is Op.REDUCE_GRAD]
+        order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is reduction]
         missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order}
         if missing:
             _fail(schedule, f"{Action(min(missing), Op.REDUCE_GRAD, None)} is missing on rank {rank}", [(rank, len(row))])
