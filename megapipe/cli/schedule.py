@@ -90,6 +90,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument("--p2p", type=float, default=0.0, help="a message, from the end of an action to its use on the next rank")
     costs.add_argument("--transfer", type=float, default=0.0, help="a message occupies its channel for so long, before --p2p")
+    costs.add_argument("--no-overlap", action="store_true", help="a rank stands still while it sends (for --transfer)")
     costs.add_argument("--pair-share", type=float, default=1.0, help="an overlapped forward and backward, to their sum (DualPipe)")
     costs.add_argument("--optimizer", type=float, default=0.0, help="norm, update and gather after the last action")
     costs.add_argument("--activation-bytes", type=float, default=0.0, help="of one microbatch in the layers of one rank")
@@ -113,8 +114,8 @@ def _model(arguments: argparse.Namespace) -> Model:
     if not 0 <= arguments.kept_for_weights <= 1:
         raise ConfigError(f"--kept-for-weights {arguments.kept_for_weights}: a part of the whole lies between 0 and 1")
     if arguments.costs is None:
-        return Model((seconds,) * max(1, arguments.ranks), **rest)
-    return Model(_read_slices(arguments.costs), **rest)
+        return Model((seconds,) * max(1, arguments.ranks), **rest, overlap=not arguments.no_overlap)
+    return Model(_read_slices(arguments.costs), **rest, overlap=not arguments.no_overlap)
 
 
 def _read_slices(path: Path) -> tuple[Seconds, ...]:

@@ -32,7 +32,7 @@ class Model:
     slices: seconds of equally many layers each, in model order. transfer_seconds: a message occupies its channel; latency_seconds: from
     then to its use. pair_share: how long an overlapped forward and backward take, to their sum. optimizer_seconds: norm, update and
     gather after the last action. activation_bytes: of one microbatch in the slices of one rank (the whole model's over the ranks);
-    kept_for_weights: the part of it that stays from I to W.
+    kept_for_weights: the part of it that stays from I to W. overlap: messages run beside the computation, else on the clock of the sender.
     """
 
     slices: tuple[Seconds, ...]
@@ -42,13 +42,14 @@ class Model:
     optimizer_seconds: float = 0.0
     activation_bytes: float = 0.0
     kept_for_weights: float = 1.0
+    overlap: bool = True
 
     @staticmethod
-    def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: float) -> Model:
+    def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
         """A model of which every rank holds the same; seconds are those of all the layers of one rank."""
         return Model((Seconds(forward, input_gradient, weight_gradient),) * num_ranks, **rest)
 
-    def costs(self, num_stages: int, overlap: bool = True) -> Costs:
+    def costs(self, num_stages: int) -> Costs:
         """The costs of num_stages contiguous stages. ConfigError if the slices cannot be cut (or, all equal, divided) into them."""
         per_stage = self._stages(num_stages)
         seconds: dict[tuple[int, Op], float] = {}
@@ -62,7 +63,7 @@ class Model:
             for b in range(num_stages)
             if self.pair_share != 1.0
         }
-        return Costs(seconds, self.latency_seconds, overlap, pairs)
+        return Costs(seconds, self.latency_seconds, self.overlap, pairs)
 
     def _stages(self, num_stages: int) -> list[Seconds]:
         count = len(self.slices)

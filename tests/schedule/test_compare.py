@@ -67,3 +67,11 @@ def test_bytes_and_the_optimizer_enter_the_measures():
     assert measures.peak_bytes == 11 * 500
     assert measures.step_seconds == measures.makespan_seconds + 2.5
     assert measure(build_schedule("dualpipe", 4, 2, 8), model)[0].peak_bytes == 5 * 1000
+
+
+def test_messages_on_the_clock_make_a_step_longer_than_messages_beside_it():
+    schedule = build_schedule("1f1b", 4, 1, 8)
+    beside, alone = (measure(schedule, Model.equal(4, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=way))[0] for way in (True, False))
+    assert alone.makespan_seconds > beside.makespan_seconds > 33
+    searched = compare(Model.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=False), 2, 1, 4, memory_limits=[2], names=["zb-auto"])
+    assert isinstance(searched[0], Measures)

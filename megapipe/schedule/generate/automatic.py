@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from random import Random
 from typing import NamedTuple
@@ -109,7 +110,8 @@ def _step_from(rule: Rule, random: Random, wish: Wish, fill: float) -> Rule:
 
 
 def _score(rows: tuple[Row, ...], shape: Shape, wish: Wish) -> tuple[float, float]:
-    timeline = simulate(Schedule("candidate", linear(shape.num_ranks), shape.num_microbatches, rows), wish.costs)
+    costs = replace(wish.costs, overlap=True)  # candidates hold no messages that could stand on a clock
+    timeline = simulate(Schedule("candidate", linear(shape.num_ranks), shape.num_microbatches, rows), costs)
     own = max(work + idle for work, idle in zip(timeline.work_seconds, timeline.chained_idle_seconds, strict=True))
     return _ordered(own, timeline.makespan_seconds, wish)
 
