@@ -24,6 +24,7 @@ ALL_COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
 FLAGS_OF_OTHERS = {
     *("--input", "--output", "--suffixes", "--output-prefix", "--append-eod"),  # megapipe train-tokenizer, preprocess
     *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
+    *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
     "--nproc-per-node",  # torchrun
 }
 
