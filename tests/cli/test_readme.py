@@ -69,9 +69,9 @@ def test_the_architecture_page_names_every_room() -> None:
 
 
 def test_the_picture_is_what_the_tool_draws_today() -> None:
-    words = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--vocab-size", "2048", "--global-batch-size", "32"]
+    words = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--vocab-size", "2048", "--global-batch-size", "64"]
     stored = (REPOSITORY / "docs" / "images" / "quickstart_schedule.svg").read_text(encoding="utf-8")
     assert stored == drawing(plan_for(words, 8), width=1000), (
         "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 --output docs/images/quickstart_schedule.svg "
-        "--config configs/quickstart.yaml --vocab-size 2048 --global-batch-size 32"
+        "--config configs/quickstart.yaml --vocab-size 2048 --global-batch-size 64"
     )
