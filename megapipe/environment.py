@@ -196,5 +196,5 @@ def set_for_libraries(**settings: str | int) -> None:
 
 
 def variable(name: str) -> str | None:
-    """A single variable, for reports such as `megapipe doctor`."""
+    """A single variable, for reports; None where it is not set."""
     return os.environ.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,12 @@ def test_a_llama3_launch_script_for_megatron_runs_as_it_is() -> None:
     loaded = load_config(words.split())
     assert len(loaded.remarks) == 6
     assert loaded.config.model.activation == "swiglu"
+
+
+def test_what_notes_send_people_to_exists() -> None:
+    repository = Path(__file__).parents[2]
+    named = {path for row in ROWS for path in re.findall(r"\b(?:tools|launch|docs|configs)/[\w./-]*\w", row.note)}
+    assert not [path for path in named if not (repository / path).exists()]
 
 
 def test_the_document_of_flags_is_up_to_date() -> None:
