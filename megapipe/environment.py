@@ -193,8 +193,3 @@ def set_for_libraries(**settings: str | int) -> None:
     """Sets variables that libraries read in this process (CUBLAS_WORKSPACE_CONFIG, say), where they are not set yet."""
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
-
-
-def variable(name: str) -> str | None:
-    """A single variable, for reports; None where it is not set."""
-    return os.environ.get(name)
