@@ -69,12 +69,12 @@ class Training:
         self._saved_step: int | None = None
 
     def run(self) -> Ending:
-        """Train, then evaluate on validation and test data and save. Raises TrainingError at a NaN."""
+        """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN."""
         ending = Ending("evaluation only") if self._training.skip_train else self._train()
+        self._save_now()  # first: an evaluation that fails must not cost the last steps
         if not ending.early:
             self._evaluate("validation", self.data.valid)
             self._evaluate("test", self.data.test)
-        self._save_now()
         self.machines.gather.finish()
         self._profile.finish(self.state.step)
         return ending
