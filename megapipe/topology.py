@@ -22,14 +22,15 @@ from megapipe.errors import ConfigError
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
-# the axes along which the members of a group differ; 'embedding' and 'kv' take part of one axis
+# the axes along which the members of a group differ; 'embedding' and 'kv' take part of one axis, 'replicas' of pp if it is mirrored
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "pp": ("pp",),
     "dp": ("dp",),
-    "dp_cp": ("dp", "cp"),  # replicas of one parameter shard: gradients are summed and the optimizer is sharded over it
-    "model": ("tp", "pp"),  # one whole copy of the model
+    "dp_cp": ("dp", "cp"),  # the parts of a global batch
+    "replicas": ("dp", "cp"),  # holders of one parameter shard: gradients are summed and the optimizer is sharded over it
+    "model": ("tp", "pp"),  # one whole copy of the model, two in a mirrored pipeline
     "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
     "kv": ("tp",),  # tp neighbours that hold the same KV heads
     "world": AXES,
@@ -52,8 +53,9 @@ class Topology:
 
     order: axes from fastest to slowest, "tp-cp-dp-pp". ranks_per_node: consecutive global ranks share a node; None = one node.
     kv_replicas: how many tp neighbours hold the same KV heads (tp / number of query groups where tp is larger, else 1).
+    mirrored_pipeline: pp_ranks r and pp - 1 - r hold the same stages (DualPipe's two directions), so that both are `replicas`.
     Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group that leaves its node
-    (unless allow_tp_across_nodes).
+    (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline.
     """
 
     tp: int = 1
@@ -64,6 +66,7 @@ class Topology:
     ranks_per_node: int | None = None
     allow_tp_across_nodes: bool = False
     kv_replicas: int = 1
+    mirrored_pipeline: bool = False
 
     @classmethod
     def of_world(
@@ -77,6 +80,7 @@ class Topology:
         ranks_per_node: int | None = None,
         allow_tp_across_nodes: bool = False,
         kv_replicas: int = 1,
+        mirrored_pipeline: bool = False,
     ) -> Topology:
         """The topology that fills a world: dp = world_size / (tp x cp x pp). Raises ConfigError if it does not divide."""
         replica = tp * cp * pp
@@ -86,7 +90,8 @@ class Topology:
                 f"of {replica}; start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
                 "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
             )
-        return cls(tp, cp, pp, world_size // replica, order, ranks_per_node, allow_tp_across_nodes, kv_replicas)
+        dp = world_size // replica
+        return cls(tp, cp, pp, dp, order, ranks_per_node, allow_tp_across_nodes, kv_replicas, mirrored_pipeline)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -99,6 +104,8 @@ class Topology:
             )
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
             raise ConfigError(f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel group")
+        if self.mirrored_pipeline and self.pp % 2:
+            raise ConfigError(f"a mirrored pipeline pairs each of its ranks with the one opposite; {self.pp} ranks are odd")
         self._check_nodes()
 
     def _check_nodes(self) -> None:
@@ -128,6 +135,11 @@ class Topology:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold one parameter shard: dp x cp, twice that in a mirrored pipeline."""
+        return self.dp * self.cp * (2 if self.mirrored_pipeline else 1)
 
     @cached_property
     def strides(self) -> dict[str, int]:
@@ -159,11 +171,18 @@ class Topology:
         first_members = [0]
         for axis in AXES:
             if axis not in self._axes(name):
-                first_members = _outer_sum(first_members, self.size(axis), self.strides[axis])
+                count = self.size(axis) // 2 if axis == "pp" and self._is_mirrored(name) else self.size(axis)
+                first_members = _outer_sum(first_members, count, self.strides[axis])
         if name == "kv":
             first_members = _outer_sum(first_members, self.tp // self.kv_replicas, self.kv_replicas * self.strides["tp"])
-        offsets = self._offsets(name)
-        return tuple(tuple(first + offset for offset in offsets) for first in sorted(first_members))
+        if not self._is_mirrored(name):
+            offsets = self._offsets(name)
+            return tuple(tuple(first + offset for offset in offsets) for first in sorted(first_members))
+        by_pair = [self._offsets(name, pp_rank) for pp_rank in range(self.pp // 2)]
+        pp_rank_of = (first // self.strides["pp"] % self.pp for first in sorted(first_members))
+        return tuple(
+            tuple(first + offset for offset in by_pair[pp_rank]) for first, pp_rank in zip(sorted(first_members), pp_rank_of, strict=True)
+        )
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
         """The group of one kind that this rank belongs to, in time proportional to the group; () if in none (only 'embedding')."""
@@ -174,7 +193,10 @@ class Topology:
         for axis, place in zip(AXES, coordinates, strict=True):
             if axis in self._axes(name):
                 first -= (place % self.kv_replicas if name == "kv" else place) * self.strides[axis]
-        return tuple(first + offset for offset in self._offsets(name))
+        nearest = min(coordinates.pp_rank, self.pp - 1 - coordinates.pp_rank)
+        if self._is_mirrored(name):
+            first -= (coordinates.pp_rank - nearest) * self.strides["pp"]
+        return tuple(first + offset for offset in self._offsets(name, nearest))
 
     def node_of(self, global_rank: int) -> int:
         """The node that holds a rank: torchrun and SLURM number ranks node by node."""
@@ -198,13 +220,19 @@ class Topology:
             raise KeyError(f"no process group is called {name!r}; there are {', '.join(GROUP_NAMES)}")
         return GROUP_AXES[name]
 
-    def _offsets(self, name: str) -> tuple[int, ...]:
-        """Global ranks of a group's members, less that of its first, ascending."""
+    def _is_mirrored(self, name: str) -> bool:
+        """Whether a group of this kind joins two opposite ranks of each pipeline."""
+        return name == "replicas" and self.mirrored_pipeline
+
+    def _offsets(self, name: str, pp_rank: int = 0) -> tuple[int, ...]:
+        """Global ranks of a group's members, less that of its first, ascending. pp_rank: of the first, where the group is mirrored."""
         if name == "embedding":
             return tuple(sorted({0, (self.pp - 1) * self.strides["pp"]}))
         if name == "kv":
             return tuple(replica * self.strides["tp"] for replica in range(self.kv_replicas))
         steps = [[place * self.strides[axis] for place in range(self.size(axis))] for axis in self._axes(name)]
+        if self._is_mirrored(name):
+            steps.append([0, (self.pp - 1 - 2 * pp_rank) * self.strides["pp"]])
         return tuple(sorted(sum(combination) for combination in product(*steps)))
 
     def _check_rank(self, global_rank: int) -> None:

@@ -25,7 +25,8 @@ def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
         sizes[axis] = draw(st.one_of(st.integers(1, min(room, 6)), st.sampled_from([2**n for n in range(15) if 2**n <= room])))
         room //= sizes[axis]
     replicas = draw(st.sampled_from([n for n in range(1, sizes["tp"] + 1) if sizes["tp"] % n == 0]))
-    return Topology(**sizes, order=draw(st.sampled_from(ORDERS)), kv_replicas=replicas)
+    mirrored = sizes["pp"] % 2 == 0 and draw(st.booleans())
+    return Topology(**sizes, order=draw(st.sampled_from(ORDERS)), kv_replicas=replicas, mirrored_pipeline=mirrored)
 
 
 def expected_groups(topology: Topology, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
@@ -96,6 +97,21 @@ def test_kv_groups_are_tp_neighbours(topology: Topology) -> None:
         assert len({place[1:] for place in places}) == 1
 
 
+@given(topologies(largest_world=2048))
+@settings(max_examples=60)
+def test_replicas_are_the_dp_and_cp_ranks_of_one_pp_rank_or_of_two_opposite_ones(topology: Topology) -> None:
+    def parameters_of(rank: int) -> tuple[int, ...]:
+        tp_rank, _, _, pp_rank = topology.coordinates(rank)
+        stages = {pp_rank, topology.pp - 1 - pp_rank} if topology.mirrored_pipeline else {pp_rank}
+        return (tp_rank, *sorted(stages))
+
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(topology.world_size):
+        holders.setdefault(parameters_of(rank), []).append(rank)
+    assert set(topology.groups("replicas")) == {tuple(ranks) for ranks in holders.values()}
+    assert {len(ranks) for ranks in holders.values()} == {topology.num_replicas}
+
+
 @given(topologies(largest_world=1024))
 @settings(max_examples=30)
 def test_embedding_groups_join_the_ends_of_each_pipeline(topology: Topology) -> None:
@@ -121,7 +137,7 @@ def test_order_makes_pipeline_peers_neighbours() -> None:
 def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
     began = time.perf_counter()
     topology = Topology(tp=8, cp=2, pp=16, dp=64, ranks_per_node=8, kv_replicas=2)
-    assert [len(topology.groups(name)) for name in GROUP_NAMES] == [2048, 8192, 1024, 256, 128, 128, 1024, 8192, 1]
+    assert [len(topology.groups(name)) for name in GROUP_NAMES] == [2048, 8192, 1024, 256, 128, 128, 128, 1024, 8192, 1]
     for rank in range(0, topology.world_size, 16):
         for name in ("tp", "pp", "dp_cp", "embedding"):
             topology.group_of(name, rank)
@@ -146,6 +162,7 @@ def test_llama3_405b_keeps_tp_inside_a_node_of_eight() -> None:
         pytest.param({"tp": 0}, "size of axis tp is 0", id="empty axis"),
         pytest.param({"order": "tp-pp-dp"}, "must name each of tp, cp, dp and pp once", id="order lacks an axis"),
         pytest.param({"order": "tp-pp-dp-dp"}, "must name each of tp, cp, dp and pp once", id="order repeats an axis"),
+        pytest.param({"pp": 3, "mirrored_pipeline": True}, "3 ranks are odd", id="mirrored pipeline of odd length"),
         pytest.param({"tp": 4, "kv_replicas": 3}, "do not divide the 4 ranks", id="kv replicas"),
     ],
 )

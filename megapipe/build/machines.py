@@ -60,7 +60,7 @@ class Machines:
             self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
         )
         order = sorted(self.buffers)  # on every placement so far a rank's first forwards come in model order
-        self.gather = ParameterGather(self.buffers, order, groups.dp_cp, overlap=parallel.overlap_param_gather, tracer=tracer)
+        self.gather = ParameterGather(self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer)
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
         self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather)

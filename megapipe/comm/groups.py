@@ -50,7 +50,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ProcessGroups:
-    """All groups of one rank. `embedding` is None on ranks inside a pipeline; kv holds the tp neighbours with the same KV heads."""
+    """All groups of one rank. `embedding` is None on ranks inside a pipeline; kv holds the tp neighbours with the same KV heads; replicas
+    the holders of this rank's parameters: dp_cp, with the opposite pp_rank's in a mirrored pipeline."""
 
     world: Group
     tp: Group
@@ -58,6 +59,7 @@ class ProcessGroups:
     pp: Group
     dp: Group
     dp_cp: Group
+    replicas: Group
     model: Group
     embedding: Group | None
     kv: Group
@@ -81,12 +83,21 @@ def build_process_groups(
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank, tracer)
     _check_world(topology, global_rank)
-    made = {name: _build(name, topology, global_rank, backend, timeout_seconds, tracer) for name in GROUP_NAMES if name != "dp_cp"}
-    # without context parallelism dp_cp is dp: one communicator, not two
-    made["dp_cp"] = (
-        _renamed(made["dp"], "dp_cp") if topology.cp == 1 else _build("dp_cp", topology, global_rank, backend, timeout_seconds, tracer)
-    )
+    made: dict[str, Group | None] = {}
+    for name in GROUP_NAMES:
+        other = _same_ranks(name, topology)
+        if other is None:
+            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer)
+        else:
+            made[name] = _renamed(made[other], name)
     return ProcessGroups(**made)  # type: ignore[arg-type]
+
+
+def _same_ranks(name: str, topology: Topology) -> str | None:
+    """An earlier kind of group that always has the same members, so that one communicator serves both."""
+    if name == "dp_cp" and topology.cp == 1:
+        return "dp"
+    return "dp_cp" if name == "replicas" and not topology.mirrored_pipeline else None
 
 
 def new_handle(ranks: tuple[int, ...], description: str, backend: str | None, timeout_seconds: float | None) -> Any:

@@ -16,7 +16,7 @@ from megapipe.sharding.buffers import Bucket
 class ParameterGather:
     """All-gathers the parameter buffers over the replica group, in place, bucket by bucket.
 
-    stages: buffers by stage index. order: the stages in the order in which the schedule first uses them. replicas: the dp_cp group.
+    stages: buffers by stage index. order: the stages in the order in which the schedule first uses them. replicas: the group of that name.
     overlap: start() returns at once; what `wait_inside` was told about waits for its own buckets only, so that the later ones travel
     under its computation. Otherwise start() itself waits for everything. tracer: records waits, "parameters of stage 2".
     Buffers that are not sharded need nothing. Reading parameters before wait or finish gives stale values: saving, evaluating,

@@ -39,12 +39,14 @@ class GradientReducer:
     """Reduces the gradients of the stages this rank holds. Afterwards a rank's shard of each bucket (all of it without the distributed
     optimizer) holds raw sums over microbatches and replicas; the rest of the buffer is undefined.
 
-    stages: buffers by stage index; stage 0 holds the embedding. groups: this rank's process groups (tp, dp_cp, kv, embedding are used).
+    stages: buffers by stage index; stage 0 holds the embedding. groups: this rank's process groups (tp, replicas, kv, embedding
+    are used).
     overlap: start a bucket's reduction when its last gradient has come; otherwise everything happens in finish().
-    reduce_in_bf16: what travels over dp_cp is a bf16 copy, and so is the sum.
+    reduce_in_bf16: what travels over the replicas is a bf16 copy, and so is the sum.
 
     Every member of a replica group starts the same reductions in the same order: within a stage always bucket by bucket, and stages in
-    the order of the schedule's row, which replicas share.
+    the order in which the schedule's row completes them, which replicas share. In a mirrored pipeline two rows share a stage and complete
+    theirs in opposite orders: there a bucket waits for reduce(), which both rows call in one order.
     """
 
     def __init__(
@@ -61,16 +63,17 @@ class GradientReducer:
         self._state_of = {
             stage: {slot.spec.name: state for state in states for slot in state.bucket.slots} for stage, states in self._plain.items()
         }
+        self._launches_early = overlap and groups.replicas.size == groups.dp_cp.size
         self._armed: set[int] = set()
         self._reduced: list[int] = []
         self._pending: list[_Pending] = []
         self._check()
-        if overlap:
+        if self._launches_early:
             for stage, buffers in self._stages.items():
                 buffers.listener = functools.partial(self._added, stage)
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Zero all gradients and expect num_microbatches additions to each parameter. Works for any schedule, split backwards included."""
+        """Zero all gradients and expect those of num_microbatches. Works for any schedule, split backwards included."""
         self._forget()
         for stage, buffers in self._stages.items():
             buffers.zero_gradients()
@@ -96,7 +99,8 @@ class GradientReducer:
             self._launch_rest(stage)
 
     def finish(self) -> None:
-        """Complete every reduction of the step, then sum the tied embedding: over dp_cp first, then over the embedding group."""
+        """Complete every reduction of the step, then sum the tied embedding: over the replicas first, then over the
+        embedding group."""
         for stage in self._stages:
             if stage not in self._reduced:
                 self.reduce(stage)
@@ -152,7 +156,7 @@ class GradientReducer:
 
     def _launch(self, state: _BucketState) -> None:
         state.launched = True
-        group, buffer, bucket = self._groups.dp_cp, state.buffer, state.bucket
+        group, buffer, bucket = self._groups.replicas, state.buffer, state.bucket
         if group.size == 1:
             return
         gradients = buffer.gradients[bucket.start : bucket.stop]
@@ -174,7 +178,7 @@ class GradientReducer:
             return
         shards = []
         for state in self._tied:
-            low, high = state.buffer.shard_range(state.bucket, self._groups.dp_cp.rank)
+            low, high = state.buffer.shard_range(state.bucket, self._groups.replicas.rank)
             shards.append(state.buffer.gradients[low:high])
         num_copies = sum(any(buffer.layout.kind == "tied" for buffer in buffers.buffers) for buffers in self._stages.values())
         copies = [shards[i : i + len(shards) // num_copies] for i in range(0, len(shards), len(shards) // num_copies)]
@@ -204,7 +208,7 @@ class GradientReducer:
         return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
 
     def _check(self) -> None:
-        size = self._groups.dp_cp.size
+        size = self._groups.replicas.size
         for stage, buffers in self._stages.items():
             for buffer in buffers.buffers:
                 if buffer.layout.num_shards not in (1, size):

@@ -55,7 +55,7 @@ class StatePiece:
 class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and fp32 (fp64) master weights.
 
-    stages: buffers by stage index, their parameters filled: masters start as copies of them. groups: dp_cp, tp and model are used.
+    stages: buffers by stage index, their parameters filled: masters start as copies of them. groups: replicas, dp_cp, tp, model are used.
     gather: started after each update; needed with sharded buffers and more than one replica.
     """
 
@@ -70,14 +70,16 @@ class Optimizer:
         self.scaler = LossScaler.of(precision)
         self._gather = gather
         self._clip_grad = config.clip_grad
-        self._replica = groups.dp_cp.rank
-        self._shards = make_shards(stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config))
-        self._rule = make_update_rule(config, self._shards)
+        self._replica = groups.replicas.rank
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
+        holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]  # two in a mirrored pipeline
+        counts = self._sharded or groups.model.global_rank == holders[0]
+        self._shards = make_shards(stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config), counts)
+        self._rule = make_update_rule(config, self._shards)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
         self._device = next(iter(stages.values())).device
-        # the shards of a sharded optimizer add up; unsharded, all replicas hold the same gradients
+        # the shards of a sharded optimizer add up; unsharded, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
 
     @property

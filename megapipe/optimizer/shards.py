@@ -40,6 +40,7 @@ class Shard:
     parameter, gradient: [stop - start] views of the buffer. master: the same memory as parameter where the dtype is that of the gradients
     (fp32, fp64), else a copy in the gradients' dtype. moments: by name, like master.
     is_copy: another stage owns these parameters (the tied embedding at the head), so that they count for nothing in norms.
+    counts: False if another rank of the same copy of the model counts these elements.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Shard:
         replica: int,
         coordinate: tuple[int, int],  # tp_rank, tp
         moment_names: tuple[str, ...],
+        counts: bool = True,
     ) -> None:
         self.stage = stage
         self.bucket = bucket
@@ -61,7 +63,8 @@ class Shard:
         self.master = self.parameter if self.parameter.dtype == self.gradient.dtype else self.parameter.to(self.gradient.dtype)
         self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
         self.runs = tuple(self._runs())
-        self.counted = Ranges((), ()) if self.is_copy else _counted(bucket, self._tp_rank, self._tp, self.start, self.stop)
+        counts = counts and not self.is_copy
+        self.counted = _counted(bucket, self._tp_rank, self._tp, self.start, self.stop) if counts else Ranges((), ())
 
     @property
     def has_own_master(self) -> bool:
@@ -90,11 +93,11 @@ class Shard:
 
 
 def make_shards(
-    stages: Mapping[int, StageBuffers], replica: int, tp_rank: int, tp: int, moment_names: tuple[str, ...]
+    stages: Mapping[int, StageBuffers], replica: int, tp_rank: int, tp: int, moment_names: tuple[str, ...], counts: bool = True
 ) -> tuple[Shard, ...]:
-    """This rank's shard of every bucket of its stages. replica: its rank in the dp_cp group."""
+    """This rank's shard of every bucket of its stages. replica: its rank in the group of replicas. counts: see `Shard`."""
     return tuple(
-        Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names)
+        Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names, counts)
         for stage, buffers in sorted(stages.items())
         for buffer in buffers.buffers
         for bucket in buffer.layout.buckets

@@ -1,6 +1,6 @@
 """Flat buffers: where each parameter of a stage starts, how the buffer is cut into buckets, and each bucket into shards.
 
-A bucket is what one collective moves; over the replica group (dp_cp) the distributed optimizer gives every rank one equal shard of every
+A bucket is what one collective moves; over the group of replicas the distributed optimizer gives every rank one equal shard of every
 bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout.
 """
 

@@ -163,7 +163,7 @@ def _weights(machines: Machines) -> Iterator[tuple[bool, TensorBox]]:
                     values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
                     box = tensor_box("weights", piece, values)
                     if box is not None:
-                        yield piece.owned and not is_copy and machines.groups.dp_cp.rank == 0, box
+                        yield piece.owned and not is_copy and machines.groups.replicas.rank == 0, box
 
 
 def _find(root: Path, step: int | None, world: Group) -> CheckpointFolder | None:

@@ -66,7 +66,7 @@ class Difference:
 
 def gradient_pieces(machines: Machines) -> Iterator[HeldPiece]:
     """The reduced gradients that this rank has: with the distributed optimizer its shards, else all of its stages. Views of the buffers."""
-    replica, tp = machines.groups.dp_cp.rank, machines.groups.tp
+    replica, tp = machines.groups.replicas.rank, machines.groups.tp
     for stage, buffers in machines.buffers.items():
         for buffer in buffers.buffers:
             for bucket in buffer.layout.buckets:

@@ -43,6 +43,8 @@ TOPOLOGIES = [
     pytest.param(Topology(pp=4), id="pp4: inner ranks have no embedding group"),
     pytest.param(Topology(pp=2, dp=2, order="tp-cp-pp-dp"), id="pp2 dp2, pp fastest"),
     pytest.param(Topology(cp=2, dp=2), id="cp2 dp2: dp_cp is its own group"),
+    pytest.param(Topology(pp=4, mirrored_pipeline=True), id="pp4 mirrored: opposite ranks are replicas"),
+    pytest.param(Topology(pp=2, dp=2, mirrored_pipeline=True), id="pp2 dp2 mirrored: all are replicas"),
     pytest.param(Topology(tp=4, kv_replicas=2), id="tp4, two replicas of each kv head"),
 ]
 

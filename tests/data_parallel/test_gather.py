@@ -34,7 +34,7 @@ def gather(rank: int, world: int, order: list[int], overlap: bool) -> tuple[list
                 low, high = buffer.shard_range(bucket, rank)
                 buffer.parameters[low:high] = 1 + rank
             expected[stage] = whole
-    gathering = ParameterGather(stages, order, groups.dp_cp, overlap=overlap)
+    gathering = ParameterGather(stages, order, groups.replicas, overlap=overlap)
     gathering.start()
     pending = [gathering.pending]
     correct = True
@@ -62,7 +62,7 @@ def test_without_overlap_all_is_there_at_once(two_ranks: RankPool) -> None:
 def unsharded(rank: int, world: int) -> int:
     tracer = Tracer()
     groups = build_process_groups(Topology(dp=world), rank, "gloo", 30.0, tracer)
-    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], groups.dp_cp)
+    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], groups.replicas)
     gathering.start()
     gathering.finish()
     return len(tracer.events)
@@ -79,7 +79,7 @@ def part_by_part(rank: int, world: int) -> tuple[list[str], list[list[str]], lis
     specs = tuple(ParamSpec(f"{index}.weight", (3, 7), owner=0) for index in range(5))
     buffers = stage_buffers(specs, world, bucket_size=1)
     buffers.materialize(module)
-    gathering = ParameterGather({0: buffers}, [0], groups.dp_cp)
+    gathering = ParameterGather({0: buffers}, [0], groups.replicas)
     order = [3, 0, 1, 2, 4]
     gathering.wait_inside(0, module, [module[str(index)] for index in order])
     (buffer,) = buffers.buffers
@@ -107,11 +107,11 @@ def test_each_part_waits_for_its_own_parameters_only(two_ranks: RankPool) -> Non
 
 def test_a_parameter_that_no_part_waits_for_is_refused() -> None:
     module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False) for index in range(2)})
-    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], Group.alone("dp_cp"))
+    gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], Group.alone("replicas"))
     with pytest.raises(ValueError, match=r"stage 0: nobody would wait for 1\.weight"):
         gathering.wait_inside(0, module, [module["0"]])
 
 
 def test_order_must_name_the_stages() -> None:
     with pytest.raises(ValueError, match=r"names stages \[0, 2\], this rank holds \[0\]"):
-        ParameterGather({0: stage_buffers(specs_of(0))}, [0, 2], Group.alone("dp_cp"))
+        ParameterGather({0: stage_buffers(specs_of(0))}, [0, 2], Group.alone("replicas"))

@@ -45,7 +45,7 @@ def reduce_toy(rank: int, world: int, sharded: bool, overlap: bool, bf16: bool) 
         reducer.reduce(0)
         launched.append(reducer.num_launched(0))
         reducer.finish()
-    return shards_of(buffers, groups.dp_cp.rank), launched
+    return shards_of(buffers, groups.replicas.rank), launched
 
 
 def whole_toy(world: int) -> dict[str, Tensor]:
@@ -77,6 +77,46 @@ def test_gradients_equal_the_sum_over_all_microbatches(two_ranks: RankPool, shar
         exact = {name: parts for found, _ in two_ranks.run(reduce_toy, sharded, overlap, False) for name, parts in found.items()}
         rounded = {name: parts for found, _ in results for name, parts in found.items()}
         assert any(not torch.equal(part[2], other[2]) for name in exact for part, other in zip(exact[name], rounded[name], strict=True))
+
+
+def reduce_mirrored(rank: int, world: int, sharded: bool) -> tuple[dict, list[int]]:
+    """Two stages on both ranks of a mirrored pipeline: rank 0 has the microbatches 0, 2, .. of stage 0 and completes it last, rank 1 those
+    of stage 1."""
+    groups = build_process_groups(Topology(pp=world, mirrored_pipeline=True), rank, "gloo", 30.0)
+    stages, modules = {}, {}
+    for stage in range(2):
+        stages[stage], modules[stage] = stage_buffers(toy_specs(), world if sharded else 1), Toy()
+        stages[stage].materialize(modules[stage], draw)
+    reducer = GradientReducer(stages, groups)
+    reducer.begin_step(4)
+    launched = []
+    for stage in (1 - rank, rank):
+        for microbatch in range(int(stage != rank), 4, 2):
+            modules[stage](tokens_of(1, microbatch + 4 * stage)).backward()
+        launched.append(sum(reducer.num_launched(held) for held in stages))
+    for stage in (1, 0):
+        reducer.reduce(stage)
+    reducer.finish()
+    return {stage: shards_of(buffers, groups.replicas.rank) for stage, buffers in stages.items()}, launched
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_opposite_ranks_that_complete_their_stages_in_opposite_orders_sum_each(two_ranks: RankPool, sharded: bool) -> None:
+    results = two_ranks.run(reduce_mirrored, sharded)
+    assert [launched for _, launched in results] == [[0, 0], [0, 0]]  # no bucket goes before the row says so
+    for stage in range(2):
+        buffers, module = stage_buffers(toy_specs()), Toy()
+        buffers.materialize(module, draw)
+        for microbatch in range(4):
+            module(tokens_of(1, microbatch + 4 * stage)).backward()
+        expected = {name: buffers.main_grad(name).flatten() for name in buffers.names}
+        covered = {name: torch.zeros_like(values) for name, values in expected.items()}
+        for found, _ in results:
+            for name, parts in found[stage].items():
+                for start, stop, values in parts:
+                    covered[name][start:stop] += 1
+                    assert (values - expected[name][start:stop]).abs().max() <= 1e-12 * expected[name].abs().max(), name
+        assert all((times == (1 if sharded else 2)).all() for times in covered.values())
 
 
 def unused_parameter(rank: int, world: int) -> tuple[list[int], Tensor]:
@@ -194,7 +234,7 @@ def reduce_tied(rank: int, world: int, pp: int, num_shards: int) -> list[Tensor]
         reducer.reduce(stage)
         assert torch.equal(buffers.main_grad(TIED.name), torch.full(TIED.shape, 10.0 ** (2 * stage + groups.dp.rank), dtype=torch.float64))
     reducer.finish()
-    return [values for buffers in stages.values() for parts in shards_of(buffers, groups.dp_cp.rank).values() for _, _, values in parts]
+    return [values for buffers in stages.values() for parts in shards_of(buffers, groups.replicas.rank).values() for _, _, values in parts]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])

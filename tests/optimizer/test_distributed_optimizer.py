@@ -54,7 +54,7 @@ def train(
     )
     buffers.materialize(module, draw)
     reducer = GradientReducer({0: buffers}, groups, overlap=overlap)
-    gather = ParameterGather({0: buffers}, [0], groups.dp_cp, overlap=overlap)
+    gather = ParameterGather({0: buffers}, [0], groups.replicas, overlap=overlap)
     optimizer = Optimizer({0: buffers}, groups, config, PrecisionConfig(dtype=dtype), gather)
     if saved is not None:
         buffers.fill(lambda spec: torch.zeros(spec.shape))
@@ -122,7 +122,7 @@ def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
     groups = groups_of(rank, dp=world)
     stages = {0: stage_buffers((ParamSpec("bias", (3,), owner=0, weight_decay=False),), world)}
     stages[0].main_grad("bias").copy_(torch.tensor([1.0, 2.0, 2.0]))
-    gather = ParameterGather(stages, [0], groups.dp_cp)
+    gather = ParameterGather(stages, [0], groups.replicas)
     optimizer = Optimizer(stages, groups, SGD, PrecisionConfig(dtype="fp64"), gather)
     assert optimizer.step(1.0, 0.1, 0.0).grad_norm == 3.0
     gather.finish()
@@ -172,7 +172,7 @@ def measure(rank: int, world: int, axes: dict[str, int], num_shards: int) -> tup
         buffers.fill(lambda spec: local_values(spec, global_values(spec), tp_rank, tp))
         for spec in STAGES[stage]:
             buffers.main_grad(spec.name).copy_(buffers.parameter(spec.name))
-    gather = ParameterGather(stages, mine, groups.dp_cp)
+    gather = ParameterGather(stages, mine, groups.replicas)
     optimizer = Optimizer(stages, groups, ADAM, PrecisionConfig(dtype="fp64"), gather)
     saved: dict[str, int] = {}
     for piece in optimizer.state():

@@ -63,7 +63,7 @@ def named(events: list[Event], name: str) -> list[Event]:
 
 def reductions_of_step(events: list[Event]) -> list[Event]:
     first = actions(events, Op.F)[0]
-    return [event for event in named(events, "dp_cp reduce_scatter") if event.start_ns > first.start_ns]
+    return [event for event in named(events, "replicas reduce_scatter") if event.start_ns > first.start_ns]
 
 
 def test_gradient_reductions_start_before_the_last_backward_ends(traces: dict[bool, list[list[Event]]]) -> None:
@@ -87,7 +87,7 @@ def test_without_overlap_reductions_start_after_the_last_backward(traces: dict[b
 def test_parameters_are_gathered_under_the_next_forwards(traces: dict[bool, list[list[Event]]]) -> None:
     for rank, events in enumerate(traces[True]):
         forwards = actions(events, Op.F)
-        launched = [event for event in named(events, "dp_cp all_gather") if event.start_ns < forwards[0].start_ns]
+        launched = [event for event in named(events, "replicas all_gather") if event.start_ns < forwards[0].start_ns]
         waits = named(events, "parameters of stage")
         waits = [event for event in waits if event.start_ns < forwards[-1].end_ns]
         assert len(launched) > len(waits) > 2  # all have been launched before the first forward ...
