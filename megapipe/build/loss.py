@@ -57,7 +57,7 @@ class LossAverage:
     def over(
         self, reports: list[LossReport], counts: bool, num_microbatches: int, num_replicas: int, world: Group, device: torch.device
     ) -> StepLoss:
-        """Average over all replicas. reports: this rank's; counts: it is the one rank of its replica whose reports are summed.
+        """Average over all replicas. reports: this rank's; counts: of the ranks with reports of these microbatches, this one's are summed.
 
         One all-reduce of three numbers over the world, so that every rank, whatever its stage, knows the loss.
         """

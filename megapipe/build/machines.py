@@ -19,7 +19,9 @@ from megapipe.model.stage import GPTStage
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.stage import StageRunner
+from megapipe.pipeline.streams import StageStreams
 from megapipe.planner.run_plan import RunPlan
+from megapipe.schedule.action import Op
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
@@ -59,12 +61,13 @@ class Machines:
         self.reducer = GradientReducer(
             self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
         )
-        order = sorted(self.buffers)  # on every placement so far a rank's first forwards come in model order
+        order = sorted(self.buffers)  # on every placement a rank's first forwards come in model order
         self.gather = ParameterGather(self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer)
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
         self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather)
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=max(2, plan.send_depth))
+        self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self._engines: dict[tuple[int, bool], Engine] = {}
 
     @property
@@ -74,7 +77,7 @@ class Machines:
 
     @property
     def reports_loss(self) -> bool:
-        """Of all ranks of one replica, the one whose losses are counted."""
+        """Of all ranks that compute a microbatch's loss, this one is counted."""
         return self.is_last_stage and self.coordinates.tp_rank == 0
 
     def engine(self, num_microbatches: int, training: bool = True) -> Engine:
@@ -83,7 +86,9 @@ class Machines:
         if key not in self._engines:
             schedule = self.plan.schedule(num_microbatches) if training else self.plan.forward_schedule(num_microbatches)
             reduce = self.reducer.reduce if training else None
-            self._engines[key] = Engine(schedule, self.coordinates.pp_rank, self.runners, self.channels, reduce, self.tracer)
+            streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
+            pp_rank = self.coordinates.pp_rank
+            self._engines[key] = Engine(schedule, pp_rank, self.runners, self.channels, reduce, self.tracer, streams)
         return self._engines[key]
 
     def message(self, boundary: int) -> tuple[MessageSpec, ...]:

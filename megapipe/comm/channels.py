@@ -1,7 +1,8 @@
-"""Messages between pipeline ranks: one `Channel` for each stage boundary and kind, first-in first-out.
+"""Messages between pipeline ranks: one `Channel` for each stage boundary, kind and direction, first-in first-out.
 
 Two peers order their sends and receives differently even in plain 1F1B, and with pp = 2 and chunks the previous and the next rank are
-the same one: a single in-order connection a pair would hang or hand over the wrong tensor. So every (boundary, kind) has its own order:
+the same one: a single in-order connection a pair would hang or hand over the wrong tensor. So every (boundary, kind, direction) has its
+own order. Direction 0 is the only one but for DualPipe, whose odd microbatches take the stages over the ranks in reverse, direction 1:
 
     gloo   a tag for each message: channel, fingerprint of shapes and dtypes, running number
     NCCL   a communicator of its own, two ranks and one direction (streams keep its order)
@@ -17,6 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from time import perf_counter_ns
 from typing import Any
 
@@ -30,6 +32,7 @@ from megapipe.errors import CommunicationError, ScheduleError
 from megapipe.schedule.placement import Placement
 
 KINDS = ("activation", "gradient")  # over boundary s: from stage s to s + 1; from stage s + 1 to s
+Path = tuple[int, str, int]  # (boundary, kind, direction)
 
 # gloo's 31 bits of tag, from the highest: channel, fingerprint, header or data, running number
 CHANNEL_BITS, FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS = 11, 8, 1, 11
@@ -111,9 +114,10 @@ class _Header:
 
 
 class Channel:
-    """One direction over one stage boundary, as seen from one of its two ranks.
+    """One path over one stage boundary, as seen from one of its two ranks.
 
-    boundary s lies between stages s and s + 1; kind is 'activation' or 'gradient'. sends: whether this rank is the sending end.
+    boundary s lies between stages s and s + 1; kind is 'activation' or 'gradient'; direction is 1 on the way of DualPipe's odd
+    microbatches, else 0. index: of the path among those of the pipeline. sends: whether this rank is the sending end.
     max_in_flight: messages sent and not known to have arrived; at the limit `send` first waits for the oldest. None: the caller bounds
     them by waiting. Messages are matched in the order of `send` and `post_receive`.
     """
@@ -122,7 +126,9 @@ class Channel:
         self,
         boundary: int,
         kind: str,
+        direction: int = 0,
         *,
+        index: int,
         sends: bool,
         group: Group,
         peer: int,
@@ -133,6 +139,7 @@ class Channel:
     ) -> None:
         self.boundary = boundary
         self.kind = kind
+        self.direction = direction
         self.sends = sends
         self.peer = peer  # global rank
         self.device = device
@@ -140,6 +147,7 @@ class Channel:
         self._group = group
         self._handle = handle
         self._handle_peer = handle_peer  # the peer's index in the handle's group
+        self._index = index
         self._number = 0
         self._declared: str | None = None
         self._headers: list[_Header] = []  # not yet compared
@@ -147,7 +155,7 @@ class Channel:
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
-        return f"{self.kind} from stage {route[0]} to {route[1]}"
+        return f"{self.kind} from stage {route[0]} to {route[1]}{self._direction_text}"
 
     def send(self, tensors: tuple[Tensor, ...]) -> PendingSend:
         """Start to send one message; returns at once. The tensors must not be changed before the send is complete."""
@@ -211,7 +219,11 @@ class Channel:
 
     def trace(self, kind: str, start_ns: int) -> None:
         if self._group.tracer is not None:
-            self._group.tracer.event(f"boundary {self.boundary} {self.kind}", kind, start_ns)
+            self._group.tracer.event(f"boundary {self.boundary} {self.kind}{self._direction_text}", kind, start_ns)
+
+    @property
+    def _direction_text(self) -> str:
+        return f", direction {self.direction}" if self.direction else ""
 
     def _post(self, operation: Any, tensor: Tensor, text: str, header: bool = False) -> Any:
         end = "group_dst" if operation is dist.isend else "group_src"
@@ -224,8 +236,7 @@ class Channel:
         """The tag of the next tensor: both ends count alike. NCCL ignores it."""
         number = self._number
         self._number += 1
-        tag = self.boundary * len(KINDS) + KINDS.index(self.kind)
-        tag = tag << FINGERPRINT_BITS | zlib.crc32(text.encode()) & (1 << FINGERPRINT_BITS) - 1
+        tag = self._index << FINGERPRINT_BITS | zlib.crc32(text.encode()) & (1 << FINGERPRINT_BITS) - 1
         tag = tag << HEADER_BITS | header
         return tag << NUMBER_BITS | number & (1 << NUMBER_BITS) - 1
 
@@ -241,10 +252,10 @@ class Channel:
             raise ScheduleError(f"global rank {self._group.global_rank} cannot {operation} {self}: it is the other end of that channel")
 
 
-class Channels(Mapping[tuple[int, str], Channel]):
-    """The channels that begin or end on this rank, by (boundary, kind)."""
+class Channels(Mapping[Path, Channel]):
+    """The channels that begin or end on this rank, by (boundary, kind, direction)."""
 
-    def __init__(self, channels: dict[tuple[int, str], Channel]) -> None:
+    def __init__(self, channels: dict[Path, Channel]) -> None:
         self._channels = channels
 
     @classmethod
@@ -252,25 +263,24 @@ class Channels(Mapping[tuple[int, str], Channel]):
         """The channels of this rank's pipeline; called by all ranks of the world at one time (NCCL makes communicators here).
 
         placement: which pp_rank holds which stage. pp: this rank's pipeline. A boundary inside one rank has no channel. For
-        max_in_flight see Channel. Raises ScheduleError if the placement is for another number of ranks or runs in two directions.
+        max_in_flight see Channel. Raises ScheduleError if the placement is for another number of ranks or has more paths than tags.
         """
         if placement.num_ranks != pp.size:
             raise ScheduleError(f"the placement is for {placement.num_ranks} pipeline ranks, the group {pp} has {pp.size}")
-        if placement.second_direction is not None:
-            raise ScheduleError("channels of a placement with two directions are not there yet: use a schedule with one direction")
-        if placement.num_stages - 1 > (1 << CHANNEL_BITS) // len(KINDS):
-            raise ScheduleError(f"{placement.num_stages} stages: channels count at most {(1 << CHANNEL_BITS) // len(KINDS)} boundaries")
+        most = (1 << CHANNEL_BITS) // (len(KINDS) * len(placement.directions))
+        if placement.num_stages - 1 > most:
+            raise ScheduleError(f"{placement.num_stages} stages: channels count at most {most} boundaries")
         device = torch.device(device)
         own_communicators = pp.handle is not None and dist.get_backend(pp.handle) == "nccl"
-        channels: dict[tuple[int, str], Channel] = {}
-        for boundary, kind, sender, receiver in _routes(placement):
-            handle = _communicator(pp, boundary, kind, sender, receiver) if own_communicators else pp.handle
+        channels: dict[Path, Channel] = {}
+        for index, path, sender, receiver in _routes(placement):
+            handle = _communicator(pp, path, sender, receiver) if own_communicators else pp.handle
             if pp.rank not in (sender, receiver):
                 continue
             peer = receiver if pp.rank == sender else sender
-            channels[boundary, kind] = Channel(
-                boundary,
-                kind,
+            channels[path] = Channel(
+                *path,
+                index=index,
                 sends=pp.rank == sender,
                 group=pp,
                 peer=pp.ranks[peer],
@@ -297,31 +307,32 @@ class Channels(Mapping[tuple[int, str], Channel]):
             channel.wait_for(channel._post(operation, token, ""), perf_counter_ns(), (token,))
         torch.cuda.synchronize()
 
-    def __getitem__(self, key: tuple[int, str]) -> Channel:
+    def __getitem__(self, key: Path) -> Channel:
         return self._channels[key]
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Iterator[Path]:
         return iter(self._channels)
 
     def __len__(self) -> int:
         return len(self._channels)
 
 
-def _routes(placement: Placement) -> Iterator[tuple[int, str, int, int]]:
-    """(boundary, kind, sending pp_rank, receiving pp_rank) of every hop between ranks, in the one order of all ranks."""
-    for boundary in range(placement.num_stages - 1):
-        before, behind = placement.rank_of_stage[boundary], placement.rank_of_stage[boundary + 1]
-        if before != behind:
-            yield boundary, "activation", before, behind
-            yield boundary, "gradient", behind, before
+def _routes(placement: Placement) -> Iterator[tuple[int, Path, int, int]]:
+    """(index, path, sending pp_rank, receiving pp_rank) of every hop between ranks, in the one order of all ranks."""
+    paths = product(range(placement.num_stages - 1), enumerate(placement.directions), KINDS)
+    for index, (boundary, (direction, rank_of_stage), kind) in enumerate(paths):
+        ends = rank_of_stage[boundary], rank_of_stage[boundary + 1]
+        if ends[0] != ends[1]:
+            sender, receiver = ends if kind == "activation" else ends[::-1]
+            yield index, (boundary, kind, direction), sender, receiver
 
 
-def _communicator(pp: Group, boundary: int, kind: str, sender: int, receiver: int) -> Any:
+def _communicator(pp: Group, path: Path, sender: int, receiver: int) -> Any:
     """One communicator of two ranks, ascending, in every pipeline of the world; returns that of this rank's pipeline."""
     mine = None
     for pipeline in pp.siblings:
         ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
-        handle = new_handle(ranks, f"pp channel {boundary} {kind}", "nccl", pp.timeout_seconds)
+        handle = new_handle(ranks, "pp channel {} {} {}".format(*path), "nccl", pp.timeout_seconds)
         if pipeline == pp.ranks:
             mine = handle
     return mine

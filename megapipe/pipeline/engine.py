@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import Channel, MessageSpec, PendingReceive
+from megapipe.comm.channels import Channel, MessageSpec, Path, PendingReceive
 from megapipe.comm.trace import Tracer
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.action import Action, Op
+from megapipe.pipeline.streams import StageStreams
+from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 
 Key = tuple[int, int]  # (stage, microbatch)
@@ -50,13 +51,17 @@ class _Run:
     reports: dict[int, Any] = field(default_factory=dict)
 
 
+Handler = Callable[[_Run, Action], None]
+
+
 class Engine:
     """Runs this rank's row of `schedule` (lowered: with sends, receives and reductions); with gradients if it holds backwards.
 
-    stages: the runner of each stage on this rank. channels: by (boundary, 'activation' | 'gradient'); boundary s lies behind stage s.
-    They bound the sends under way, at no less than the depth the schedule's proof asks for. reduce_gradients: called with a stage at
-    REDUCE_GRAD, when all its weight gradients are there. tracer: records start and end of every action under its text form, of every
-    wait for a message inside one, and of the whole row.
+    stages: the runner of each stage on this rank. channels: by (boundary, 'activation' | 'gradient', direction); boundary s lies behind
+    stage s, microbatch m takes direction m % number of directions. They bound the sends under way, at no less than the depth the
+    schedule's proof asks for. reduce_gradients: called with a stage at REDUCE_GRAD, when all its weight gradients are there. tracer:
+    records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
+    GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
     Raises ValueError for stages that are not those of the row.
     """
 
@@ -65,9 +70,10 @@ class Engine:
         schedule: Schedule,
         pp_rank: int,
         stages: Mapping[int, StageRunner],
-        channels: Mapping[tuple[int, str], Channel],
+        channels: Mapping[Path, Channel],
         reduce_gradients: Callable[[int], None] | None = None,
         tracer: Tracer | None = None,
+        streams: StageStreams | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -76,7 +82,7 @@ class Engine:
             )
         if placement.num_ranks > 1 and not schedule.is_lowered:
             raise ValueError(f"schedule {schedule} holds no messages: the engine runs what schedule.lower made of it")
-        self.row = schedule.rows[pp_rank]
+        self.row = tuple(action for action in schedule.rows[pp_rank] if streams is not None or action.op is not Op.OVERLAP)
         self.num_microbatches = schedule.num_microbatches
         self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1
@@ -84,8 +90,16 @@ class Engine:
         self._channels = channels
         self._reduce_gradients = reduce_gradients
         self._tracer = tracer
-        self._local = {s for s in range(self.last_stage) if placement.rank_of_stage[s] == placement.rank_of_stage[s + 1]}
-        self._handlers: dict[Op, Callable[[_Run, Action], None]] = {
+        self._streams = streams
+        self._num_directions = len(placement.directions)
+        # (boundary, direction) of the hops inside a rank
+        self._local = {
+            (stage, direction)
+            for direction, rank_of_stage in enumerate(placement.directions)
+            for stage in range(self.last_stage)
+            if rank_of_stage[stage] == rank_of_stage[stage + 1]
+        }
+        self._handlers: dict[Op, Handler] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
@@ -96,9 +110,12 @@ class Engine:
             Op.RECV_B: self._receive_backward,
             Op.REDUCE_GRAD: self._reduce,
         }
+        if streams is not None:
+            self._handlers |= {op: self._on_stream(streams, self._handlers[op]) for op in COMPUTE_OPS}
+            self._handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
 
     def run(self, step: Step) -> list[Any]:
-        """Run the row once. Returns the last stage's reports in order of microbatches; an empty list on other ranks.
+        """Run the row once. Returns the last stage's reports of this rank's microbatches, in their order; an empty list on other ranks.
 
         Raises ValueError for another number of microbatches than the schedule's. What a stage raises comes through as it is; the run is
         then lost and leaves nothing behind in the stages (peers that wait for its messages time out).
@@ -124,6 +141,14 @@ class Engine:
             self._tracer.event("row", "row", start, self._tracer.now())
         return [run.reports[m] for m in sorted(run.reports)]
 
+    @staticmethod
+    def _on_stream(streams: StageStreams, handler: Handler) -> Handler:
+        def handle(run: _Run, action: Action) -> None:
+            with streams.computing(action.stage):
+                handler(run, action)
+
+        return handle
+
     def _traced(self, tracer: Tracer, run: _Run, action: Action) -> None:
         start = tracer.now()
         self._handlers[action.op](run, action)
@@ -131,15 +156,12 @@ class Engine:
 
     def _forward(self, run: _Run, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
-        inputs: Tensors = ()
-        if stage > 0:
-            is_here = stage - 1 in self._local
-            inputs = run.activations.pop((stage, microbatch)) if is_here else self._received(run, Op.RECV_F, stage, microbatch)
+        inputs = self._inputs(run, stage, microbatch)
         is_last = stage == self.last_stage
         result = self._stages[stage].forward(microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None)
         if is_last:
             run.reports[microbatch] = result
-        elif stage in self._local:
+        elif self._is_local(stage, microbatch):
             run.activations[stage + 1, microbatch] = result
         else:
             run.outputs[stage, microbatch] = result
@@ -158,37 +180,58 @@ class Engine:
         self._stages[action.stage].backward_weight(_number(action))
 
     def _send_forward(self, run: _Run, action: Action) -> None:
-        self._channels[action.stage, "activation"].send(run.outputs.pop((action.stage, _number(action))))
+        self._channel(action.stage, "activation", action).send(run.outputs.pop((action.stage, _number(action))))
 
     def _send_backward(self, run: _Run, action: Action) -> None:
-        self._channels[action.stage - 1, "gradient"].send(run.input_gradients.pop((action.stage, _number(action))))
+        self._channel(action.stage - 1, "gradient", action).send(run.input_gradients.pop((action.stage, _number(action))))
 
     def _receive_forward(self, run: _Run, action: Action) -> None:
         boundary = action.stage - 1
-        pending = self._channels[boundary, "activation"].post_receive(run.step.message(boundary))
+        pending = self._channel(boundary, "activation", action).post_receive(run.step.message(boundary))
         run.receives[Op.RECV_F, action.stage, _number(action)] = pending
 
     def _receive_backward(self, run: _Run, action: Action) -> None:
         message = tuple(spec for spec in run.step.message(action.stage) if spec.dtype.is_floating_point)
-        pending = self._channels[action.stage, "gradient"].post_receive(message)
+        pending = self._channel(action.stage, "gradient", action).post_receive(message)
         run.receives[Op.RECV_B, action.stage, _number(action)] = pending
 
     def _reduce(self, run: _Run, action: Action) -> None:
         if self._reduce_gradients is not None:
             self._reduce_gradients(action.stage)
 
+    def _inputs(self, run: _Run, stage: int, microbatch: int) -> Tensors:
+        if stage == 0:
+            return ()
+        if self._is_local(stage - 1, microbatch):
+            return self._used(run.activations.pop((stage, microbatch)))
+        return self._used(self._received(run, Op.RECV_F, stage, microbatch))
+
     def _output_gradients(self, run: _Run, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         if stage == self.last_stage:
             return (None,)  # the objective's gradient is 1
-        return run.gradients.pop((stage, microbatch)) if stage in self._local else self._received(run, Op.RECV_B, stage, microbatch)
+        if self._is_local(stage, microbatch):
+            return self._used(run.gradients.pop((stage, microbatch)))
+        return self._used(self._received(run, Op.RECV_B, stage, microbatch))
 
     def _deliver(self, run: _Run, stage: int, microbatch: int, input_gradients: Tensors) -> None:
         if stage == 0:
             return
-        if stage - 1 in self._local:
+        if self._is_local(stage - 1, microbatch):
             run.gradients[stage - 1, microbatch] = input_gradients
         else:
             run.input_gradients[stage, microbatch] = input_gradients
+
+    def _used(self, tensors: Tensors) -> Tensors:
+        if self._streams is not None:
+            self._streams.use(tensors)
+        return tensors
+
+    def _is_local(self, boundary: int, microbatch: int) -> bool:
+        """Whether both stages of the boundary lie on this rank for the microbatch: they hand over without a message."""
+        return (boundary, microbatch % self._num_directions) in self._local
+
+    def _channel(self, boundary: int, kind: str, action: Action) -> Channel:
+        return self._channels[boundary, kind, _number(action) % self._num_directions]
 
     def _received(self, run: _Run, op: Op, stage: int, microbatch: int) -> Tensors:
         pending = run.receives.pop((op, stage, microbatch))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import NUMBER_BITS, Channels, MessageSpec, PendingReceive, PendingSend
+from megapipe.comm.channels import NUMBER_BITS, Channels, MessageSpec, Path, PendingReceive, PendingSend
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError, ScheduleError
-from megapipe.schedule.placement import Placement, linear, loop
+from megapipe.schedule.placement import Placement, linear, loop, two_directions
 from megapipe.topology import Topology
 from tests.comm.ranks import groups_of
 from tests.harness import RankPool, run_ranks
@@ -23,8 +23,8 @@ from tests.harness import RankPool, run_ranks
 FEW = (MessageSpec((2, 3), torch.float32),)
 
 
-def content(boundary: int, kind: str, number: int) -> float:
-    return 1000.0 * boundary + 100 * (kind == "gradient") + number
+def content(boundary: int, kind: str, direction: int, number: int) -> float:
+    return 1000.0 * boundary + 100 * (kind == "gradient") + 50 * direction + number
 
 
 def interleave(rank: int, world_size: int, placement: Placement, seed: int, messages: int, elements: int) -> int:
@@ -34,7 +34,7 @@ def interleave(rank: int, world_size: int, placement: Placement, seed: int, mess
     todo = [key for key in channels for _ in range(messages)]
     draw.shuffle(todo)
     number = dict.fromkeys(channels, 0)
-    posted: list[tuple[tuple[int, str], int, PendingReceive]] = []
+    posted: list[tuple[Path, int, PendingReceive]] = []
     sends: list[PendingSend] = []
     for key in todo:
         value = content(*key, number[key])
@@ -68,13 +68,21 @@ def test_channels_of_a_longer_pipeline_never_mix_messages() -> None:
     assert sum(run_ranks(interleave, 3, loop(3, 3), 0, 5, 7)) == 8 * 2 * 5
 
 
+def test_channels_in_two_directions_never_mix_messages() -> None:
+    """Two ranks that hold both stages: over the one boundary each sends activations of its direction and gradients of the other's."""
+    with RankPool(2) as pool:
+        for seed in range(6):
+            assert pool.run(interleave, two_directions(2), seed, 8, 5) == [16, 16]
+    assert sum(run_ranks(interleave, 4, two_directions(4), 0, 5, 7)) == 3 * 2 * 2 * 5
+
+
 def test_large_messages_in_any_interleaving_arrive_whole() -> None:
     assert run_ranks(interleave, 2, loop(2, 2), 1, 3, 300_000) == [9, 9]
 
 
 def many_in_order(rank: int, world_size: int, count: int) -> list[float]:
     """Messages whose running number passes what a tag can hold."""
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp, max_in_flight=4)[0, "activation"]
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp, max_in_flight=4)[0, "activation", 0]
     channel._number = (1 << NUMBER_BITS) - count // 2
     if rank == 0:
         for number in range(count):
@@ -91,7 +99,7 @@ def test_messages_stay_in_order_beyond_the_numbers_of_a_tag() -> None:
 def bounded(rank: int, world_size: int) -> list[bool]:
     """With one message in flight the second send waits until the first has arrived."""
     groups = groups_of(rank, Topology(pp=2))
-    channel = Channels.build(linear(2), groups.pp, max_in_flight=1)[0, "activation"]
+    channel = Channels.build(linear(2), groups.pp, max_in_flight=1)[0, "activation", 0]
     if rank == 0:
         first = channel.send((torch.zeros(2, 3),))
         before = first.done()
@@ -118,10 +126,10 @@ def every_dtype(rank: int, world_size: int) -> list[tuple[Tensor, ...]]:
     ]
     if rank == 0:
         for message in messages:
-            channels[0, "activation"].send(message)
+            channels[0, "activation", 0].send(message)
         channels.drain()
         return messages
-    return [channels[0, "activation"].post_receive(tuple(map(MessageSpec.of, message))).wait() for message in messages]
+    return [channels[0, "activation", 0].post_receive(tuple(map(MessageSpec.of, message))).wait() for message in messages]
 
 
 def test_tuples_of_any_shape_and_dtype_arrive() -> None:
@@ -132,7 +140,7 @@ def test_tuples_of_any_shape_and_dtype_arrive() -> None:
 
 
 def send_and_forget(rank: int, world_size: int) -> list[float]:
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation"]
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation", 0]
     size = 500_000
     if rank == 0:
         for number in range(4):
@@ -152,7 +160,7 @@ def test_sent_tensors_live_until_they_have_arrived() -> None:
 
 def changing_shapes(rank: int, world_size: int) -> list[tuple[int, ...]]:
     """Training, evaluation, training: the declaration changes on both ends and is compared each time."""
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation"]
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation", 0]
     shapes = [(4, 2), (4, 2), (1, 2), (4, 2)]
     if rank == 0:
         for shape in shapes:
@@ -168,10 +176,10 @@ def test_shapes_may_change_from_message_to_message() -> None:
 def disagree_at_first(rank: int, world_size: int) -> str:
     channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=10).pp)
     if rank == 0:
-        channels[0, "activation"].send((torch.ones(4, 8),))
+        channels[0, "activation", 0].send((torch.ones(4, 8),))
         return ""
     with pytest.raises(CommunicationError) as caught:
-        channels[0, "activation"].post_receive(FEW).wait()
+        channels[0, "activation", 0].post_receive(FEW).wait()
     return str(caught.value)
 
 
@@ -181,7 +189,7 @@ def test_longer_message_than_expected_is_an_error_and_not_a_crash() -> None:
 
 
 def disagree_and_wait_for_the_second(rank: int, world_size: int) -> str:
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=10).pp)[0, "activation"]
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=10).pp)[0, "activation", 0]
     if rank == 0:
         for _ in range(2):
             channel.send((torch.ones(2, 3, dtype=torch.int64),))
@@ -198,7 +206,7 @@ def test_declarations_are_compared_by_whichever_message_is_waited_for_first() ->
 
 def disagree_later(rank: int, world_size: int) -> str:
     channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=1).pp)
-    channel = channels[0, "activation"]
+    channel = channels[0, "activation", 0]
     if rank == 0:
         channel.send((torch.ones(2, 3),)).wait()
         channel.send((torch.ones(4, 8),))
@@ -219,7 +227,7 @@ def test_sender_that_alone_changes_its_shapes_is_an_error_and_not_a_crash() -> N
 
 def lose_the_sender(rank: int, world_size: int) -> str:
     channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)
-    channel = channels[0, "gradient"]
+    channel = channels[0, "gradient", 0]
     if rank == 1:
         channel.send((torch.ones(2, 3),)).wait()
         os._exit(1)
@@ -237,7 +245,7 @@ def test_dead_sender_is_named_at_once() -> None:
 
 def traced(rank: int, world_size: int) -> list[tuple[str, str]]:
     tracer = Tracer()
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), tracer=tracer).pp)[0, "activation"]
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), tracer=tracer).pp)[0, "activation", 0]
     pending = channel.send((torch.ones(2, 3),)) if rank == 0 else channel.post_receive(FEW)
     pending.wait()
     pending.wait()
@@ -248,26 +256,35 @@ def test_tracer_sees_each_message_once() -> None:
     assert run_ranks(traced, 2) == [[("boundary 0 activation", "send")], [("boundary 0 activation", "receive")]]
 
 
-def ends_of(rank: int, world_size: int) -> dict[tuple[int, str], tuple[bool, int]]:
+def ends_of(rank: int, world_size: int, placement: Placement) -> dict[Path, tuple[bool, int]]:
     pp = groups_of(rank, Topology(tp=2, pp=2)).pp
-    return {key: (channel.sends, channel.peer) for key, channel in Channels.build(loop(2, 2), pp).items()}
+    return {key: (channel.sends, channel.peer) for key, channel in Channels.build(placement, pp).items()}
 
 
 def test_peers_are_those_of_the_own_pipeline() -> None:
-    seen = run_ranks(ends_of, 4)
+    seen = run_ranks(ends_of, 4, loop(2, 2))
     assert seen[1] == {
-        (0, "activation"): (True, 3),
-        (0, "gradient"): (False, 3),
-        (1, "activation"): (False, 3),
-        (1, "gradient"): (True, 3),
-        (2, "activation"): (True, 3),
-        (2, "gradient"): (False, 3),
+        (0, "activation", 0): (True, 3),
+        (0, "gradient", 0): (False, 3),
+        (1, "activation", 0): (False, 3),
+        (1, "gradient", 0): (True, 3),
+        (2, "activation", 0): (True, 3),
+        (2, "gradient", 0): (False, 3),
     }
     assert seen[2] == {key: (not sends, 0) for key, (sends, _) in seen[0].items()}
 
 
+def test_the_second_direction_runs_the_other_way_between_the_same_ranks() -> None:
+    assert run_ranks(ends_of, 4, two_directions(2))[1] == {
+        (0, "activation", 0): (True, 3),
+        (0, "gradient", 0): (False, 3),
+        (0, "activation", 1): (False, 3),
+        (0, "gradient", 1): (True, 3),
+    }
+
+
 def wrong_end(rank: int, world_size: int) -> str:
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation"]
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation", 0]
     with pytest.raises(ScheduleError) as caught:
         channel.post_receive(FEW) if rank == 0 else channel.send((torch.ones(1),))
     return str(caught.value)

@@ -16,6 +16,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
+from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.build import build_lowered, build_schedule
 from megapipe.schedule.lower import lower
@@ -84,6 +85,16 @@ def run_linears(
     schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", world_size, chunks, count)
     lowered = lower(schedule if delay is None else split(schedule, delay))
     validate(lowered)
+    return run_lowered(rank, world_size, lowered)
+
+
+def run_named(rank: int, world_size: int, name: str, chunks: int, count: int) -> tuple[Any, dict[int, list[Tensor]]]:
+    return run_lowered(rank, world_size, build_lowered(name, world_size, chunks, count))
+
+
+def run_lowered(
+    rank: int, world_size: int, lowered: Schedule, streams: StageStreams | None = None
+) -> tuple[tuple[list[Tensor], list[tuple[int, int]]], dict[int, list[Tensor]]]:
     queues = {stage: WeightQueue() for stage in lowered.placement.stages_of(rank)}
     modules = {stage: Linears(stage, queue) for stage, queue in queues.items()}
     runners = {stage: StageRunner(module, queues[stage]) for stage, module in modules.items()}
@@ -95,7 +106,9 @@ def run_linears(
         runners,
         Channels.build(lowered.placement, group, max_in_flight=4),
         lambda stage: reduced.append((stage, len(queues[stage].keys))),
+        streams=streams,
     )
+    count = lowered.num_microbatches
     inputs = [torch.randn(3, 1, WIDTH, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
     spec = (MessageSpec((3, 1, WIDTH), torch.float64),)
     reports = engine.run(Step(inputs, lambda boundary: spec, lambda output, payload: (output.square().sum(), output.detach().sum())))
@@ -115,6 +128,33 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_one(
         assert all(torch.equal(a, b) for a, b in zip(found[stage], tensors, strict=True)), stage
     for rank, ((_, reduced), _) in enumerate(cut):  # no weight gradient waits when a stage is reduced
         assert sorted(reduced) == [(stage, 0) for stage in range(rank, 2 * chunks, 2)]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (2, 6), (4, 8)], ids=["p2 m4", "p2 m6", "p4 m8"])
+def test_both_directions_together_give_the_losses_and_gradients_of_one(
+    rank_pools: Callable[[int], RankPool], ranks: int, count: int
+) -> None:
+    one, two = rank_pools(ranks).run(run_named, "1f1b", 1, count), rank_pools(ranks).run(run_named, "dualpipe", 2, count)
+    losses = one[-1][0][0]
+    assert [len(reports) for (reports, _), _ in two] == [count // 2] + [0] * (ranks - 2) + [count // 2]
+    assert torch.equal(torch.stack(two[-1][0][0]), torch.stack(losses[::2]))  # even ones come down to the last rank
+    assert torch.equal(torch.stack(two[0][0][0]), torch.stack(losses[1::2]))
+    for stage, expected in merged(one).items():
+        holders = [gradients for _, by_stage in two for held, gradients in by_stage.items() if held == stage]
+        for whole, half, other in zip(expected, *holders, strict=True):
+            assert half.abs().sum() > 0 and other.abs().sum() > 0
+            assert (half + other - whole).abs().max() <= 1e-13 * whole.abs().max()
+    for rank, ((_, reduced), _) in enumerate(two):  # the last stage first on both of its ranks
+        assert reduced == [(stage, 0) for stage in sorted((rank, ranks - 1 - rank), reverse=True)]
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5), (4, 8)], ids=["p1 m2", "p2 m5", "p4 m8"])
+def test_dualpipe_v_gives_the_losses_and_gradients_of_interleaved(rank_pools: Callable[[int], RankPool], ranks: int, count: int) -> None:
+    loop, folded = (rank_pools(ranks).run(run_named, name, 2, count) for name in ("interleaved", "dualpipe-v"))
+    assert torch.equal(torch.stack(folded[0][0][0]), torch.stack(loop[-1][0][0]))
+    found = merged(folded)
+    for stage, expected in merged(loop).items():
+        assert all((a - b).abs().max() <= 1e-13 * b.abs().max() for a, b in zip(found[stage], expected, strict=True)), stage
 
 
 class Watched(nn.Module):
