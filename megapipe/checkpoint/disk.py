@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 Observer = Callable[[str, Path], None]  # (what was done, to what); may raise
-BUFFER_BYTES = 1 << 20  # small tensors are collected into writes of this size
+WRITE_BYTES = 1 << 22  # of one call; small tensors are collected up to it
 
 
 class Disk:
@@ -20,10 +18,17 @@ class Disk:
         self._observer = observer
 
     def make_folder(self, path: Path) -> None:
-        """A new folder; its parents are made, too."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """A new folder; parents that are missing are made and synced, too."""
+        self.make_parents(path)
         path.mkdir()
         self._done("make", path)
+
+    def make_parents(self, path: Path) -> None:
+        """The folders above path, so that they survive a power cut; those that are there are left alone."""
+        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+            parent.mkdir(exist_ok=True)
+            self._done("make", parent)
+            self.sync_folder(parent.parent)
 
     def create(self, path: Path) -> NewFile:
         """A file that must not exist yet, for writing; leaving its `with` block without an exception syncs it to the device."""
@@ -62,34 +67,51 @@ class Disk:
 
 
 class NewFile:
-    """A file under way. `write` takes anything with the buffer protocol."""
+    """A file under way. `write` takes anything with the buffer protocol; small pieces are collected, large ones go out without a copy."""
 
     def __init__(self, path: Path, done: Observer) -> None:
         self._path = path
         self._done = done
-        self._file: BinaryIO = open(path, "xb", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed in __exit__
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._collected = bytearray()
+        self._written = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        self._file.write(content)
-        self._done("write", self._path)
+        if len(self._collected) + len(content) >= WRITE_BYTES:
+            self._flush()
+        if len(content) >= WRITE_BYTES // 4:
+            self._flush()
+            self._put(memoryview(content))
+        else:
+            self._collected += content
 
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._abandon()
-            return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except BaseException:
-            self._abandon()
-            raise
-        self._file.close()
-        self._done("sync", self._path)
+            if kind is None:
+                self._flush()
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        if kind is None:
+            self._done("sync", self._path)
 
-    def _abandon(self) -> None:
-        """Close without a second complaint: closing tries again to write what a full disk did not take."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+    def _flush(self) -> None:
+        if self._collected:
+            self._put(memoryview(self._collected))
+            self._collected = bytearray()
+
+    def _put(self, content: memoryview) -> None:
+        """Write all of it and let the device begin with it: a page that is written leaves room for those that the training reads."""
+        for first in range(0, len(content), WRITE_BYTES):
+            start = self._written
+            piece = content[first : first + WRITE_BYTES]
+            while len(piece):
+                count = os.write(self._descriptor, piece)
+                piece = piece[count:]
+                self._written += count
+            if self._written - start >= WRITE_BYTES // 4 and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._descriptor, start, self._written - start, os.POSIX_FADV_DONTNEED)
+            self._done("write", self._path)

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import Manifest, read_manifest
 from megapipe.errors import CheckpointError
 
@@ -123,7 +124,7 @@ def prepare_root(root: Path, step: int) -> tuple[str, ...]:
     restart would load.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        Disk().make_parents(root / "probe")
         probe = root / temporary_name(LATEST_NAME, "0")
         probe.write_bytes(b"")
         probe.unlink()

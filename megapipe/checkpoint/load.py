@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 
 from megapipe.checkpoint.folder import CheckpointFolder
-from megapipe.checkpoint.manifest import SavedTensor
-from megapipe.checkpoint.shard_file import DTYPES, copy_into
+from megapipe.checkpoint.manifest import SavedBox
+from megapipe.checkpoint.shard_file import DTYPES
+from megapipe.checkpoint.shard_reader import ShardReader
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import Group
@@ -41,9 +42,25 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox]) -> int:
         by_name.setdefault(target.name, []).append(target)
     for name, targets in by_name.items():
         _check(folder, name, targets)
+    copied = dict.fromkeys(by_name, 0)
+    with ShardReader(folder.path, folder.manifest.block_bytes) as reader:
+        for name, dtype, box in _in_file_order(folder, by_name):
+            copied[name] += reader.copy(name, dtype, box, by_name[name])
     for name, targets in by_name.items():
-        _fill(folder, name, folder.manifest.tensors[name], targets)
+        missing = sum(target.box.num_elements for target in targets) - copied[name]
+        if missing:
+            shape = folder.manifest.tensors[name].shape
+            raise CheckpointError(f"{folder.path}: {name} of shape {list(shape)} ({math.prod(shape)} elements) lacks {missing}")
     return sum(target.values.numel() * target.values.dtype.itemsize for target in wanted)
+
+
+def _in_file_order(folder: CheckpointFolder, wanted: dict[str, list[TensorBox]]) -> list[tuple[str, str, SavedBox]]:
+    """(tensor, dtype, saved box) of all that is to be read."""
+    found = []
+    for name, targets in wanted.items():
+        saved = folder.manifest.tensors[name]
+        found += [(name, saved.dtype, box) for box in saved.boxes if any(target.box.intersect(box.box) for target in targets)]
+    return sorted(found, key=lambda entry: (entry[2].file, entry[2].start))
 
 
 def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox]) -> None:
@@ -60,16 +77,3 @@ def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox]) -> Non
                     "torch.", ""
                 )
             )
-
-
-def _fill(folder: CheckpointFolder, name: str, saved: SavedTensor, targets: list[TensorBox]) -> None:
-    block_bytes = folder.manifest.block_bytes
-    copied = 0
-    for box in saved.boxes:
-        if any(target.box.intersect(box.box) for target in targets):
-            copied += copy_into(folder.path, name, saved.dtype, box, targets, block_bytes)
-    expected = sum(target.box.num_elements for target in targets)
-    if copied != expected:
-        raise CheckpointError(
-            f"{folder.path}: {name} of shape {list(saved.shape)} ({math.prod(saved.shape)} elements) lacks {expected - copied}"
-        )

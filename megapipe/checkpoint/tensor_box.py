@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,13 @@ def padding_of(piece: Piece, values: Tensor) -> Tensor:
     return values.detach()[0 if box is None else box.num_elements :]
 
 
-def as_bytes(values: Tensor) -> memoryview:
-    """The elements' bytes in memory of the CPU, without a copy where they are there."""
-    return values.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data
+def as_bytes(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """The elements' bytes in memory of the CPU, in blocks, the last one shorter; without a copy where they are there."""
+    flat = values.detach().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        whole = flat.numpy().data
+        for start in range(0, len(whole), block_bytes):
+            yield whole[start : start + block_bytes]
+    else:
+        for block in flat.split(block_bytes):
+            yield block.cpu().numpy().data

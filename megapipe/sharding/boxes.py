@@ -59,7 +59,7 @@ def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | N
     stop = math.prod(local) if stop is None else stop
     found: list[Piece] = []
     for rows, row_offset, columns, column_offset, first, owned in _blocks(spec, tp_rank, tp, local):
-        for row, num_rows, column, num_columns, at in _rectangles(rows, columns, max(start - first, 0), min(stop - first, rows * columns)):
+        for row, num_rows, column, num_columns, at in rectangles(rows, columns, max(start - first, 0), min(stop - first, rows * columns)):
             if len(spec.shape) == 1:
                 box = Box((row_offset + row,), (num_rows,))
             else:
@@ -85,7 +85,7 @@ def _blocks(spec: ParamSpec, tp_rank: int, tp: int, local: tuple[int, ...]) -> I
         first += rows * columns
 
 
-def _rectangles(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+def rectangles(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
     """The flat range [start, stop) of a row-major block as rectangles: row, rows, column, columns, flat start."""
     while start < stop:
         row, column = divmod(start, columns)

@@ -60,8 +60,7 @@ def events_of_a_save(root: Path) -> list[str]:
 
 def test_the_order_of_events_is_write_sync_rename(tmp_path: Path) -> None:
     files = ["create", "write", "sync"]
-    shard = ["create", "write", "write", "sync"]  # header, one tensor
-    commit = ["make", *shard, *files, *files, "sync", "rename", "sync"]  # configuration, manifest, the folder itself
+    commit = ["make", *files, *files, *files, "sync", "rename", "sync"]  # shard, configuration, manifest, the folder itself
     latest = [*files, "rename", "sync"]
     removal = ["rename", "sync", "remove"]
     assert events_of_a_save(tmp_path) == commit + latest + removal
