@@ -178,6 +178,10 @@ data.merge_file | --merge-file {{tmp}}/b.txt | said b.txt | {GPT2}
 checkpoint.save | --save {{tmp}}/ckpt | file ckpt/**/manifest.json
 checkpoint.load | --load {{saved}} | said going on after step 2 | --lr-decay-style constant
 checkpoint.save_interval | --save-interval 1 | file ckpt/*1/manifest.json | {SAVE}
+checkpoint.save_interval_minutes | --save-interval-minutes 1e-9 | file ckpt/*1/manifest.json | {SAVE}
+checkpoint.async_save | --async-save | said beside the training | {SAVE}
+checkpoint.exit_on_save_failure | --exit-on-save-failure | failing_save | {SAVE} --async-save --save-interval 1
+checkpoint.save_retain_interval | --save-retain-interval 2 | checkpoints 3 2 | {SAVE} --save-interval 1
 checkpoint.no_save_optim | --no-save-optim | manifest optimizer | {SAVE}
 checkpoint.no_save_rng | --no-save-rng | manifest random | {SAVE}
 checkpoint.no_load_optim | --no-load-optim | records | {LOAD} --train-iters 5
@@ -186,7 +190,7 @@ checkpoint.finetune | --finetune | records | {LOAD}
 checkpoint.ckpt_step | --ckpt-step 1 | said going on after step 1 | {LOAD}
 checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome | --load {{tmp}}/nothing
 checkpoint.use_checkpoint_args | --use-checkpoint-args | outcome | {LOAD} !--hidden-size !--ffn-hidden-size
-checkpoint.keep_last | --keep-last 1 | fewer_checkpoints | {SAVE} --save-interval 1
+checkpoint.keep_last | --keep-last 1 | checkpoints 3 1 | {SAVE} --save-interval 1
 
 logging.log_interval | --log-interval 2 | records
 logging.tensorboard_dir | --tensorboard-dir {{tmp}}/board | file board/events*

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import re
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
 from megapipe.cli.pretrain import main, with_vocabulary
 from megapipe.comm.trace import Tracer
@@ -276,8 +278,22 @@ def manifest(pair: Pair, key: str) -> None:
     assert pair.both(look) == (False, True)
 
 
-def fewer_checkpoints(pair: Pair, _: str) -> None:
-    assert pair.both(lambda case: len(case.files("ckpt/*/manifest.json"))) == (3, 1)
+def checkpoints(pair: Pair, counts: str) -> None:
+    assert "{} {}".format(*pair.both(lambda case: len(case.files("ckpt/*/manifest.json")))) == counts
+
+
+def failing_save(pair: Pair, _: str) -> None:
+    create = Disk.create
+
+    def full(disk: Disk, path: Path) -> Any:
+        if path.parent.name.startswith(".step_00000001"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(disk, path)
+
+    pair.monkeypatch.setattr(Disk, "create", full)
+    assert pair.both(lambda case: case.done[0]) == (0, 1)
+    assert "the save of step 1 FAILED: rank 0 cannot write" in pair.base.done[1]
+    assert sorted(path.parent.name for path in pair.base.files("ckpt/*/manifest.json")) == ["step_00000002", "step_00000003"]
 
 
 def wandb(pair: Pair, argument: str) -> None:
@@ -293,7 +309,7 @@ SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, device, readers, manifest,
-        fewer_checkpoints, wandb,
+        checkpoints, failing_save, wandb,
     )
 }  # fmt: skip
 ROWS = rows()

@@ -1,75 +1,28 @@
-"""`save_checkpoint`: all ranks write their boxes beside, rank 0 looks at every file, writes the manifest and commits with one rename.
+"""`save_checkpoint` and `BackgroundSave`: the ranks carry an `Attempt` through, while the training waits or beside it.
 
-The order of events, each of which may be the last before a crash:
-1. rank 0 makes `.step_N.tmp-TOKEN`                                    nothing is there
-2. every rank writes and syncs its file                                nothing is there
-3. rank 0 sees every file, writes configuration and manifest, syncs    nothing is there
-4. rank 0 renames the folder to `step_N` and syncs the root            complete
-5. rank 0 moves `latest`, then removes old checkpoints                 complete
-
-Writing (`shard_file.write_shard`) and committing communicate nothing, so that they can run beside the training.
+Beside it, a thread of each rank writes what was copied out of the live tensors, and then one of rank 0 commits. zlib.crc32, write and
+fsync release Python's lock. The ranks agree in the main thread alone, where all other collectives are: who trains asks `is_ready`, adds
+that to what the ranks reduce after every step anyway, and calls `advance` when all are.
 """
 
 from __future__ import annotations
 
-import secrets
+import dataclasses
+import threading
 import time
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.coverage import check_covered
+from megapipe.checkpoint.attempt import INTACT, Answer, Attempt, End, Extras, SaveReport, Start
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import CONFIG_NAME, LATEST_NAME, TOKENIZER_NAME, folder_name, open_folder, temporary_name
-from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedFile, SavedTensor
-from megapipe.checkpoint.retention import remove_old
-from megapipe.checkpoint.shard_file import BLOCK_BYTES, WrittenBox, WrittenShard, shard_name, write_shard
+from megapipe.checkpoint.retention import KEEP_ALL, Retention
+from megapipe.checkpoint.shard_file import BLOCK_BYTES
+from megapipe.checkpoint.staging import Staging
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.collectives import broadcast_object, gather_objects
 from megapipe.comm.groups import Group
 from megapipe.errors import CheckpointError
-
-INTACT = "checkpoints saved earlier are intact"
-NOT_SHARED = "the checkpoint directory is not shared between the nodes"
-
-Answer = WrittenShard | str | None  # of one rank: what it wrote, what went wrong, or None if it has nothing to save
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """path: of the checkpoint. num_bytes: of all files of all ranks. removed: old checkpoints. remark: set if nothing had to be written."""
-
-    path: Path
-    num_bytes: int
-    seconds: float
-    removed: tuple[Path, ...] = ()
-    remark: str = ""
-
-
-@dataclass(frozen=True)
-class Extras:
-    """What rank 0 puts beside the tensors. state: plain JSON values. tokenizer: a folder or file that is copied, if given."""
-
-    state: dict[str, Any]
-    config_text: str
-    tokenizer: Path | None = None
-
-
-@dataclass(frozen=True)
-class _Start:
-    """What rank 0 tells the others before they write. Exactly one of the three is set."""
-
-    temporary: Path | None = None
-    done_already: SaveReport | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class _End:
-    report: SaveReport | None = None
-    error: str | None = None
 
 
 def save_checkpoint(
@@ -78,166 +31,109 @@ def save_checkpoint(
     tensors: Iterable[TensorBox],
     extras: Extras,
     group: Group,
-    keep_last: int | None = None,
+    keep: Retention = KEEP_ALL,
     disk: Disk | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> SaveReport:
     """Save the boxes that this rank answers for; called by all ranks of the group, over which each element is given once.
 
-    keep_last: remove older complete checkpoints afterwards. A complete checkpoint of the same step and state is left as it is; one of
+    keep: which older complete checkpoints stay afterwards. A complete checkpoint of the same step and state is left as it is; one of
     another state is an error: saving never overwrites. block_bytes: a multiple of 8.
     Raises CheckpointError on every rank if any rank fails; the temporary folder is removed then.
     """
-    save = _Save(disk or Disk(), root, step, extras, keep_last, block_bytes)
-    start: _Start = broadcast_object(save.begin() if group.rank == 0 else None, group)
-    if start.error is not None:
-        raise CheckpointError(start.error)
+    attempt = Attempt(disk or Disk(), root, step, extras, keep, block_bytes)
+    start = _begin(attempt, group)
     if start.done_already is not None:
         return start.done_already
     assert start.temporary is not None
-    written = gather_objects(save.write(start.temporary, list(tensors), group.global_rank), group)
-    end: _End = broadcast_object(save.finish(start.temporary, written) if group.rank == 0 else None, group)
+    written = gather_objects(attempt.write(start.temporary, list(tensors), group.global_rank), group)
+    return _reported(broadcast_object(attempt.finish(start.temporary, written) if group.rank == 0 else None, group))
+
+
+class BackgroundSave:
+    """One save beside the training. Made, advanced and finished by all ranks together, in their main threads.
+
+    Returns from its making when the tensors are copied into `staging`, which must not be used again before the save is over.
+    Raises CheckpointError on all ranks where it cannot begin.
+    """
+
+    def __init__(self, attempt: Attempt, tensors: Iterable[TensorBox], group: Group, staging: Staging) -> None:
+        began = time.monotonic()
+        self.step = attempt.step
+        self._attempt = attempt
+        self._group = group
+        self._report: SaveReport | None = None
+        self._result: Any = None
+        self._writing = True
+        start = _begin(attempt, group)
+        if start.done_already is not None:
+            self._report = start.done_already
+            return
+        assert start.temporary is not None
+        self._temporary: Path = start.temporary
+        staged = staging.copy(list(tensors))
+        self._waited_seconds = time.monotonic() - began
+        self._start(lambda: self._write(staged), "checkpoint shard")
+
+    @property
+    def is_ready(self) -> bool:
+        """What this rank had to do before the next `advance` is done."""
+        return self._report is not None or not self._thread.is_alive()
+
+    def advance(self) -> SaveReport | None:
+        """Begin the commit, or end the save; called by all ranks when all are ready. None: not over yet.
+
+        Raises CheckpointError on all ranks if the save failed; it is over then, too.
+        """
+        if self._report is not None:
+            return self._report
+        self._thread.join()
+        if self._writing:
+            self._writing = False
+            written = gather_objects(self._result, self._group)
+            self._start(lambda: self._commit(written), "checkpoint commit")
+            return None
+        report = _reported(broadcast_object(self._result, self._group))
+        return dataclasses.replace(report, waited_seconds=self._waited_seconds)
+
+    def finish(self) -> SaveReport:
+        """Wait for the end. Raises CheckpointError on all ranks if the save failed."""
+        report = None
+        while report is None:
+            report = self.advance()
+        return report
+
+    def _start(self, work: Callable[[], Answer | End], name: str) -> None:
+        def run() -> None:
+            self._result = work()
+
+        # a daemon: who leaves at once does not wait for it, and a torn save is cleaned up by the next start
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread.start()
+
+    def _write(self, staged: Callable[[], Sequence[TensorBox]]) -> Answer:
+        try:
+            return self._attempt.write(self._temporary, staged(), self._group.global_rank)
+        except BaseException as error:  # a thread's exception would be seen by nobody
+            return f"rank {self._group.global_rank} cannot write its shard: {type(error).__name__}: {error}; {INTACT}"
+
+    def _commit(self, written: Sequence[Answer]) -> End | None:
+        if self._group.rank != 0:
+            return None
+        try:
+            return self._attempt.finish(self._temporary, written)
+        except BaseException as error:
+            return End(error=f"rank 0 cannot commit {self._temporary}: {type(error).__name__}: {error}; {INTACT}")
+
+
+def _begin(attempt: Attempt, group: Group) -> Start:
+    start: Start = broadcast_object(attempt.begin() if group.rank == 0 else None, group)
+    if start.error is not None:
+        raise CheckpointError(start.error)
+    return start
+
+
+def _reported(end: End) -> SaveReport:
     if end.report is None:
         raise CheckpointError(end.error or "saving failed")
     return end.report
-
-
-class _Save:
-    """The steps of one save on this rank; none of them communicates."""
-
-    def __init__(self, disk: Disk, root: Path, step: int, extras: Extras, keep_last: int | None, block_bytes: int) -> None:
-        self.disk = disk
-        self.root = root
-        self.step = step
-        self.extras = extras
-        self.keep_last = keep_last
-        self.block_bytes = block_bytes
-        self.final = root / folder_name(step)
-        self.started = time.monotonic()
-
-    def begin(self) -> _Start:
-        """Rank 0: is there something to do, and where."""
-        try:
-            if self.final.exists():
-                done = self._saved_before()
-                if done is not None:
-                    return _Start(done_already=done)
-                # a damaged folder of this name is no checkpoint, but perhaps worth a look
-                self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
-            temporary = self.root / temporary_name(self.final.name, secrets.token_hex(8))
-            self.disk.make_folder(temporary)
-        except CheckpointError as error:
-            return _Start(error=str(error))
-        except OSError as error:
-            return _Start(error=f"cannot save in {self.root}: {_reason(error)}; {INTACT}")
-        return _Start(temporary=temporary)
-
-    def write(self, temporary: Path, tensors: Sequence[TensorBox], global_rank: int) -> Answer:
-        """What this rank has to say after writing its boxes."""
-        if not tensors:
-            return None
-        path = temporary / shard_name(global_rank)
-        try:
-            return write_shard(self.disk, path, tensors, self.block_bytes)
-        except FileNotFoundError:
-            return f"rank {global_rank} does not see {temporary}, which rank 0 made: {NOT_SHARED}; {INTACT}"
-        except OSError as error:
-            return f"rank {global_rank} cannot write {path}: {_reason(error)}; {INTACT}"
-
-    def finish(self, temporary: Path, written: Sequence[Answer]) -> _End:
-        """Rank 0: commit, or clean up and say why not."""
-        try:
-            manifest = self._commit(temporary, written)
-        except CheckpointError as error:
-            return _End(error=f"{error}{self._cleaned(temporary)}")
-        except OSError as error:
-            return _End(error=f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}{self._cleaned(temporary)}")
-        try:
-            self._move_latest()
-            removed = () if self.keep_last is None else remove_old(self.disk, self.root, self.keep_last, secrets.token_hex(8), self.step)
-        except OSError as error:
-            return _End(error=f"{self.final} is complete, but then {error.filename or self.root} failed: {_reason(error)}")
-        return _End(SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed))
-
-    def _saved_before(self) -> SaveReport | None:
-        """A report if the folder holds this very state, None if it is damaged. Raises CheckpointError if it holds another state."""
-        try:
-            manifest = open_folder(self.final).manifest
-        except CheckpointError:
-            return None
-        if manifest.state != self.extras.state:
-            raise CheckpointError(
-                f"{self.final} is there already, complete and of another state; saving never overwrites: "
-                "give another --save or move it away"
-            )
-        return SaveReport(self.final, manifest.num_bytes, 0.0, (), f"{self.final} was saved before and is complete")
-
-    def _commit(self, temporary: Path, written: Sequence[Answer]) -> Manifest:
-        errors = [answer for answer in written if isinstance(answer, str)]
-        if errors:
-            raise CheckpointError(errors[0] + (f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else ""))
-        shards = [answer for answer in written if isinstance(answer, WrittenShard)]
-        _check_seen(temporary, shards)
-        files = {shard.name: shard.file for shard in shards} | self._write_extras(temporary)
-        tensors = _merge([box for shard in shards for box in shard.boxes])
-        manifest = Manifest(self.step, len(written), self.block_bytes, self.extras.state, files, tensors)
-        self.disk.write_file(temporary / MANIFEST_NAME, manifest.to_json().encode())
-        self.disk.sync_folder(temporary)
-        self.disk.rename(temporary, self.final)
-        return manifest
-
-    def _write_extras(self, temporary: Path) -> dict[str, SavedFile]:
-        """Configuration and tokenizer, with checksums by name."""
-        contents = {CONFIG_NAME: self.extras.config_text.encode()}
-        tokenizer = self.extras.tokenizer
-        if tokenizer is not None:
-            self.disk.make_folder(temporary / TOKENIZER_NAME)
-            found = sorted(tokenizer.iterdir()) if tokenizer.is_dir() else [tokenizer]
-            contents |= {f"{TOKENIZER_NAME}/{path.name}": path.read_bytes() for path in found if path.is_file()}
-        for name, content in contents.items():
-            self.disk.write_file(temporary / name, content)
-        if tokenizer is not None:
-            self.disk.sync_folder(temporary / TOKENIZER_NAME)
-        return {name: SavedFile(len(content), zlib.crc32(content)) for name, content in contents.items()}
-
-    def _move_latest(self) -> None:
-        temporary = self.root / temporary_name(LATEST_NAME, secrets.token_hex(8))
-        self.disk.write_file(temporary, f"{self.final.name}\n".encode())
-        self.disk.rename(temporary, self.root / LATEST_NAME)
-
-    def _cleaned(self, temporary: Path) -> str:
-        """Remove what was begun; a remark if that fails, too."""
-        try:
-            if temporary.exists():
-                self.disk.remove(temporary)
-        except OSError as error:
-            return f" ({temporary} could not be removed: {_reason(error)}; the next start tries again)"
-        return ""
-
-
-def _check_seen(temporary: Path, shards: Sequence[WrittenShard]) -> None:
-    for shard in shards:
-        path = temporary / shard.name
-        found = path.stat().st_size if path.exists() else None
-        if found != shard.file.num_bytes:
-            seen = "does not see" if found is None else f"sees {found} bytes of"
-            raise CheckpointError(
-                f"rank 0 {seen} {path}, of which its rank has written {shard.file.num_bytes} bytes: {NOT_SHARED}; {INTACT}"
-            )
-
-
-def _merge(boxes: Sequence[WrittenBox]) -> dict[str, SavedTensor]:
-    """All ranks' boxes by tensor, each tensor covered exactly once. Raises CheckpointError if not."""
-    found: dict[str, list[WrittenBox]] = {}
-    for box in boxes:
-        found.setdefault(box.name, []).append(box)
-    for name, members in found.items():
-        kinds = {(member.dtype, member.shape) for member in members}
-        if len(kinds) > 1:
-            raise CheckpointError(f"{name}: the ranks disagree about dtype and shape: {sorted(kinds)}")
-        check_covered(name, members[0].shape, [member.saved.box for member in members])
-    return {name: SavedTensor(m[0].dtype, m[0].shape, tuple(member.saved for member in m)) for name, m in sorted(found.items())}
-
-
-def _reason(error: OSError) -> str:
-    return f"{error.strerror} (errno {error.errno})" if error.errno else str(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,19 +14,19 @@ from megapipe.build.machines import Machines
 from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.comm.collectives import all_reduce
 from megapipe.data.loader import Loader
+from megapipe.errors import TrainingError
 from megapipe.train.evaluation import evaluate
 from megapipe.train.faults import OutputWatch, raise_unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.pace import Pace
 from megapipe.train.profile import Profile
+from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest
 from megapipe.train.state import TrainingState
 from megapipe.train.step import Rates, StepResult, TrainStep, is_sound
 from megapipe.train.timers import Timers
 from megapipe.train.writers import Writers
-
-Save = Callable[[TrainingState], None]
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,22 @@ class Ending:
     early: bool = False  # before the last step that was asked for
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks have found out together after a step. reason: to leave, None to go on.
+
+    save_due: --save-interval-minutes are over. save_ready: the save beside the training waits for no rank any more.
+    """
+
+    reason: str | None
+    save_due: bool
+    save_ready: bool
+
+
 class Training:
     """One rank's run from `state` to the end, or to the first reason to leave.
 
-    schedules: None only where nothing is trained. save: writes a checkpoint of the state; None without --save. stop: what signals asked
+    schedules: None only where nothing is trained. saves: None without --save. stop: what signals asked
     for; ranks agree on it after every step.
     """
 
@@ -53,11 +64,11 @@ class Training:
         schedules: Schedules | None,
         writers: Writers,
         stop: StopRequest,
-        save: Save | None = None,
+        saves: Saves | None = None,
     ) -> None:
         config = machines.plan.config
         self.machines, self.data, self.state, self.writers = machines, data, state, writers
-        self._stop, self._save = stop, save
+        self._stop, self._saves = stop, saves
         self._config, self._training = config, config.training
         self._step = TrainStep(machines, config.logging.log_num_zeros_in_grad)
         self._timers = Timers(config.logging.timing_log_level, machines.device)
@@ -67,11 +78,19 @@ class Training:
         self._schedules = schedules
         self._started = time.monotonic()
         self._saved_step: int | None = None
+        self._saved_at = self._started
 
     def run(self) -> Ending:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN."""
-        ending = Ending("evaluation only") if self._training.skip_train else self._train()
+        try:
+            ending = Ending("evaluation only") if self._training.skip_train else self._train()
+        except TrainingError:
+            if self._saves is not None:
+                self._saves.finish(is_last=False)  # what came before the NaN is what the next run starts from
+            raise
         self._save_now()  # first: an evaluation that fails must not cost the last steps
+        if self._saves is not None:
+            self._saves.finish(is_last=True)
         if not ending.early:
             self._evaluate("validation", self.data.valid)
             self._evaluate("test", self.data.test)
@@ -85,13 +104,15 @@ class Training:
         self._pace.start(self.state)
         while self.state.step < train_iters:
             self._one_step(train_iters)
-            reason = self._reason_to_leave()
-            if reason is not None:
-                return Ending(reason, early=self.state.step < train_iters)
+            agreed = self._agree()
+            if agreed.save_ready and self._saves is not None:
+                self._saves.advance()
+            if agreed.reason is not None:
+                return Ending(agreed.reason, early=self.state.step < train_iters)
             if self._is_due(self._training.eval_interval) and self.state.step < train_iters:
                 self._evaluate("validation", self.data.valid)
                 self._pace.start(self.state)
-            if self._is_due(self._config.checkpoint.save_interval):
+            if self._is_due(self._config.checkpoint.save_interval) or agreed.save_due:
                 self._save_now()
                 self._pace.start(self.state)
         return Ending(f"all {train_iters} steps done")
@@ -168,22 +189,30 @@ class Training:
         self.writers.evaluation(EvaluationMetrics(split, self.state.step, loss, tokens, seconds))
 
     def _save_now(self) -> None:
-        if self._save is None or self._saved_step == self.state.step or self._training.skip_train:
+        if self._saves is None or self._saved_step == self.state.step or self._training.skip_train:
             return
-        self._save(self.state)
+        self._saves.save(self.state)
         self._saved_step = self.state.step
+        self._saved_at = time.monotonic()
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.step % interval == 0
 
-    def _reason_to_leave(self) -> str | None:
-        """A signal or the time limit on any rank; the exit interval. All ranks get the same answer."""
+    def _agree(self) -> Agreed:
+        """One reduction of what any rank's clock, signals and disk say. All ranks get the same answer."""
         asked = 0 if self._stop.signal is None else int(self._stop.signal)
-        limit = self._training.exit_duration_in_mins
-        late = int(limit is not None and time.monotonic() - self._started > 60.0 * limit)
-        flags = torch.tensor([asked, late], device=self.machines.device)
+        now, limit, minutes = time.monotonic(), self._training.exit_duration_in_mins, self._config.checkpoint.save_interval_minutes
+        late = limit is not None and now - self._started > 60.0 * limit
+        due = minutes is not None and now - self._saved_at >= 60.0 * minutes
+        not_ready = self._saves is None or not self._saves.is_ready
+        flags = torch.tensor([asked, int(late), int(due), int(not_ready)], device=self.machines.device)
         all_reduce(flags, self.machines.groups.world, op="max")
-        asked, late = flags.tolist()
+        asked, late, due, not_ready = flags.tolist()
+        return Agreed(self._reason(asked, bool(late)), bool(due), not not_ready)
+
+    def _reason(self, asked: int, late: bool) -> str | None:
+        """asked: a signal's number, or 0."""
+        limit = self._training.exit_duration_in_mins
         if asked:
             return f"{signal.Signals(asked).name} received"
         if late:

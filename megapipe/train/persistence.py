@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from megapipe.build.machines import Machines
+from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
+from megapipe.checkpoint.retention import Retention
+from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, padding_of, tensor_box
 from megapipe.comm.collectives import all_reduce, broadcast_object
 from megapipe.comm.groups import Group
@@ -73,12 +75,20 @@ def save(
 
     tokenizer: file or folder to copy beside it. Raises CheckpointError on all ranks.
     """
-    machines.gather.finish()
-    flags = machines.plan.config.checkpoint
-    content = _state_content(machines, state, schedules)
-    boxes = _saved_boxes(machines, with_optimizer=not flags.no_save_optim)
+    boxes, content = what_to_save(machines, state, schedules)
     extras = Extras(content, config_text, tokenizer)
-    return save_checkpoint(root, state.step, boxes, extras, machines.groups.world, flags.keep_last, disk)
+    return save_checkpoint(root, state.step, boxes, extras, machines.groups.world, retention(machines.plan.config), disk)
+
+
+def what_to_save(machines: Machines, state: TrainingState, schedules: Schedules | None) -> tuple[Iterator[TensorBox], dict[str, Any]]:
+    """The boxes of live tensors that this rank answers for, and the manifest's `state`; called by all ranks after the same step."""
+    machines.gather.finish()
+    with_optimizer = not machines.plan.config.checkpoint.no_save_optim
+    return _saved_boxes(machines, with_optimizer), _state_content(machines, state, schedules)
+
+
+def retention(config: Config) -> Retention:
+    return Retention(config.checkpoint.keep_last, config.checkpoint.save_retain_interval)
 
 
 def load(machines: Machines, root: Path) -> Resumed:

@@ -17,9 +17,9 @@ from megapipe.comm.trace import Tracer
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.planner.run_plan import RunPlan
 from megapipe.train import persistence
-from megapipe.train.loop import Save, Training
-from megapipe.train.metrics import human_bytes
+from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
+from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import stop_requests
 from megapipe.train.state import TrainingState
@@ -46,8 +46,8 @@ def pretrain(plan: RunPlan, environment: Environment, config_text: str, afterwar
         data = build_data(plan)
         try:
             resumed = resume(machines, writers)
-            save = saver(machines, resumed, config_text, writers)
-            training = Training(machines, data, resumed.state, resumed.schedules, writers, stop, save)
+            saves = saves_of(machines, resumed, config_text, writers)
+            training = Training(machines, data, resumed.state, resumed.schedules, writers, stop, saves)
             ending = training.run()
             if afterwards is not None and not ending.early:
                 afterwards(machines, data, writers)
@@ -95,8 +95,8 @@ def resume(machines: Machines, writers: Writers) -> Resumed:
     return resumed
 
 
-def saver(machines: Machines, resumed: Resumed, config_text: str, writers: Writers) -> Save | None:
-    """What the loop calls to save; None without --save. Cleans up after interrupted saves first."""
+def saves_of(machines: Machines, resumed: Resumed, config_text: str, writers: Writers) -> Saves | None:
+    """What the loop saves with; None without --save. Cleans up after interrupted saves first."""
     config = machines.plan.config
     if config.checkpoint.save is None:
         return None
@@ -104,10 +104,4 @@ def saver(machines: Machines, resumed: Resumed, config_text: str, writers: Write
     for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world):
         writers.say(remark)
     tokenizer = None if config.data.tokenizer_model is None else Path(config.data.tokenizer_model)
-
-    def save(state: TrainingState) -> None:
-        report = persistence.save(machines, state, resumed.schedules, root, config_text, tokenizer)
-        removed = f"; removed {', '.join(path.name for path in report.removed)}" if report.removed else ""
-        writers.say(report.remark or f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s){removed}")
-
-    return save
+    return Saves(machines, resumed.schedules, root, config_text, tokenizer, writers.say)

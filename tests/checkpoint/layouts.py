@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint
-from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
+from megapipe.checkpoint.retention import Retention
+from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
 from megapipe.comm.groups import Group
 from megapipe.sharding.boxes import Box
@@ -83,7 +85,7 @@ def save_one(root: Path, step: int, values: Tensor | None = None, disk: Disk | N
     values = torch.full((5, 4), float(step)) if values is None else values
     box = TensorBox("master/w", tuple(values.shape), whole_box(values), values.reshape(-1))
     extras = Extras({"training": {"step": step}}, f"# step {step}\n")
-    return save_checkpoint(root, step, [box], extras, WORLD, keep_last, disk)
+    return save_checkpoint(root, step, [box], extras, WORLD, Retention(keep_last), disk)
 
 
 def whole_box(values: Tensor) -> Box:

@@ -201,6 +201,12 @@ CASES = [
         "--tokenizer-model t --tokenizer-type HuggingFaceTokenizer",
     ),
     ("saving_needs_a_directory", "--save-interval 5", ["--save-interval needs --save DIR"], "--save-interval 5 --save d"),
+    (
+        "retained_checkpoints_are_saved",
+        "--save d --save-interval 50 --save-retain-interval 120",
+        ["no multiple of --save-interval 50; use 100"],
+        "--save d --save-interval 50 --save-retain-interval 100",
+    ),
     ("loading_needs_a_directory", "--finetune", ["--finetune needs --load DIR"], "--finetune --load d"),
     ("finetuning_starts_anew", "--load d --finetune --use-checkpoint-opt_param-scheduler", ["step 0"], "--load d --finetune"),
     ("wandb_needs_a_project", "--wandb-exp-name n", ["needs --wandb-project"], "--wandb-exp-name n --wandb-project p"),

@@ -96,9 +96,28 @@ def saving_needs_a_directory(config: Config) -> str | None:
     if checkpoint.save is not None:
         return None
     given = [
-        flag for flag, value in (("--save-interval", checkpoint.save_interval), ("--keep-last", checkpoint.keep_last)) if value is not None
+        flag
+        for flag, is_given in (
+            ("--save-interval", checkpoint.save_interval is not None),
+            ("--save-interval-minutes", checkpoint.save_interval_minutes is not None),
+            ("--save-retain-interval", checkpoint.save_retain_interval is not None),
+            ("--keep-last", checkpoint.keep_last is not None),
+            ("--async-save", checkpoint.async_save),
+            ("--exit-on-save-failure", checkpoint.exit_on_save_failure),
+        )
+        if is_given
     ]
     return f"{one_of(given)} needs --save DIR" if given else None
+
+
+def retained_checkpoints_are_saved(config: Config) -> str | None:
+    checkpoint = config.checkpoint
+    every, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if every is None or (interval is not None and every % interval == 0):
+        return None
+    if interval is None:
+        return f"--save-retain-interval {every} needs a --save-interval that divides it, so that there is something to retain"
+    return f"--save-retain-interval {every} is no multiple of --save-interval {interval}; use {max(1, round(every / interval)) * interval}"
 
 
 def loading_needs_a_directory(config: Config) -> str | None:
@@ -172,6 +191,7 @@ DATA_RULES = (
     blends_alternate,
     tokenizer_has_its_files,
     saving_needs_a_directory,
+    retained_checkpoints_are_saved,
     loading_needs_a_directory,
     finetuning_starts_anew,
     wandb_needs_a_project,
