@@ -61,7 +61,7 @@ class Machines:
         self.reducer = GradientReducer(
             self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
         )
-        order = sorted(self.buffers)  # on every placement a rank's first forwards come in model order
+        order = plan.order_of_first_use(self.coordinates.pp_rank)
         self.gather = ParameterGather(self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer)
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
@@ -112,7 +112,8 @@ class Machines:
             weight_queue=queue,
         )
         buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype)
-        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), GradientSlot)
+        lender = self.buffers[0] if self.plan.borrows_embedding(stage) else None
+        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), GradientSlot, lender)
         self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module, queue)
 
     def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:

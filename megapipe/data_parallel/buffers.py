@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +70,7 @@ class StageBuffers:
         self.unpredictable: frozenset[str] = frozenset()  # notified an unknown number of times in one microbatch
         self._parameters: dict[str, Tensor] = {}
         self._main_grads: dict[str, Tensor] = {}
+        self._made: dict[str, tuple[nn.Parameter, Any]] = {}  # what `materialize` made: parameter and slot, None without a slot
         for buffer, slot in self._slots():
             self._parameters[slot.spec.name] = buffer.parameters[slot.start : slot.stop].view(slot.shape)
             if buffer.has_gradients:
@@ -99,15 +100,23 @@ class StageBuffers:
                 raise ValueError(f"{slot.spec.name}: drawn values have shape {tuple(values.shape)}, its slot {slot.shape}")
             self._parameters[slot.spec.name].copy_(values)
 
-    def materialize(self, module: nn.Module, draw: Draw | None = None, slot_factory: SlotFactory | None = None) -> None:
+    def materialize(
+        self,
+        module: nn.Module,
+        draw: Draw | None = None,
+        slot_factory: SlotFactory | None = None,
+        lender: StageBuffers | None = None,
+    ) -> None:
         """Swap the module's (meta) parameters for views of the buffers, filled by draw, and route their gradients into them.
 
         Names are those of module.named_parameters(); a Parameter that two submodules share stays one. Submodules with a dict `slots`
         (hand-written backwards) get a slot made by slot_factory for each of their own parameters; every parameter also gets a hook that
         adds what autograd leaves in .grad to the main gradient and drops it.
+        lender: buffers of another stage, materialized before: parameters of that name that these buffers lack become the very same
+        Parameter with the same slot (the tied embedding of a rank that holds the first stage and the last).
         Raises ValueError if the module's names or shapes are not those of the layouts.
         """
-        self._check(module)
+        self._check(module, {} if lender is None else lender._made)
         if draw is not None:
             self.fill(draw)
         holders = _holders(module)
@@ -115,26 +124,32 @@ class StageBuffers:
         unpredictable = set()
         for old, places in holders:
             name = names[id(old)]
+            if name not in self._parameters:
+                assert lender is not None
+                _borrow(places, *lender._made[name])
+                continue
             new = nn.Parameter(self._parameters[name], requires_grad=old.requires_grad)
             for owner, attribute in places:
                 owner._parameters[attribute] = new
+            slot = None
             if self._main_grads and new.requires_grad:
-                uses = self._install_slots(name, places, slot_factory)
+                uses, slot = self._install_slots(name, places, slot_factory)
                 if 0 < uses < len(places):  # partly by autograd, which speaks once a backward, partly by hand
                     unpredictable.add(name)
                 new.register_post_accumulate_grad_hook(functools.partial(self._add_autograd, name))
+            self._made[name] = new, slot
         self.unpredictable = frozenset(unpredictable)
 
-    def _install_slots(self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None) -> int:
-        """Give the submodules that accumulate by hand one common slot; returns how many they are."""
+    def _install_slots(self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None) -> tuple[int, Any]:
+        """Give the submodules that accumulate by hand one common slot; returns how many they are, and the slot."""
         found = [(getattr(owner, "slots", None), attribute) for owner, attribute in places]
         by_hand = [(slots, attribute) for slots, attribute in found if isinstance(slots, dict)]
         if slot_factory is None or not by_hand:
-            return 0
+            return 0, None
         slot = slot_factory(self._main_grads[name], len(by_hand), lambda _: self._added(name))
         for slots, attribute in by_hand:
             slots[attribute] = slot
-        return len(by_hand)
+        return len(by_hand), slot
 
     def _add_autograd(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is None:  # the hook also fires for a backward that returned None
@@ -152,9 +167,10 @@ class StageBuffers:
             for slot in buffer.layout.slots:
                 yield buffer, slot
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, module: nn.Module, lent: Mapping[str, tuple[nn.Parameter, Any]]) -> None:
         wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         held = {slot.spec.name: slot.shape for _, slot in self._slots()}
+        held |= {name: tuple(parameter.shape) for name, (parameter, _) in lent.items() if name in wanted and name not in held}
         if wanted.keys() != held.keys():
             raise ValueError(
                 f"only in the module: {sorted(wanted.keys() - held.keys())}; only in the buffers: {sorted(held.keys() - wanted.keys())}"
@@ -162,6 +178,14 @@ class StageBuffers:
         for name, shape in held.items():
             if wanted[name] != shape:
                 raise ValueError(f"{name}: the module has shape {wanted[name]}, its slot {shape}")
+
+
+def _borrow(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter, slot: Any) -> None:
+    for owner, attribute in places:
+        owner._parameters[attribute] = parameter
+        slots = getattr(owner, "slots", None)
+        if isinstance(slots, dict) and slot is not None:
+            slots[attribute] = slot
 
 
 def _holders(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:

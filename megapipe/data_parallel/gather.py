@@ -51,9 +51,10 @@ class ParameterGather:
             own = [names[id(parameter)] for parameter in part.parameters()]
             for name in own:
                 rank_of.setdefault(name, len(rank_of))
-            buckets = tuple(bucket for bucket, _ in self._buckets[stage] if any(slot.spec.name in own for slot in bucket.slots))
-            if buckets and self._overlap:
-                part.register_forward_pre_hook(lambda _module, _inputs, buckets=buckets: self._wait_for(stage, buckets))
+            for holder, held in self._buckets.items():  # not always `stage`: the tied head of a V is the first stage's embedding
+                buckets = tuple(bucket for bucket, _ in held if any(slot.spec.name in own for slot in bucket.slots))
+                if buckets and self._overlap:
+                    part.register_forward_pre_hook(lambda _module, _inputs, at=(holder, buckets): self._wait_for(*at))
         missing = sorted(set(names.values()) - set(rank_of))
         if missing:
             raise ValueError(f"stage {stage}: nobody would wait for {', '.join(missing)}")

@@ -59,6 +59,7 @@ class GradientReducer:
         self._plain = {stage: _states(buffers, "plain") for stage, buffers in self._stages.items()}
         self._partial = {stage: _states(buffers, "partial") for stage, buffers in self._stages.items()}
         self._tied = [state for buffers in self._stages.values() for state in _states(buffers, "tied")]
+        self._shared = [state for buffers in self._stages.values() for state in _states(buffers, "shared")]
         self._replica_sums = {stage: self._plan_replica_sums(stage) for stage in self._stages}
         self._state_of = {
             stage: {slot.spec.name: state for state in states for slot in state.bucket.slots} for stage, states in self._plain.items()
@@ -90,13 +91,15 @@ class GradientReducer:
         """All gradients of the stage have been added (REDUCE_GRAD): start the reductions that have not been started.
 
         Partial gradients are first summed over their tp replicas. Without overlap this waits for finish(). The tied embedding is never
-        part of it.
+        part of it; where two stages of this rank share it, its reduction starts when all stages of the rank are complete.
         """
         if stage in self._reduced:
             raise RuntimeError(f"stage {stage} was reduced already in this step")
         self._reduced.append(stage)
         if self._overlap:
             self._launch_rest(stage)
+            if len(self._reduced) == len(self._stages):
+                self._launch_shared()
 
     def finish(self) -> None:
         """Complete every reduction of the step, then sum the tied embedding: over the replicas first, then over the
@@ -107,6 +110,7 @@ class GradientReducer:
         if not self._overlap:
             for stage in self._reduced:
                 self._launch_rest(stage)
+            self._launch_shared()
         for state in self._tied:
             self._launch(state)
         for pending in self._pending:
@@ -124,7 +128,8 @@ class GradientReducer:
         self._armed.clear()
         self._reduced = []
         self._pending = []
-        for state in (*self._tied, *(state for states in (*self._plain.values(), *self._partial.values()) for state in states)):
+        by_stage = (state for states in (*self._plain.values(), *self._partial.values()) for state in states)
+        for state in (*self._tied, *self._shared, *by_stage):
             state.launched = False
 
     def _added(self, stage: int, name: str) -> None:
@@ -154,6 +159,10 @@ class GradientReducer:
         for state in self._partial[stage]:
             self._launch(state)
 
+    def _launch_shared(self) -> None:
+        for state in self._shared:
+            self._launch(state)
+
     def _launch(self, state: _BucketState) -> None:
         state.launched = True
         group, buffer, bucket = self._groups.replicas, state.buffer, state.bucket
@@ -172,22 +181,11 @@ class GradientReducer:
         self._pending.append(_Pending(work, reduced, target))
 
     def _sum_tied(self) -> None:
-        """Both holders of the tied embedding get the sum of their gradients; two copies on one rank are one contribution."""
-        embedding = self._groups.embedding
-        if not self._tied or embedding is None:
-            return
-        shards = []
+        """Both holders of the tied embedding get the sum of their gradients."""
         for state in self._tied:
+            assert self._groups.embedding is not None
             low, high = state.buffer.shard_range(state.bucket, self._groups.replicas.rank)
-            shards.append(state.buffer.gradients[low:high])
-        num_copies = sum(any(buffer.layout.kind == "tied" for buffer in buffers.buffers) for buffers in self._stages.values())
-        copies = [shards[i : i + len(shards) // num_copies] for i in range(0, len(shards), len(shards) // num_copies)]
-        for same in zip(*copies, strict=True):
-            for other in same[1:]:
-                same[0].add_(other)
-            all_reduce(same[0], embedding)
-            for other in same[1:]:
-                other.copy_(same[0])
+            all_reduce(state.buffer.gradients[low:high], self._groups.embedding)
 
     def _plan_replica_sums(self, stage: int) -> list[tuple[Group, list[Tensor]]]:
         """The rows of this stage's gradients that are summed over tp replicas, by group: all of tp, or the ranks that share k and v."""

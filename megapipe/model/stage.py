@@ -31,7 +31,7 @@ class Decoder(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The head's linear under the word embedding's name: the tied copy of a last stage that does not hold the embedding."""
+    """The head's linear under the word embedding's name, on a last stage that does not hold the embedding."""
 
     def __init__(self, linear: ColumnParallelLinear) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPTStage(nn.Module):
 
     Parameters have this rank's shapes, stand on the meta device until materialised (`init.materialize_plain`, data_parallel's buffers), and
     carry the global Megatron names of `sharding.model_specs` in named_parameters(). A tied head uses embedding.word_embeddings.weight:
-    the same Parameter where the stage has both ends, else a copy under that name.
+    the same Parameter where the stage has both ends; else one of that name, a copy, or the first stage's own where that is on this rank.
     """
 
     def __init__(

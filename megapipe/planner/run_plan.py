@@ -7,12 +7,13 @@ from functools import cached_property
 
 from megapipe.config.config import Config
 from megapipe.planner.batch import BatchSchedule
+from megapipe.schedule.action import Op
 from megapipe.schedule.build import build_forward_only, build_lowered
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.validate import validate
-from megapipe.sharding.buffers import BufferLayout, layout_buffers
+from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.model_specs import specs_of_stage
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology
@@ -41,9 +42,9 @@ class RunPlan:
 
     @cached_property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
-        """The parameters of each stage, in model order."""
+        """The parameters that each stage holds, in model order. A tied embedding is the first stage's where the head lies on its rank."""
         return tuple(
-            specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head)
+            specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head, self.tied_across_ranks)
             for s in self.partition.stages
         )
 
@@ -70,16 +71,34 @@ class RunPlan:
     @property
     def tied_across_ranks(self) -> bool:
         """The word embedding is also the output layer, and the two lie on different ranks."""
-        ranks = self.placement.rank_of_stage
-        return not self.config.model.untie_embeddings_and_output_weights and ranks[0] != ranks[-1]
+        return self.tied_kind == "tied"
+
+    @property
+    def tied_kind(self) -> BufferKind:
+        """How the tied embedding lies: 'plain' within one stage (or untied), 'shared' by two stages of a rank, 'tied' between two ranks.
+
+        On a V the first stage and the last are on one rank, with two directions on each of the two ranks that hold them.
+        """
+        last = self.placement.num_stages - 1
+        if self.config.model.untie_embeddings_and_output_weights or last == 0:
+            return "plain"
+        return "shared" if last in self.placement.stages_of(self.placement.rank_of_stage[0]) else "tied"
+
+    def borrows_embedding(self, stage: int) -> bool:
+        """The stage has the head and computes it with the first stage's embedding, which is on the same rank."""
+        return self.tied_kind == "shared" and self.partition.stages[stage].has_head
+
+    def order_of_first_use(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages of pp_rank, in the order in which a full step first runs them."""
+        row = self.schedule(self.batch.full // self.batch.samples_per_microbatch).rows[pp_rank]
+        run = dict.fromkeys(stage for stage, op, _ in row if op is Op.F)
+        return (*run, *(stage for stage in self.placement.stages_of(pp_rank) if stage not in run))
 
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
         """The flat buffers of a stage on this tp_rank."""
         bucket_size = self.config.parallel.ddp_bucket_size
         assert bucket_size is not None
-        return layout_buffers(
-            self.stage_specs[stage], tp_rank, self.topology.tp, self.num_optimizer_shards, bucket_size, self.tied_across_ranks
-        )
+        return layout_buffers(self.stage_specs[stage], tp_rank, self.topology.tp, self.num_optimizer_shards, bucket_size, self.tied_kind)
 
     @cached_property
     def _schedules(self) -> dict[tuple[int, bool], Schedule]:

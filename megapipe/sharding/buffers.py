@@ -16,7 +16,7 @@ from megapipe.sharding.spec import ParamSpec
 
 ALIGNMENT = 32  # elements: 64 bytes at bf16 and more at wider types; fp64 kernels change their bits with alignment
 
-BufferKind = Literal["plain", "partial", "tied"]
+BufferKind = Literal["plain", "partial", "tied", "shared"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class BufferLayout:
     """One flat buffer of a stage.
 
     kind: 'plain' buckets are reduced as their last gradient comes; 'partial' first need sums over tp replicas, at the end of the
-    stage; 'tied' holds the word embedding of a model whose head is on another rank, summed over the embedding group at the end.
+    stage; 'tied' holds the word embedding of a model whose head is on another rank, summed over the embedding group at the end; 'shared'
+    holds it where the head is another stage of the same rank, whose gradients come into the same memory: complete when both are done.
     """
 
     kind: BufferKind
@@ -72,18 +73,18 @@ class BufferLayout:
 
 
 def layout_buffers(
-    specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int, split_tied: bool
+    specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int, tied_kind: BufferKind = "plain"
 ) -> tuple[BufferLayout, ...]:
     """The buffers of a stage that holds `specs` (model order).
 
     num_shards: ranks that share the optimizer state of these parameters; 1 without the distributed optimizer.
     bucket_size: parameters in a bucket, about. Buckets fill in reverse model order, the order in which a backward finishes them.
-    split_tied: the tied embedding has a copy on another rank, so it gets a buffer of its own.
+    tied_kind: 'tied' or 'shared' where another stage uses the tied embedding too, so that it gets a buffer of its own.
     """
-    kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "partial": [], "tied": []}
+    kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "partial": [], "tied": [], "shared": []}
     for spec in reversed(specs):
-        if spec.tied and split_tied:
-            kinds["tied"].append(spec)
+        if spec.tied and tied_kind != "plain":
+            kinds[tied_kind].append(spec)
         else:
             kinds["partial" if spec.summed_over_replicas(tp_rank, tp) else "plain"].append(spec)
     return tuple(

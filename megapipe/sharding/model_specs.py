@@ -30,12 +30,17 @@ def model_specs(model: ModelConfig, sequence_parallel: bool) -> tuple[ParamSpec,
     )
 
 
-def specs_of_stage(specs: Iterable[ParamSpec], layers: range, has_embedding: bool, has_head: bool) -> tuple[ParamSpec, ...]:
-    """The parameters that a stage with these layers holds, in model order; the tied embedding is also held by the head's stage."""
+def specs_of_stage(
+    specs: Iterable[ParamSpec], layers: range, has_embedding: bool, has_head: bool, has_tied_copy: bool = True
+) -> tuple[ParamSpec, ...]:
+    """The parameters that a stage with these layers holds, in model order.
+
+    has_tied_copy: the head's stage holds a copy of the tied embedding; False where it uses that of the first stage, on the same rank.
+    """
 
     def held(spec: ParamSpec) -> bool:
         if spec.owner == "embedding":
-            return has_embedding or (has_head and spec.tied)
+            return has_embedding or (has_head and spec.tied and has_tied_copy)
         return has_head if spec.owner == "head" else spec.owner in layers
 
     return tuple(spec for spec in specs if held(spec))

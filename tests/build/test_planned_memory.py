@@ -30,6 +30,7 @@ UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "one_rank_4_chunks": (1, UNEVEN),
+    "one_rank_4_chunks_tied": (1, UNEVEN | {"untie_embeddings_and_output_weights": False}),
     "pp2_by_cost": (2, {"pipeline_model_parallel_size": 2}),
     "pp2_2_chunks": (2, UNEVEN | {"pipeline_model_parallel_size": 2}),
     "pp2_gpipe_tied": (

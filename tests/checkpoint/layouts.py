@@ -49,7 +49,7 @@ class Layout:
     def held(self, wholes: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Iterator[tuple[bool, TensorBox]]:
         """(primary, box) of all ranks; values are copied from `wholes`, padding is NaN."""
         for tp_rank in range(self.tp):
-            for layout in layout_buffers(specs(self.padded), tp_rank, self.tp, self.shards, 60, split_tied=False):
+            for layout in layout_buffers(specs(self.padded), tp_rank, self.tp, self.shards, 60):
                 for bucket in layout.buckets:
                     for shard in range(self.shards):
                         for _, piece in shard_pieces(bucket, tp_rank, self.tp, *bucket.shard(shard, self.shards)):

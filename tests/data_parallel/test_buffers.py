@@ -109,3 +109,33 @@ def test_inference_buffers_hold_no_gradients() -> None:
     assert not buffers.buffers[0].has_gradients
     with pytest.raises(RuntimeError, match="without gradients"):
         buffers.zero_gradients()
+
+
+class Head(nn.Module):
+    """A stage that uses another stage's `first.weight` beside its own `second.weight`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.first = nn.Linear(3, 3, bias=False)
+            self.second = nn.Linear(3, 3, bias=False)
+        self.first.slots = {}
+
+
+def test_a_borrowed_parameter_is_the_lenders_own_with_its_slot() -> None:
+    lender, module = stage_buffers(SHARED_SPECS), Shared(by_hand=1)
+    lender.materialize(module, draw, GradientSlot)
+    borrower, head = stage_buffers((ParamSpec("second.weight", (3, 3), owner=1),)), Head()
+    borrower.materialize(head, draw, GradientSlot, lender)
+    assert head.first.weight is module.first.weight
+    assert head.first.slots["weight"] is module.first.slots["weight"]
+    assert borrower.names == ("second.weight",)
+    head.first(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+    assert torch.equal(lender.main_grad("first.weight"), torch.full((3, 3), 2.0, dtype=torch.float64))
+
+
+def test_what_neither_the_buffers_nor_the_lender_hold_is_named() -> None:
+    lender, module = stage_buffers(SHARED_SPECS), Shared(by_hand=0)
+    lender.materialize(module, draw)
+    with pytest.raises(ValueError, match=r"only in the module: \['second.weight'\]"):
+        stage_buffers(()).materialize(Head(), draw, None, lender)

@@ -115,3 +115,29 @@ def test_a_parameter_that_no_part_waits_for_is_refused() -> None:
 def test_order_must_name_the_stages() -> None:
     with pytest.raises(ValueError, match=r"names stages \[0, 2\], this rank holds \[0\]"):
         ParameterGather({0: stage_buffers(specs_of(0))}, [0, 2], Group.alone("replicas"))
+
+
+def wait_of_a_borrower(rank: int, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Stage 1's first part uses a parameter of stage 0: the stages under way before and after it ran."""
+    groups = groups_of(rank, dp=world)
+    specs = {0: (ParamSpec("shared", (5, 7), owner=0),), 1: (ParamSpec("own", (5, 7), owner=1),)}
+    stages = {stage: stage_buffers(held, world) for stage, held in specs.items()}
+    module = nn.Module()
+    module.head, module.rest = nn.Identity(), nn.Identity()
+    module.head.register_parameter("weight", nn.Parameter(stages[0].parameter("shared")))
+    module.rest.register_parameter("weight", nn.Parameter(stages[1].parameter("own")))
+    names = {"head.weight": "shared", "rest.weight": "own"}
+    module.named_parameters = lambda: ((names[name], p) for name, p in nn.Module.named_parameters(module))
+    gathering = ParameterGather(stages, [1, 0], groups.replicas)
+    gathering.wait_inside(1, module, [module.head, module.rest])
+    gathering.start()
+    before = gathering.pending
+    module.head(torch.ones(1))
+    after = gathering.pending
+    gathering.finish()
+    return before, after
+
+
+def test_a_stage_that_borrows_a_parameter_waits_for_its_holder(two_ranks: RankPool) -> None:
+    for before, after in two_ranks.run(wait_of_a_borrower):
+        assert (before, after) == ((1, 0), (1,))

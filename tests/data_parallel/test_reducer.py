@@ -222,11 +222,10 @@ TIED = ParamSpec("embedding.weight", (9, 7), owner="embedding", tied=True)
 
 
 def reduce_tied(rank: int, world: int, pp: int, num_shards: int) -> list[Tensor]:
-    """Stages 0 and 1 hold the embedding, on two pipeline ranks or on one. Returns this rank's shard of each copy's sum."""
+    """Stages 0 and 1 hold the embedding, on two pipeline ranks. Returns this rank's shard of each copy's sum."""
     dp = world // pp
     groups = groups_of(rank, pp=pp, dp=dp)
-    mine = [groups.pp.rank] if pp == 2 else [0, 1]
-    stages = {stage: stage_buffers((TIED,), num_shards, split_tied=True) for stage in mine}
+    stages = {groups.pp.rank: stage_buffers((TIED,), num_shards, tied_kind="tied")}
     reducer = GradientReducer(stages, groups)
     reducer.begin_step(1)
     for stage, buffers in stages.items():
@@ -244,7 +243,30 @@ def test_tied_embedding_is_summed_over_replicas_and_both_ends(four_ranks: RankPo
         assert (shards[0] == 1111.0).all()
 
 
-def test_two_copies_of_a_tied_embedding_on_one_rank_are_summed_once(two_ranks: RankPool) -> None:
-    for shards in two_ranks.run(reduce_tied, 1, 2):
-        assert len(shards) == 2
-        assert all((shard == 1111.0).all() for shard in shards)
+HEAD_NORM = ParamSpec("head_norm.weight", (7,), owner="head")
+
+
+def reduce_shared(rank: int, world: int, num_shards: int, overlap: bool) -> tuple[list[int], Tensor]:
+    """Stages 0 and 3 of one rank use one embedding. Returns how many reductions were under way after each stage, and the sum."""
+    groups = groups_of(rank, dp=world)
+    stages = {0: stage_buffers((TIED,), num_shards, tied_kind="shared"), 3: stage_buffers((HEAD_NORM,), num_shards)}
+    reducer = GradientReducer(stages, groups, overlap=overlap)
+    reducer.begin_step(1)
+    under_way = []
+    for stage in (3, 0):
+        stages[0].main_grad(TIED.name).add_(10.0 ** (stage + groups.dp.rank))  # both stages add to one memory
+        reducer.reduce(stage)
+        under_way.append(len(reducer._pending))
+    reducer.finish()
+    (values,) = [values for parts in shards_of(stages[0], groups.dp_cp.rank).values() for _, _, values in parts]
+    return under_way, values
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
+def test_an_embedding_that_two_stages_of_a_rank_share_is_reduced_once_both_are_complete(two_ranks: RankPool, sharded: bool) -> None:
+    for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, True):
+        assert under_way == [1, 2]  # the head's norm; then the embedding
+        assert (values == 11011.0).all()
+    for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, False):
+        assert under_way == [0, 0]
+        assert (values == 11011.0).all()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.sharding.buffers import layout_buffers
+from megapipe.sharding.buffers import BufferKind, layout_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology
 
@@ -57,11 +57,11 @@ def stage_buffers(
     *,
     tp_rank: int = 0,
     tp: int = 1,
-    split_tied: bool = False,
+    tied_kind: BufferKind = "plain",
     param_dtype: torch.dtype = torch.float64,
     grad_dtype: torch.dtype = torch.float64,
 ) -> StageBuffers:
-    layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, split_tied)
+    layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, tied_kind)
     return StageBuffers(layouts, "cpu", param_dtype, grad_dtype)
 
 

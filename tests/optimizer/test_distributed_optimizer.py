@@ -15,6 +15,7 @@ from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.sharding.boxes import Box
+from megapipe.sharding.buffers import BufferKind
 from megapipe.sharding.slicing import Fused, QueryGroups
 from megapipe.sharding.spec import ParamSpec
 from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
@@ -167,10 +168,13 @@ def measure(rank: int, world: int, axes: dict[str, int], num_shards: int) -> tup
     groups = groups_of(rank, **axes)
     tp, tp_rank = groups.tp.size, groups.tp.rank
     mine = [groups.pp.rank] if groups.pp.size == 2 else [0, 1]
-    stages = {stage: stage_buffers(STAGES[stage], num_shards, 20, tp_rank=tp_rank, tp=tp, split_tied=True) for stage in mine}
+    # on one rank the first stage's embedding is the last one's too
+    held = STAGES if groups.pp.size == 2 else {0: STAGES[0], 1: STAGES[1][1:]}
+    kind: BufferKind = "tied" if groups.pp.size == 2 else "shared"
+    stages = {stage: stage_buffers(held[stage], num_shards, 20, tp_rank=tp_rank, tp=tp, tied_kind=kind) for stage in mine}
     for stage, buffers in stages.items():
         buffers.fill(lambda spec: local_values(spec, global_values(spec), tp_rank, tp))
-        for spec in STAGES[stage]:
+        for spec in held[stage]:
             buffers.main_grad(spec.name).copy_(buffers.parameter(spec.name))
     gather = ParameterGather(stages, mine, groups.replicas)
     optimizer = Optimizer(stages, groups, ADAM, PrecisionConfig(dtype="fp64"), gather)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.sharding.audit import audit_buffers
-from megapipe.sharding.buffers import ALIGNMENT, layout_buffers, shard_pieces
+from megapipe.sharding.buffers import ALIGNMENT, BufferKind, layout_buffers, shard_pieces
 from megapipe.sharding.model_specs import model_specs
 from tests.sharding.test_slicing import resolved_model
 
@@ -19,18 +19,18 @@ from tests.sharding.test_slicing import resolved_model
     bucket_size=st.sampled_from([1, 300, 10**6]),
     groups=st.sampled_from([1, 2, 12]),
     sequence_parallel=st.booleans(),
-    split_tied=st.booleans(),
+    tied_kind=st.sampled_from(["plain", "tied", "shared"]),
 )
 def test_shards_of_all_ranks_cover_every_local_element_once(
-    tp: int, num_shards: int, bucket_size: int, groups: int, sequence_parallel: bool, split_tied: bool
+    tp: int, num_shards: int, bucket_size: int, groups: int, sequence_parallel: bool, tied_kind: BufferKind
 ) -> None:
     specs = model_specs(resolved_model(num_layers=2, num_query_groups=groups, qk_layernorm=True), sequence_parallel)
     tp_rank = tp - 1
-    layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, split_tied)
+    layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, tied_kind)
     audit_buffers(specs, layouts, tp_rank, tp)
     covered: dict[str, int] = {}
     for layout in layouts:
-        assert (layout.kind == "tied") <= split_tied
+        assert layout.kind in ("plain", "partial", tied_kind)
         for bucket in layout.buckets:
             edges = [bucket.shard(i, num_shards) for i in range(num_shards)]
             assert edges[0][0] == bucket.start
@@ -46,7 +46,7 @@ def test_shards_of_all_ranks_cover_every_local_element_once(
 
 def test_buckets_fill_from_the_last_layer_back() -> None:
     specs = model_specs(resolved_model(num_layers=4), False)
-    (plain,) = layout_buffers(specs, 0, 1, 1, 2000, split_tied=False)
+    (plain,) = layout_buffers(specs, 0, 1, 1, 2000)
     position = {spec.name: index for index, spec in enumerate(specs)}
     buckets = [[position[slot.spec.name] for slot in bucket.slots] for bucket in plain.buckets]
     assert len(buckets) > 3

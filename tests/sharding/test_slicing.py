@@ -108,6 +108,9 @@ def test_stages_hold_every_parameter_once_and_the_tied_embedding_twice() -> None
     held = [spec.name for stage in stages.values() for spec in stage]
     assert held.count("embedding.word_embeddings.weight") == 2
     assert len(held) == len(specs) + 1
+    on_the_first_stages_rank = stages | {2: specs_of_stage(specs, range(3, 3), False, True, has_tied_copy=False)}
+    audit_stages(specs, on_the_first_stages_rank)
+    assert [spec.name for stage in on_the_first_stages_rank.values() for spec in stage] == [spec.name for spec in specs]
 
 
 def test_a_dropped_layer_and_a_doubled_layer_are_named() -> None:
