@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.build.precision import main_dtype, parameter_dtype
+from megapipe.build.updates import RowUpdates
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
@@ -68,6 +69,10 @@ class Machines:
         self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather)
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=max(2, plan.send_depth))
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
+        self.updates: RowUpdates | None = None  # of asynchronous schedules
+        if not plan.is_synchronous:
+            (own,) = self.buffers.values()
+            self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
         self._engines: dict[tuple[int, bool], Engine] = {}
 
     @property
@@ -85,10 +90,10 @@ class Machines:
         key = num_microbatches, training
         if key not in self._engines:
             schedule = self.plan.schedule(num_microbatches) if training else self.plan.forward_schedule(num_microbatches)
-            reduce = self.reducer.reduce if training else None
+            reduce, weights = (self.reducer.reduce, self.updates) if training else (None, None)
             streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
             pp_rank = self.coordinates.pp_rank
-            self._engines[key] = Engine(schedule, pp_rank, self.runners, self.channels, reduce, self.tracer, streams)
+            self._engines[key] = Engine(schedule, pp_rank, self.runners, self.channels, reduce, self.tracer, streams, weights)
         return self._engines[key]
 
     def message(self, boundary: int) -> tuple[MessageSpec, ...]:
@@ -111,7 +116,8 @@ class Machines:
             loss=config.training,
             weight_queue=queue,
         )
-        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype)
+        num_versions = self.plan.num_weight_versions(self.coordinates.pp_rank)
+        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype, num_versions)
         lender = self.buffers[0] if self.plan.borrows_embedding(stage) else None
         buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), GradientSlot, lender)
         self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module, queue)

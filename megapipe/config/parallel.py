@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megapipe.config.option import Flag, option
 
-PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved")
+ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-2bw")
+PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", *ASYNCHRONOUS_SCHEDULES)
 PIPELINE_BALANCES = ("cost", "even")
 DISTRIBUTED_BACKENDS = ("auto", "gloo", "nccl")
 
@@ -46,13 +47,16 @@ class ParallelConfig:
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None,
-        "interleaving: microbatches a chunk takes in a row before the next chunk's turn",
+        "interleaving: microbatches a chunk takes in a row before the next chunk's turn; pipedream-2bw: microbatches of one update",
         unit="microbatches",
         at_least=1,
         derived="pp",
     )
     pipeline_schedule: str = option(
-        "auto", "order of forwards and backwards; auto: interleaved with more than one chunk, else 1f1b", choices=PIPELINE_SCHEDULES
+        "auto",
+        "order of forwards and backwards; auto: interleaved with more than one chunk, else 1f1b; pipedream, pipedream-2bw: NOT "
+        "synchronous, they train something else than one process would",
+        choices=PIPELINE_SCHEDULES,
     )
     pipeline_receive_depth: int = option(1, "receives posted ahead of the action that waits for them", unit="messages", at_least=1)
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; without tp it changes nothing")

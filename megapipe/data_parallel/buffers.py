@@ -26,14 +26,28 @@ class SlotFactory(Protocol):
 class FlatBuffer:
     """One buffer layout made of tensors.
 
-    parameters: [layout.numel] in the parameters' dtype. gradients: [layout.numel], fp32 (fp64 in fp64 runs), None without training.
-    Padding between slots is and stays zero.
+    versions: [layout.numel] in the parameters' dtype, one for each version of the weights that may be needed at once: one only, unless the
+    schedule is asynchronous. newest: index of the one that was updated last. gradients: [layout.numel], fp32 (fp64 in fp64 runs), None
+    without training. Padding between slots is and stays zero.
     """
 
-    def __init__(self, layout: BufferLayout, device: torch.device, param_dtype: torch.dtype, grad_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        layout: BufferLayout,
+        device: torch.device,
+        param_dtype: torch.dtype,
+        grad_dtype: torch.dtype | None,
+        num_versions: int = 1,
+    ) -> None:
         self.layout = layout
-        self.parameters = _aligned_zeros(layout.numel, param_dtype, device)
+        self.versions = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_versions))
+        self.newest = 0
         self._gradients = None if grad_dtype is None else _aligned_zeros(layout.numel, grad_dtype, device)
+
+    @property
+    def parameters(self) -> Tensor:
+        """The newest version."""
+        return self.versions[self.newest]
 
     @property
     def gradients(self) -> Tensor:
@@ -54,7 +68,8 @@ class StageBuffers:
     """Flat buffers of one stage on one rank.
 
     layouts: what lies where (sharding.buffers). param_dtype: of the module's parameters. grad_dtype: of the main gradients, None for
-    inference. `listener`, if set, is called with a parameter's name whenever one microbatch's gradient of it has been added.
+    inference. num_versions: of the parameters; their gradients add up in one place. `listener`, if set, is called with a parameter's name
+    whenever one microbatch's gradient of it has been added.
     """
 
     def __init__(
@@ -63,26 +78,39 @@ class StageBuffers:
         device: torch.device | str = "cpu",
         param_dtype: torch.dtype = torch.float32,
         grad_dtype: torch.dtype | None = torch.float32,
+        num_versions: int = 1,
     ) -> None:
         self.device = torch.device(device)
-        self.buffers = tuple(FlatBuffer(layout, self.device, param_dtype, grad_dtype) for layout in layouts)
+        self.num_versions = num_versions
+        self.buffers = tuple(FlatBuffer(layout, self.device, param_dtype, grad_dtype, num_versions) for layout in layouts)
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # notified an unknown number of times in one microbatch
-        self._parameters: dict[str, Tensor] = {}
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]] = []  # where the versions of each stand
         self._main_grads: dict[str, Tensor] = {}
-        self._made: dict[str, tuple[nn.Parameter, Any]] = {}  # what `materialize` made: parameter and slot, None without a slot
+        self._made: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}  # by `materialize`: versions and slot, None without a slot
+        self._slot_of = {slot.spec.name: (buffer, slot) for buffer, slot in self._slots()}
         for buffer, slot in self._slots():
-            self._parameters[slot.spec.name] = buffer.parameters[slot.start : slot.stop].view(slot.shape)
             if buffer.has_gradients:
                 self._main_grads[slot.spec.name] = buffer.gradients[slot.start : slot.stop].view(slot.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._parameters)
+        return tuple(self._slot_of)
 
-    def parameter(self, name: str) -> Tensor:
-        """The values of one parameter, local shape, a view of the flat buffer."""
-        return self._parameters[name]
+    @property
+    def newest(self) -> int:
+        """The version that `parameter`, the optimizer and the gather mean."""
+        return self.buffers[0].newest if self.buffers else 0
+
+    @newest.setter
+    def newest(self, version: int) -> None:
+        for buffer in self.buffers:
+            buffer.newest = version
+
+    def parameter(self, name: str, version: int | None = None) -> Tensor:
+        """The values of one parameter, local shape, a view of the flat buffer. version: the newest if None."""
+        buffer, slot = self._slot_of[name]
+        return buffer.versions[buffer.newest if version is None else version][slot.start : slot.stop].view(slot.shape)
 
     def main_grad(self, name: str) -> Tensor:
         """The main gradient of one parameter, local shape, a view of the flat buffer."""
@@ -98,7 +126,7 @@ class StageBuffers:
             values = draw(slot.spec)
             if values.shape != slot.shape:
                 raise ValueError(f"{slot.spec.name}: drawn values have shape {tuple(values.shape)}, its slot {slot.shape}")
-            self._parameters[slot.spec.name].copy_(values)
+            self.parameter(slot.spec.name).copy_(values)
 
     def materialize(
         self,
@@ -124,21 +152,37 @@ class StageBuffers:
         unpredictable = set()
         for old, places in holders:
             name = names[id(old)]
-            if name not in self._parameters:
+            if name not in self._slot_of:
                 assert lender is not None
-                _borrow(places, *lender._made[name])
+                lender._lend(name, places)
                 continue
-            new = nn.Parameter(self._parameters[name], requires_grad=old.requires_grad)
-            for owner, attribute in places:
-                owner._parameters[attribute] = new
+            versions = tuple(nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions))
+            self._places += [(owner._parameters, attribute, versions) for owner, attribute in places]
             slot = None
-            if self._main_grads and new.requires_grad:
+            if self._main_grads and old.requires_grad:
                 uses, slot = self._install_slots(name, places, slot_factory)
                 if 0 < uses < len(places):  # partly by autograd, which speaks once a backward, partly by hand
                     unpredictable.add(name)
-                new.register_post_accumulate_grad_hook(functools.partial(self._add_autograd, name))
-            self._made[name] = new, slot
+                for version in versions:
+                    version.register_post_accumulate_grad_hook(functools.partial(self._add_autograd, name))
+            self._made[name] = versions, slot
         self.unpredictable = frozenset(unpredictable)
+        self.install(self.newest)
+
+    def install(self, version: int) -> None:
+        """Let the module compute with this version from now on. What a forward has saved stays what it was: versions share no memory."""
+        for held, attribute, versions in self._places:
+            held[attribute] = versions[version]
+
+    def _lend(self, name: str, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let a parameter of these buffers stand in another stage's module, too."""
+        versions, slot = self._made[name]
+        for owner, attribute in places:
+            self._places.append((owner._parameters, attribute, versions))
+            owner._parameters[attribute] = versions[self.newest]
+            slots = getattr(owner, "slots", None)
+            if isinstance(slots, dict) and slot is not None:
+                slots[attribute] = slot
 
     def _install_slots(self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None) -> tuple[int, Any]:
         """Give the submodules that accumulate by hand one common slot; returns how many they are, and the slot."""
@@ -167,10 +211,10 @@ class StageBuffers:
             for slot in buffer.layout.slots:
                 yield buffer, slot
 
-    def _check(self, module: nn.Module, lent: Mapping[str, tuple[nn.Parameter, Any]]) -> None:
+    def _check(self, module: nn.Module, lent: Mapping[str, tuple[tuple[nn.Parameter, ...], Any]]) -> None:
         wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         held = {slot.spec.name: slot.shape for _, slot in self._slots()}
-        held |= {name: tuple(parameter.shape) for name, (parameter, _) in lent.items() if name in wanted and name not in held}
+        held |= {name: tuple(versions[0].shape) for name, (versions, _) in lent.items() if name in wanted and name not in held}
         if wanted.keys() != held.keys():
             raise ValueError(
                 f"only in the module: {sorted(wanted.keys() - held.keys())}; only in the buffers: {sorted(held.keys() - wanted.keys())}"
@@ -178,14 +222,6 @@ class StageBuffers:
         for name, shape in held.items():
             if wanted[name] != shape:
                 raise ValueError(f"{name}: the module has shape {wanted[name]}, its slot {shape}")
-
-
-def _borrow(places: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter, slot: Any) -> None:
-    for owner, attribute in places:
-        owner._parameters[attribute] = parameter
-        slots = getattr(owner, "slots", None)
-        if isinstance(slots, dict) and slot is not None:
-            slots[attribute] = slot
 
 
 def _holders(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:

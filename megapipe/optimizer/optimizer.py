@@ -123,6 +123,23 @@ class Optimizer:
         return StepReport(norm, coefficient, skipped, loss_scale, num_zeros)
 
     @torch.no_grad()
+    def update(self, gradient_factor: float, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+        """Update the newest version of the parameters by this rank alone: without a norm, without clipping, without a look for NaN.
+
+        For asynchronous schedules, whose ranks update at times of their own. Arguments and gradients as in `step`.
+        """
+        if self._gather is not None:
+            self._gather.finish()
+        self._rule.step(gradient_factor / self.scaler.scale, lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
+        self.masters_to_parameters()
+
+    @torch.no_grad()
+    def last_update(self, count_zero_gradients: bool = False) -> StepReport:
+        """What `step` would have reported of the gradients that the last `update` has left; called by all ranks."""
+        norm, num_zeros = self._measure(count_zero_gradients)
+        return StepReport(norm, 1.0, False, self.scaler.scale, num_zeros)
+
+    @torch.no_grad()
     def masters_to_parameters(self) -> None:
         """Write this rank's master weights into the parameters, cast to their dtype, and start collecting those of the other ranks."""
         for shard in self._shards:

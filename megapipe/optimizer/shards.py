@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
 from megapipe.sharding.boxes import Piece
@@ -37,8 +38,8 @@ class Ranges:
 class Shard:
     """Elements [start, stop) of a flat buffer.
 
-    parameter, gradient: [stop - start] views of the buffer. master: the same memory as parameter where the dtype is that of the gradients
-    (fp32, fp64), else a copy in the gradients' dtype. moments: by name, like master.
+    parameter, gradient: [stop - start] views of the buffer; parameter is the newest version. master: the same memory as parameter where
+    there is one version in the dtype of the gradients (fp32, fp64), else a copy in that dtype. moments: by name, like master.
     is_copy: another stage owns these parameters (the tied embedding at the head), so that they count for nothing in norms.
     counts: False if another rank of the same copy of the model counts these elements.
     """
@@ -58,17 +59,18 @@ class Shard:
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
         self._tp_rank, self._tp = coordinate
-        self.parameter = buffer.parameters[self.start : self.stop]
+        self._buffer = buffer
         self.gradient = buffer.gradients[self.start : self.stop]
-        self.master = self.parameter if self.parameter.dtype == self.gradient.dtype else self.parameter.to(self.gradient.dtype)
+        self.has_own_master = self.parameter.dtype != self.gradient.dtype or len(buffer.versions) > 1
+        self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
         self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
         self.runs = tuple(self._runs())
         counts = counts and not self.is_copy
         self.counted = _counted(bucket, self._tp_rank, self._tp, self.start, self.stop) if counts else Ranges((), ())
 
     @property
-    def has_own_master(self) -> bool:
-        return self.master is not self.parameter
+    def parameter(self) -> Tensor:
+        return self._buffer.parameters[self.start : self.stop]
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """What the shard's elements mean: (position in the shard, piece) in order."""

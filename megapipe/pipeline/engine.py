@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ class Step:
     loss: Callable[[Any, Any], tuple[Tensor, Any]]
 
 
+class StageWeights(Protocol):
+    """The weights of this rank's stages where they change while the row runs (asynchronous schedules)."""
+
+    def use(self, stage: int, microbatch: int) -> None:
+        """Put the version that this microbatch uses into the stage's module: called before its forward and each part of its backward."""
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """One optimizer step with the gradients since the last one; this microbatch's were the last to come."""
+
+
 @dataclass
 class _Run:
     """The values in flight while a row is run."""
@@ -62,6 +72,7 @@ class Engine:
     schedule's proof asks for. reduce_gradients: called with a stage at REDUCE_GRAD, when all its weight gradients are there. tracer:
     records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
     GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
+    weights: needed by schedules with UPDATE.
     Raises ValueError for stages that are not those of the row.
     """
 
@@ -74,6 +85,7 @@ class Engine:
         reduce_gradients: Callable[[int], None] | None = None,
         tracer: Tracer | None = None,
         streams: StageStreams | None = None,
+        weights: StageWeights | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -82,6 +94,8 @@ class Engine:
             )
         if placement.num_ranks > 1 and not schedule.is_lowered:
             raise ValueError(f"schedule {schedule} holds no messages: the engine runs what schedule.lower made of it")
+        if weights is None and not schedule.is_synchronous:
+            raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
         self.row = tuple(action for action in schedule.rows[pp_rank] if streams is not None or action.op is not Op.OVERLAP)
         self.num_microbatches = schedule.num_microbatches
         self.is_training = schedule.has_backward
@@ -110,6 +124,9 @@ class Engine:
             Op.RECV_B: self._receive_backward,
             Op.REDUCE_GRAD: self._reduce,
         }
+        if weights is not None:
+            self._handlers |= {op: self._with_weights(weights, self._handlers[op]) for op in COMPUTE_OPS}
+            self._handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
         if streams is not None:
             self._handlers |= {op: self._on_stream(streams, self._handlers[op]) for op in COMPUTE_OPS}
             self._handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
@@ -146,6 +163,14 @@ class Engine:
         def handle(run: _Run, action: Action) -> None:
             with streams.computing(action.stage):
                 handler(run, action)
+
+        return handle
+
+    @staticmethod
+    def _with_weights(weights: StageWeights, handler: Handler) -> Handler:
+        def handle(run: _Run, action: Action) -> None:
+            weights.use(action.stage, _number(action))
+            handler(run, action)
 
         return handle
 

@@ -1,8 +1,8 @@
 """Bytes that each pipeline rank needs for a training step, item by item. All ranks of one pp_rank need the same.
 
-    weights       flat parameter buffers, padding included
+    weights       flat parameter buffers, padding included; with an asynchronous schedule one for each version that is needed at once
     gradients     flat main-gradient buffers, fp32 (fp64)
-    optimizer     masters, where the weights are narrower, and moments, of this rank's shard
+    optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
     recompute     what one replay in the backward makes again
     messages      hidden states and gradients that have come too early or are being sent, at that peak
@@ -80,7 +80,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     )
     layer_counts = plan.partition.layer_counts
     items = {
-        **_state(plan, stages),
+        **_state(plan, stages, plan.num_weight_versions(pp_rank)),
         "activations": peak.activation_bytes,
         "recompute": max(replay_bytes(model, sizes, layer_counts[stage], recompute, documents) for stage in stages),
         "messages": peak.message_bytes,
@@ -163,17 +163,17 @@ def peak_of_row(
     return peak
 
 
-def _state(plan: RunPlan, stages: Iterable[int]) -> dict[str, int]:
+def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:
     """Weights, gradients, optimizer."""
     element = ELEMENT_BYTES[plan.config.precision.dtype]
     wide = max(element, 4)
     optimizer = plan.config.optimizer
-    states = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer] + (element != wide)
+    states = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer] + (element != wide or num_versions > 1)
     layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
     elements = sum(layout.numel for layout in layouts)
     slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
     return {
-        "weights": elements * element + slack,
+        "weights": num_versions * (elements * element + slack),
         "gradients": elements * wide + slack,
         "optimizer": sum(layout.numel // layout.num_shards for layout in layouts) * states * wide,
     }

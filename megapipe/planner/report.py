@@ -37,11 +37,24 @@ def _headline(plan: RunPlan) -> Iterator[str]:
     yield f"plan: {_count(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {plan.schedule_name}" + "".join(
         f", {e}" for e in extras
     )
+    if not plan.is_synchronous:
+        yield from _asynchronous(plan)
     groups = f", {model.num_query_groups} key/value heads" if model.num_query_groups != model.num_attention_heads else ""
     yield (
         f"  model    {model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads{groups}, "
         f"sequence {model.seq_length}, vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), {plan.config.precision.dtype}"
+    )
+
+
+def _asynchronous(plan: RunPlan) -> Iterator[str]:
+    count = plan.batch.full // plan.batch.samples_per_microbatch
+    num_updates = plan.weight_versions(count, 0).num_updates
+    held = [plan.num_weight_versions(pp_rank) for pp_rank in range(plan.topology.pp)]
+    most = f"{max(held)}" if len(set(held)) == 1 else f"{max(held)} to {min(held)}"
+    yield (
+        f"           NOT synchronous: {_count(num_updates, 'update')} in a step of {_count(count, 'microbatch')}, made from stale weights "
+        f"(a rank holds {most} versions); this trains something else than one process would"
     )
 
 

@@ -8,11 +8,12 @@ from functools import cached_property
 from megapipe.config.config import Config
 from megapipe.planner.batch import BatchSchedule
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import build_forward_only, build_lowered
+from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.validate import validate
+from megapipe.schedule.weight_versions import WeightVersions, weight_versions
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.model_specs import specs_of_stage
 from megapipe.sharding.spec import ParamSpec
@@ -56,12 +57,35 @@ class RunPlan:
         """The lowered forward-only schedule of an evaluation batch."""
         return self._cached(num_microbatches, training=False)
 
+    @property
+    def is_synchronous(self) -> bool:
+        """False for schedules that update weights while microbatches are under way: they train something else than one process would."""
+        return SCHEDULES[self.schedule_name].is_synchronous
+
+    def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
+        """Of an asynchronous schedule: which version of the weights each microbatch uses on this rank."""
+        rule = SCHEDULES[self.schedule_name].versions
+        assert rule is not None, f"{self.schedule_name} has one version of the weights"
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        assert group is not None
+        return weight_versions(self.schedule(num_microbatches), pp_rank, rule, group)
+
+    def num_weight_versions(self, pp_rank: int) -> int:
+        """Versions of its weights that a rank holds at once, for every number of microbatches of the run."""
+        if self.is_synchronous:
+            return 1
+        return max(self.weight_versions(count, pp_rank).num_buffers for count in self._microbatch_counts)
+
     @cached_property
     def send_depth(self) -> int:
         """Sends a channel must be able to have under way, for every number of microbatches of the run; proven by `validate`."""
-        counts = {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
-        schedules = [made for m in counts for made in (self.schedule(m), self.forward_schedule(m))]
+        schedules = [made for m in self._microbatch_counts for made in (self.schedule(m), self.forward_schedule(m))]
         return max(validate(schedule).send_depth for schedule in schedules)
+
+    @property
+    def _microbatch_counts(self) -> set[int]:
+        """Of all steps of the run, on one dp rank."""
+        return {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
 
     @property
     def num_optimizer_shards(self) -> int:
@@ -111,7 +135,8 @@ class RunPlan:
             depth = parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
             if training:
                 chunks = self.num_chunks
-                group = parallel.microbatch_group_size_per_virtual_pipeline_stage if chunks > 1 else None
+                takes_group = SCHEDULES[self.schedule_name].takes_group_size
+                group = parallel.microbatch_group_size_per_virtual_pipeline_stage if takes_group else None
                 self._schedules[key] = build_lowered(self.schedule_name, self.topology.pp, chunks, num_microbatches, group, depth)
             else:
                 self._schedules[key] = build_forward_only(self.placement, num_microbatches, depth)

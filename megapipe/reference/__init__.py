@@ -8,6 +8,7 @@ to be fast: nn.Linear, ordinary autograd, a softmax spelled out, optimizers of t
     gpt.py      ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)
     loss.py     cross entropy over the true vocabulary, label smoothing, z-loss
     train.py    parameter groups, optimizer, reference_step -> StepResult(loss, grad_norm, grads)
+    asynchronous.py    PipeDream and PipeDream-2BW emulated: asynchronous_step -> StepResult
 
 Use:
     model = ReferenceGPT(config).double()

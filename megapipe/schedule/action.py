@@ -31,8 +31,10 @@ class Op(enum.Enum):
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # what occupies a rank
 PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # what a schedule holds before messages and reductions are put in
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
+COMPLETES_OPS = frozenset({Op.B, Op.W})  # after them the weight gradient is there
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 

@@ -25,6 +25,7 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Row, Schedule
 from megapipe.schedule.validate import validate
+from megapipe.schedule.weight_versions import VersionRule, one_group_stale, stashed
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Family:
     takes_chunks: several chunks a rank. chunks: the one number of chunks it works with, if there is only one.
     group_rule: why a microbatch group may not be smaller than the ranks; empty if the family has no groups.
     check: raises ConfigError for other limits of its own. engine_ready: the engine trains with it, proven against one process.
-    is_synchronous: computes what one process would; False for the ancestors that update weights while microbatches are under way.
+    versions: which weights a microbatch uses where they change while microbatches are under way; None: there is one version only.
     """
 
     generate: Callable[[Shape], tuple[Row, ...]]
@@ -45,12 +46,17 @@ class Family:
     group_rule: str = ""
     check: Callable[[Shape], None] | None = None
     engine_ready: bool = False
-    is_synchronous: bool = True
+    versions: VersionRule | None = None
 
     @property
     def takes_group_size(self) -> bool:
         """True if microbatches go in groups."""
         return bool(self.group_rule)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Computes what one process would."""
+        return self.versions is None
 
 
 def _linear(num_ranks: int, num_chunks: int) -> Placement:
@@ -101,14 +107,19 @@ SCHEDULES: dict[str, Family] = {
         dualpipe_v, _v, "DualPipe folded to a V: parameters held once", takes_chunks=True, chunks=2, check=check_dualpipe_v
     ),
     "pipedream": Family(
-        pipedream, _linear, "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights", is_synchronous=False
+        pipedream,
+        _linear,
+        "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
+        engine_ready=True,
+        versions=stashed,
     ),
     "pipedream-2bw": Family(
         pipedream_2bw,
         _linear,
         "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
         group_rule=_VERSION_IS_LATE,
-        is_synchronous=False,
+        engine_ready=True,
+        versions=one_group_stale,
     ),
 }
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import chain
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, PLANNED_OPS, Action, Op
+from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, PLANNED_OPS, Action, Op
 from megapipe.schedule.collector import without_collector
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ValueKind
 from megapipe.schedule.schedule import Row, Schedule
-
-_COMPLETES = frozenset({Op.B, Op.W})
 
 
 @without_collector
@@ -145,7 +143,7 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
     plan: dict[int, list[Action]] = {}
     if not schedule.has_backward or not schedule.is_synchronous:
         return plan
-    completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op in _COMPLETES}
+    completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op in COMPLETES_OPS}
     not_before = 0
     for stage in reversed(schedule.placement.stages_of(rank)):
         index = completed_at.get(stage, 0)

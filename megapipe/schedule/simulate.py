@@ -15,12 +15,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
+from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
-
-_BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # what occupies a rank
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Timeline:
         for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
             total = last = 0.0
             for (_, op, _), start, end in zip(row, starts, ends, strict=True):
-                if op in _BUSY_OPS:
+                if op in BUSY_OPS:
                     total += end - (start if start > last else last)  # the second half of a pair adds nothing
                     last = end
             totals.append(total)
@@ -119,7 +117,7 @@ class Timeline:
         """Of each rank: last end - first start of its computation, less its work."""
         spans = []
         for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
-            slots = [slot for slot, action in enumerate(row) if action[1] in _BUSY_OPS]
+            slots = [slot for slot, action in enumerate(row) if action[1] in BUSY_OPS]
             spans.append(ends[slots[-1]] - starts[slots[0]] if slots else 0.0)
         return tuple(span - work for span, work in zip(spans, self.work_seconds, strict=True))
 

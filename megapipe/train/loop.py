@@ -15,6 +15,7 @@ from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.comm.collectives import all_reduce
 from megapipe.data.loader import Loader
 from megapipe.errors import TrainingError
+from megapipe.train.asynchronous_step import step_of
 from megapipe.train.evaluation import evaluate
 from megapipe.train.faults import OutputWatch, raise_unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
@@ -24,7 +25,7 @@ from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest
 from megapipe.train.state import TrainingState
-from megapipe.train.step import Rates, StepResult, TrainStep, is_sound
+from megapipe.train.step import Rates, StepResult, is_sound
 from megapipe.train.timers import Timers
 from megapipe.train.writers import Writers
 
@@ -70,7 +71,7 @@ class Training:
         self.machines, self.data, self.state, self.writers = machines, data, state, writers
         self._stop, self._saves = stop, saves
         self._config, self._training = config, config.training
-        self._step = TrainStep(machines, config.logging.log_num_zeros_in_grad)
+        self._step = step_of(machines, config.logging.log_num_zeros_in_grad)
         self._timers = Timers(config.logging.timing_log_level, machines.device)
         self._pace = Pace(machines)
         self._profile = Profile(config.logging, machines)

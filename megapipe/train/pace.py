@@ -16,7 +16,7 @@ from megapipe.comm.trace import Event
 from megapipe.planner.bubble import predicted_timeline
 from megapipe.planner.flops import step_flops
 from megapipe.planner.hardware import peak_flops
-from megapipe.schedule.action import COMPUTE_OPS, parse_action
+from megapipe.schedule.action import BUSY_OPS, parse_action
 from megapipe.train.state import TrainingState
 
 
@@ -80,7 +80,7 @@ class Pace:
         if self._note or tracer is None or self._steps == 0:
             return None
         waits = _total_ns(tracer.of_kind("wait"))
-        computing = _total_ns(event for event in tracer.of_kind("action") if parse_action(event.name).op in COMPUTE_OPS)
+        computing = _total_ns(event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS)
         in_row = _total_ns(tracer.of_kind("row"))
         times = torch.tensor([float(computing - waits), float(in_row)], dtype=torch.float64, device=self._machines.device)
         busy = times[:1].clone()

@@ -1,4 +1,5 @@
-"""`Oracle`: the plain model of megapipe.reference, trained in one process on the global batches that the grid sees."""
+"""`Oracle`: the plain model of megapipe.reference, trained in one process on the global batches that the grid sees; as the grid's
+schedule would train it, where that is not synchronous."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from megapipe.build.microbatches import to_microbatch
 from megapipe.config.config import Config
+from megapipe.planner.run_plan import RunPlan
+from megapipe.reference.asynchronous import Delays, asynchronous_step
 from megapipe.reference.config import ReferenceConfig
 from megapipe.reference.gpt import ReferenceGPT
-from megapipe.reference.train import build_optimizer, reference_step
+from megapipe.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.train.step import Rates
 from megapipe.verify.batches import GlobalBatch
@@ -66,9 +69,14 @@ class Oracle:
         """One optimizer step. step: the number that the grid's dropout keys carry."""
         for group in self._decaying:
             group["weight_decay"] = rates.weight_decay
-        microbatches = [self._arguments(batch, number, step) for number in range(len(batch))]
+        result = self._train([self._arguments(batch, number, step) for number in range(len(batch))], rates)
+        weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
+        return OracleStep(result.loss, result.grad_norm, gradients, weights)
+
+    def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         config = self._config
-        result = reference_step(
+        return reference_step(
             self.model,
             self._optimizer,
             microbatches,
@@ -77,9 +85,6 @@ class Oracle:
             lr=rates.lr,
             decoupled_lr=rates.decoupled_lr,
         )
-        weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-        gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
-        return OracleStep(result.loss, result.grad_norm, gradients, weights)
 
     def _arguments(self, batch: GlobalBatch, number: int, step: int) -> dict[str, Any]:
         key = DropoutKey(self._config.training.seed, step, number)
@@ -92,6 +97,38 @@ class Oracle:
             "document_ids": microbatch.document_ids,
             "dropout_masks": GridMasks(self._config, key, self._dtype, self._device),
         }
+
+
+class AsynchronousOracle(Oracle):
+    """The emulation of an asynchronous schedule: gradients are those of the step's last update, weights those after it.
+
+    plan: says on which stage each parameter lies, how many microbatches make an update, and how many replicas there are.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(plan.config, weights, dtype, device)
+        group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        assert group is not None
+        self._dp = plan.topology.dp
+        self._delays = {"pipedream": Delays.pipedream(plan.topology.pp), "pipedream-2bw": Delays.pipedream_2bw(group)}[plan.schedule_name]
+        self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}
+
+    def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+        by_number = [microbatches[first : first + self._dp] for first in range(0, len(microbatches), self._dp)]
+        return asynchronous_step(self.model, self._optimizer, by_number, self._stage_of, self._delays, rates.lr, rates.decoupled_lr)
+
+
+def oracle_of(plan: RunPlan, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Oracle:
+    """What the plan's grid has to equal."""
+    if plan.is_synchronous:
+        return Oracle(plan.config, weights, dtype, device)
+    return AsynchronousOracle(plan, weights, dtype, device)
 
 
 def run_oracle(

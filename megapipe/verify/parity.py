@@ -15,11 +15,12 @@ from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.model.microbatch import Microbatch
 from megapipe.planner.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
+from megapipe.train.asynchronous_step import AsynchronousStep
 from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep
 from megapipe.train.timers import Timers
 from megapipe.verify.batches import GlobalBatch, share_of
 from megapipe.verify.compare import Difference, HeldPiece, compare, gradient_pieces, weight_pieces
-from megapipe.verify.oracle import Oracle, OracleStep
+from megapipe.verify.oracle import OracleStep, oracle_of
 from megapipe.verify.tolerance import Tolerance
 from megapipe.verify.weights import whole_weights
 
@@ -98,23 +99,36 @@ class ParityStep:
 
 
 class RecordingStep(TrainStep):
-    """The training step, which lets its averaged gradients be seen between the reduction and the update."""
+    """The training step, which lets its averaged gradients be seen between the reduction and the update.
+
+    averaged: those of the last step, fp64 copies, before clipping.
+    """
 
     def __init__(self, machines: Machines) -> None:
         super().__init__(machines)
-        self._recorded: list[HeldPiece] = []
+        self.averaged: list[HeldPiece] = []
 
     def gradients(self, microbatches: Sequence[Microbatch], timers: Timers = NO_TIMERS) -> StepLoss:
         loss = super().gradients(microbatches, timers)
-        factor = 1.0 / (loss.denominator * self._machines.optimizer.loss_scale)
-        pieces = gradient_pieces(self._machines)
-        self._recorded = [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in pieces]
+        self.averaged = _copies(self._machines, 1.0 / (loss.denominator * self._machines.optimizer.loss_scale))
         return loss
 
-    @property
-    def averaged(self) -> list[HeldPiece]:
-        """The averaged gradients of the last step, fp64 copies, before clipping."""
-        return self._recorded
+
+class AsynchronousRecordingStep(AsynchronousStep):
+    """The same for an asynchronous schedule. averaged: the gradients of each stage's last update."""
+
+    def __init__(self, machines: Machines) -> None:
+        super().__init__(machines)
+        self.averaged: list[HeldPiece] = []
+
+    def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
+        result = super().run(microbatches, rates, timers)
+        self.averaged = _copies(self._machines, 1.0)
+        return result
+
+
+def _copies(machines: Machines, factor: float) -> list[HeldPiece]:
+    return [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in gradient_pieces(machines)]
 
 
 def compare_with_oracle(
@@ -131,9 +145,9 @@ def compare_with_oracle(
     slices: the initial weights, numbers of the parameters' dtype. The oracle computes in fp64, so that all differences are the grid's.
     """
     machines = Machines(plan, groups, device, slices)
-    trainer = RecordingStep(machines)
+    trainer = RecordingStep(machines) if plan.is_synchronous else AsynchronousRecordingStep(machines)
     is_judge = groups.world.rank == 0
-    oracle = Oracle(plan.config, whole_weights(plan.specs, slices), torch.float64, device) if is_judge else None
+    oracle = oracle_of(plan, whole_weights(plan.specs, slices), torch.float64, device) if is_judge else None
     found = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
         result, repeats = _step(trainer, machines, batch, step, rate)
@@ -147,7 +161,9 @@ def compare_with_oracle(
     return found
 
 
-def _step(trainer: RecordingStep, machines: Machines, batch: GlobalBatch, step: int, rates: Rates) -> tuple[StepResult, int]:
+def _step(
+    trainer: RecordingStep | AsynchronousRecordingStep, machines: Machines, batch: GlobalBatch, step: int, rates: Rates
+) -> tuple[StepResult, int]:
     """The grid's step, again as long as it only lowers a dynamic loss scale, as training would with its next batches."""
     repeats = 0
     while True:

@@ -33,6 +33,11 @@ def plan_text(small: Shrunk) -> str:
         f"verify-grid ({small.mode}): tp {topology.tp} x pp {topology.pp}{chunks} x dp {topology.dp} in {dtype} beside one plain process "
         f"in fp64 (megapipe.reference), {len(small.num_microbatches)} steps"
     ]
+    if not plan.is_synchronous:
+        lines.append(
+            f"  NOT synchronous: {plan.schedule_name} is compared with its own emulation in one process (stale weights as its paper says), "
+            "not with ordinary training; gradients are those of a step's last update"
+        )
     allowed = iter([_allowed(tolerance_of(plan.config))])
     for title, entries in (("kept", _kept(small)), ("shrunk", _shrunk(was, plan)), ("replaced", _replaced(small)), ("allowed", allowed)):
         wrapped = [line for entry in entries for line in textwrap.wrap(entry, LINE_WIDTH, subsequent_indent="  ")]

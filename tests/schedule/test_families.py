@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.build import SCHEDULES, build_schedule
-from megapipe.schedule.generate.pipedream import double_buffered_versions, stashed_versions
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.simulate import Costs, peak_live_chunks, simulate
@@ -205,16 +204,6 @@ def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchr
         assert sum(ends[s] - starts[s] for s in range(steady[0], steady[-1] + 1)) >= ends[steady[-1]] - starts[steady[0]] - 3
     validate(lower(schedule))
     assert all(a.op is not Op.REDUCE_GRAD for row in lower(schedule).rows for a in row)
-
-
-@given(st.integers(1, 8), st.integers(0, 20))
-@settings(max_examples=20)
-def test_pipedream_stashes_p_minus_r_versions_and_2bw_two(p, extra):
-    assert stashed_versions(build_schedule("pipedream", p, 1, 2 * p + extra)) == tuple(p - r for r in range(p))
-    doubled = build_schedule("pipedream-2bw", p, 1, 4 * p + extra)
-    assert max(double_buffered_versions(doubled, p)) == 2
-    updates = [sum(a.op is Op.UPDATE for a in row) for row in doubled.rows]
-    assert set(updates) == {-(-(4 * p + extra) // p)}
 
 
 def test_all_synchronous_families_are_marked_so():

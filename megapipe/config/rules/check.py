@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from megapipe.config.config import Config
 from megapipe.config.fields import all_fields, value_of
+from megapipe.config.rules.asynchronous import ASYNCHRONOUS_RULES
 from megapipe.config.rules.data import DATA_RULES, JOB_RULES
 from megapipe.config.rules.model import MODEL_RULES
 from megapipe.config.rules.parallel import PARALLEL_RULES
@@ -15,7 +16,7 @@ from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], str | None]
 
-CONSISTENCY_RULES: tuple[Rule, ...] = (*MODEL_RULES, *PARALLEL_RULES, *TRAINING_RULES, *DATA_RULES)
+CONSISTENCY_RULES: tuple[Rule, ...] = (*MODEL_RULES, *PARALLEL_RULES, *TRAINING_RULES, *DATA_RULES, *ASYNCHRONOUS_RULES)
 
 
 def check(config: Config) -> None:

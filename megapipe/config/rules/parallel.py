@@ -7,6 +7,7 @@ interleaving exists to fill a pipeline's bubble, and one rank has none.
 from __future__ import annotations
 
 from megapipe.config.config import Config
+from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES
 from megapipe.config.values import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -72,7 +73,7 @@ def schedule_fits_chunks(config: Config) -> str | None:
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     if parallel.pipeline_schedule == "interleaved" and not may_interleave(config):
         return "--pipeline-schedule interleaved needs chunks; give --num-virtual-stages-per-pipeline-rank 2 or more, or choose 1f1b"
-    if parallel.pipeline_schedule in ("gpipe", "1f1b") and chunks is not None and chunks > 1:
+    if parallel.pipeline_schedule in ("gpipe", "1f1b", *ASYNCHRONOUS_SCHEDULES) and chunks is not None and chunks > 1:
         return (
             f"--pipeline-schedule {parallel.pipeline_schedule} runs one chunk a rank, but "
             f"--num-virtual-stages-per-pipeline-rank is {chunks}; "
@@ -86,9 +87,9 @@ def microbatch_group_fits(config: Config) -> str | None:
     group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     if group is None:
         return None
-    if not may_interleave(config):
+    if not may_interleave(config) and parallel.pipeline_schedule != "pipedream-2bw":
         return (
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} belongs to interleaving; leave it out or give "
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} belongs to interleaving and pipedream-2bw; leave it out or give "
             "--num-virtual-stages-per-pipeline-rank"
         )
     if group < pp:

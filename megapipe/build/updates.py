@@ -1,0 +1,51 @@
+"""`RowUpdates`: weight versions and optimizer steps of this rank's stage while an asynchronous schedule runs."""
+
+from __future__ import annotations
+
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.optimizer.optimizer import Optimizer
+from megapipe.schedule.weight_versions import WeightVersions
+
+
+class RowUpdates:
+    """The engine's `StageWeights` (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
+
+    One update: the stage's gradients are summed over its replicas, averaged over the microbatches of the update and applied to the
+    master weights of this rank's shards; the new weights become the newest version. Other stages update at their own times, so that
+    nothing here speaks to them. buffers: of the one stage that this rank holds. num_replicas: in its replica group.
+    """
+
+    def __init__(self, buffers: StageBuffers, reducer: GradientReducer, optimizer: Optimizer, num_replicas: int) -> None:
+        self._buffers, self._reducer, self._optimizer, self._num_replicas = buffers, reducer, optimizer, num_replicas
+        self._versions = WeightVersions((), (0,), ())
+        self._rates: tuple[float, float, float | None] = (0.0, 0.0, None)
+        self._first = self._num_done = 0
+
+    def begin(self, versions: WeightVersions, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+        """Before a row: version 0 is the newest that there is. The rates hold for all of its updates."""
+        self._versions, self._rates = versions, (lr, weight_decay, decoupled_lr)
+        self._first, self._num_done = self._buffers.newest, 0
+        self._reducer.begin_step(versions.group_sizes[0])
+
+    def use(self, stage: int, microbatch: int) -> None:
+        """Install the version of this microbatch."""
+        self._buffers.install(self._place_of(self._versions.version_of[microbatch]))
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """One optimizer step of this rank. Afterwards the gradient buffers hold the average that it took."""
+        sizes = self._versions.group_sizes
+        self._reducer.finish()
+        denominator = sizes[self._num_done] * self._num_replicas
+        self._num_done += 1
+        self._buffers.newest = self._place_of(self._num_done)
+        self._optimizer.update(1.0 / denominator, *self._rates)
+        if self._num_done < len(sizes):
+            self._reducer.begin_step(sizes[self._num_done])
+
+    def finish(self) -> None:
+        """After a row: evaluation, saving and the next row start from the newest version."""
+        self._buffers.install(self._buffers.newest)
+
+    def _place_of(self, version: int) -> int:
+        return (self._first + self._versions.buffer_of[version]) % self._buffers.num_versions
