@@ -116,6 +116,30 @@ CASES = [
         "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 5",
     ),
     (
+        "no_clipping",
+        "--pipeline-schedule pipedream",
+        ["pipedream updates each stage at a time of its own", "--clip-grad 1", "give --clip-grad 0"],
+        "--pipeline-schedule pipedream --clip-grad 0",
+    ),
+    (
+        "no_dynamic_loss_scale",
+        "--pipeline-schedule pipedream --clip-grad 0 --fp16",
+        ["cannot skip an update", "use --bf16, or a fixed --loss-scale"],
+        "--pipeline-schedule pipedream --clip-grad 0 --fp16 --loss-scale 1024",
+    ),
+    (
+        "no_per_token_loss",
+        "--pipeline-schedule pipedream-2bw --clip-grad 0 --calculate-per-token-loss",
+        ["pipedream-2bw", "--calculate-per-token-loss", "leave that out"],
+        "--pipeline-schedule pipedream-2bw --clip-grad 0",
+    ),
+    (
+        "no_tied_ends",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule pipedream --clip-grad 0",
+        ["has one gradient", "give --untie-embeddings-and-output-weights"],
+        "--pipeline-model-parallel-size 2 --pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights",
+    ),
+    (
         "layers_placed_once",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL --decoder-first-pipeline-num-layers 1",
         ["leave --decoder-first-pipeline-num-layers out"],
