@@ -85,6 +85,10 @@ class Machines:
         """Of all ranks that compute a microbatch's loss, this one is counted."""
         return self.is_last_stage and self.coordinates.tp_rank == 0
 
+    def finish_parameters(self) -> None:
+        """Return when all parameters are up to date."""
+        self.gather.finish()
+
     def engine(self, num_microbatches: int, training: bool = True) -> Engine:
         """The engine of this rank's row for a step, or a forward-only batch, of this many microbatches."""
         key = num_microbatches, training

@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint was written with: for `--use-checkpoint-args`, before anything is built. Imports no torch."""
+"""The configuration that a checkpoint was written with, for what is decided before anything is built. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from megapipe.config.load import from_yaml
 from megapipe.errors import CheckpointError
 
 
-def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path]:
-    """The saved configuration and the checkpoint's folder. Raises CheckpointError if there is no checkpoint or its file is unreadable."""
+def checkpoint_config(root: Path, step: int | None = None, flag: str = "--use-checkpoint-args") -> tuple[Config, Path]:
+    """The saved configuration and the checkpoint's folder. Raises CheckpointError if there is no checkpoint or its file is unreadable.
+
+    flag: that asked for it, named in the message.
+    """
     found = find_checkpoint(root, step)
     if found is None:
-        raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")
+        raise CheckpointError(f"{flag}: {root} holds no checkpoint")
     path = found.path / CONFIG_NAME
     try:
         text = path.read_text(encoding="utf-8")

@@ -17,16 +17,16 @@ from megapipe.comm.groups import Group
 from megapipe.errors import CheckpointError
 
 
-def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: Group) -> int:
+def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: Group, *, may_round: bool = False) -> int:
     """Fill `values` of every wanted box; called by all ranks of the group, each with its own. Returns the bytes filled on this rank.
 
-    dtypes may widen (fp32 into fp64, bf16 into fp32), never narrow.
+    dtypes may widen (fp32 into fp64, bf16 into fp32); they narrow only where may_round says so.
     Raises CheckpointError on every rank if any rank fails, naming tensor or file: a tensor that is not there, of another shape, of a
     wider dtype, damaged or truncated.
     """
     answer: int | str
     try:
-        answer = _load(folder, list(wanted))
+        answer = _load(folder, list(wanted), may_round)
     except CheckpointError as error:
         answer = f"rank {group.global_rank}: {error}"
     errors = [other for other in gather_objects(answer if isinstance(answer, str) else None, group) if other is not None]
@@ -36,12 +36,12 @@ def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: G
     return answer
 
 
-def _load(folder: CheckpointFolder, wanted: list[TensorBox]) -> int:
+def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) -> int:
     by_name: dict[str, list[TensorBox]] = {}
     for target in wanted:
         by_name.setdefault(target.name, []).append(target)
     for name, targets in by_name.items():
-        _check(folder, name, targets)
+        _check(folder, name, targets, may_round)
     copied = dict.fromkeys(by_name, 0)
     with ShardReader(folder.path, folder.manifest.block_bytes) as reader:
         for name, dtype, box in _in_file_order(folder, by_name):
@@ -63,7 +63,7 @@ def _in_file_order(folder: CheckpointFolder, wanted: dict[str, list[TensorBox]])
     return sorted(found, key=lambda entry: (entry[2].file, entry[2].start))
 
 
-def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox]) -> None:
+def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox], may_round: bool) -> None:
     """Everything that can be known before bytes are read."""
     saved = folder.manifest.tensors.get(name)
     if saved is None:
@@ -71,7 +71,7 @@ def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox]) -> Non
     for target in targets:
         if target.shape != saved.shape:
             raise CheckpointError(f"{folder.path}: {name} has shape {list(saved.shape)}, this model's has {list(target.shape)}")
-        if torch.promote_types(DTYPES[saved.dtype], target.values.dtype) != target.values.dtype:
+        if not may_round and torch.promote_types(DTYPES[saved.dtype], target.values.dtype) != target.values.dtype:
             raise CheckpointError(
                 f"{folder.path}: {name} was saved as {DTYPES[saved.dtype]}, which {target.values.dtype} does not hold exactly".replace(
                     "torch.", ""

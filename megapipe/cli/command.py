@@ -24,6 +24,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "plan": Subcommand("show what a configuration will do on a number of ranks, without starting any", "megapipe.cli.plan"),
     "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.cli.schedule"),
     "verify": Subcommand("compare the grid with one plain process: pretrain --verify-grid", "megapipe.cli.pretrain", ("--verify-grid",)),
+    "generate": Subcommand("texts from a trained model", "megapipe.cli.generate"),
+    "evaluate": Subcommand("loss and perplexity of a trained model on a text or token file", "megapipe.cli.evaluate"),
     "preprocess": Subcommand("text to token files", "megapipe.cli.preprocess"),
     "train-tokenizer": Subcommand("train a SentencePiece tokenizer on text", "megapipe.cli.train_tokenizer"),
     "merge": Subcommand("several token files as one", "megapipe.cli.merge"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megapipe.build.datasets import RunData
 from megapipe.build.machines import Machines
 from megapipe.errors import ConfigError
-from megapipe.inference.sample import Sampler
+from megapipe.inference.generate import Generator, Limits
+from megapipe.inference.sampling import Sampling
 from megapipe.train.writers import Writers
 
 
@@ -17,7 +18,9 @@ def print_samples(machines: Machines, data: RunData, writers: Writers) -> None:
     if data.tokenizer is None:
         raise ConfigError("--sample-prompts are texts: give the tokenizer that turns them into tokens with --tokenizer-type")
     prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
-    texts = Sampler(machines).continue_prompts(prompts, logging.sample_tokens, data.tokenizer.eod)
+    stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
+    generator = Generator(machines, Sampling(temperature=0.8, top_k=40))
+    texts = generator.continue_prompts(prompts, Limits(logging.sample_tokens, stop))
     writers.say("samples:")
-    for text in texts:
-        writers.say("    " + data.tokenizer.decode(text).replace("\n", "\n    "))
+    for prompt, text in zip(prompts, texts, strict=True):
+        writers.say("    " + data.tokenizer.decode([*prompt, *text]).replace("\n", "\n    "))

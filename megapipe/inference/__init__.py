@@ -1,4 +1,7 @@
-"""Generation with the trained stages, on the grid they were trained on.
+"""Generation with the trained stages, on any grid: the pipeline's forward rows, with a key/value cache.
 
-- `sample`: plain sampling without a cache: every token runs the whole sequence through the pipeline
+- `sampling`: which token comes next: greedy, temperature, top-k, top-p
+- `generate`: prompts through the stages once, then a token at a time
+- `streaming`: tokens to text as they come
+- `perplexity`: the loss of a text under a model, window by window
 """

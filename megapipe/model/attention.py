@@ -54,6 +54,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: LayerContext, remake: Remake | None = None) -> Tensor:
         """remake: how linear_qkv makes x again in the backward, instead of keeping it."""
         q, k, v = self._heads(self.linear_qkv(x, remake=remake), context)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
         core = partial(self._core, context=context)
         if not self.recompute_core:
             return self.linear_proj(core(q, k, v))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig
+from megapipe.model.kv_cache import KVCache
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.norm import at_least_fp32
 from megapipe.model.rotary import Rotary
@@ -20,7 +21,7 @@ from megapipe.tensor_parallel.random import DropoutKey
 
 @dataclass(frozen=True)
 class LayerContext:
-    """rotary: cos and sin. mask: [1 or b, 1, s, s] in the activations' dtype, None: causal, by the fused kernel's own rule.
+    """rotary: cos and sin. mask: [1 or b, 1, s, keys] in the activations' dtype, None: causal, by the fused kernel's own rule.
 
     explicit: attention is written out, because the fused kernels lack soft-capping, keyed dropout and a softmax in a chosen dtype.
     """
@@ -29,6 +30,7 @@ class LayerContext:
     mask: Tensor | None
     explicit: bool
     dropout_key: DropoutKey | None
+    cache: KVCache | None = None
 
 
 class ContextMaker:
@@ -45,7 +47,8 @@ class ContextMaker:
         config, key = self.config, microbatch.dropout_key
         explicit = config.attn_logit_softcapping is not None or config.attention_softmax_in_fp32
         explicit = explicit or (config.attention_dropout > 0.0 and key is not None)
-        return LayerContext(self._rotary(microbatch, dtype), self._mask(microbatch, dtype, explicit), explicit, key)
+        mask = self._mask(microbatch, dtype, explicit) if microbatch.cache is None else self._cached_mask(microbatch, dtype, explicit)
+        return LayerContext(self._rotary(microbatch, dtype), mask, explicit, key, microbatch.cache)
 
     def _rotary(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         if self.rotary is None:
@@ -54,6 +57,17 @@ class ContextMaker:
             return self.rotary.tables_at(microbatch.position_ids, at_least_fp32(dtype))
         tokens = microbatch.tokens
         return self.rotary.tables(tokens.shape[1], tokens.device, at_least_fp32(dtype))
+
+    def _cached_mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool) -> Tensor | None:
+        """Of the newest positions over all that are cached; a single one that sees everything needs none."""
+        cache, seq, device = microbatch.cache, microbatch.tokens.shape[1], microbatch.tokens.device
+        assert cache is not None
+        visible = cache.visible(seq, self.config.window_size, device)
+        if visible is None and not explicit and (cache.length == 0 or seq == 1):
+            return None
+        if visible is None:
+            visible = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=device).tril_(cache.length)[None, None]
+        return additive(visible, dtype)
 
     def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool) -> Tensor | None:
         seq, device = microbatch.tokens.shape[1], microbatch.tokens.device

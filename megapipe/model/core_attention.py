@@ -5,7 +5,7 @@ log-sum-exp, [b, heads, s] fp32. `explicit_attention` writes it out, for soft-ca
 every schedule and grid draws the same) and --attention-softmax-in-fp32; it is not fused and keeps the probabilities, b heads s^2.
 
 Legend: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim; all of this rank. q: [s, b, g, n, d],
-k and v: [s, b, g, 1, d], any strides. Both return [s, b, g n d].
+k and v: [keys, b, g, 1, d], any strides; keys is s, or more with a cache. Both return [s, b, g n d].
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from megapipe.model.norm import at_least_fp32
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """mask: additive, [1 or b, 1, s, s] in q's dtype; None: causal."""
-    seq, batch, _, queries, _ = q.shape
+    """mask: additive, [1 or b, 1, s, keys] in q's dtype; None: causal (a single query then sees all keys)."""
+    seq, batch, groups, queries, _ = q.shape
     # CUDA's flash kernels share k and v between heads themselves; elsewhere a stride of 0 says the same
     native_gqa = q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)
     if not native_gqa:
-        k, v = k.expand_as(q), v.expand_as(q)
+        k, v = (x.expand(-1, batch, groups, queries, -1) for x in (k, v))
     # query groups become part of the batch, which shares k and v without a copy, unless each sequence has a mask of its own
     fold = 1 if queries > 1 and (mask is None or mask.shape[0] == 1) else 2
     q, k, v = (x.flatten(fold, fold + 1).permute(1, 2, 0, 3) for x in (q, k, v))  # [b g, n, s, d] or [b, g n, s, d]
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=native_gqa)
+    is_causal = mask is None and seq > 1
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=native_gqa)
     # the kernels give their output q's order of strides, [s, b, heads, d]: no copy
     return output.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
@@ -40,17 +41,20 @@ def explicit_attention(
 ) -> Tensor:
     """Not fused. Logits come from a GEMM in q's dtype; cap, mask and softmax are computed in at least fp32.
 
-    mask: additive, [1 or b, 1, s, s]. cap: logits become cap * tanh(logits / cap). dropout: applied to the probabilities [b, g n, s, s].
+    mask: additive, [1 or b, 1, s, keys]. cap: logits become cap * tanh(logits / cap). dropout: applied to the probabilities
+    [b, g n, s, keys].
     """
     seq, batch, groups, queries, head_dim = q.shape
+    num_keys = k.shape[0]
     q = q.permute(1, 2, 3, 0, 4).reshape(batch * groups, queries * seq, head_dim)  # a copy where queries > 1
-    k, v = (x.flatten(1, 3).transpose(0, 1) for x in (k, v))  # [b g, s, d]
+    k, v = (x.flatten(1, 3).transpose(0, 1) for x in (k, v))  # [b g, keys, d]
     # the scale belongs into the GEMM: unscaled logits overflow fp16
-    logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale).view(batch, groups * queries, seq, seq)
+    logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    logits = logits.view(batch, groups * queries, seq, num_keys)
     probs = _MaskedSoftmax.apply(logits, mask, cap).to(v.dtype)
     if dropout is not None:
         probs = dropout(probs)
-    output = torch.bmm(probs.view(batch * groups, queries * seq, seq), v)
+    output = torch.bmm(probs.view(batch * groups, queries * seq, num_keys), v)
     return output.view(batch, groups, queries, seq, head_dim).permute(3, 0, 1, 2, 4).reshape(seq, batch, -1)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapipe.model.kv_cache import KVCache
 from megapipe.tensor_parallel.random import DropoutKey
 
 
@@ -19,6 +20,7 @@ class Microbatch:
     position_ids: Tensor | None = None  # None: 0 .. s - 1
     document_ids: Tensor | None = None  # equal ids see each other; None: one document
     dropout_key: DropoutKey | None = None  # None: no dropout (evaluation, inference)
+    cache: KVCache | None = None  # generation: tokens continue what is cached; position_ids are needed then
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,14 @@ class GPTStage(nn.Module):
             parts.append(self.embedding.word_embeddings)
         return [part for part in parts if part is not None]
 
-    def forward(self, *hidden_and_microbatch: Tensor | Microbatch | None, return_logits: bool = False) -> Tensor | StageLoss:
+    def forward(
+        self, *hidden_and_microbatch: Tensor | Microbatch | None, return_logits: bool = False, last_position: bool = False
+    ) -> Tensor | StageLoss:
         """`stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 
         hidden: [s, b, h] from the stage before, [s / tp, b, h] under sequence parallelism. Returns the hidden states for the next stage; on
-        the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp] (padding included).
+        the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp] (padding included); last_position: only those of the
+        last position, [1, b, V / tp] (not under sequence parallelism).
         """
         *inputs, microbatch = hidden_and_microbatch
         assert isinstance(microbatch, Microbatch)
@@ -124,7 +127,7 @@ class GPTStage(nn.Module):
         hidden = self._run_groups(hidden, self._make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
-        logits = self._logits(hidden)
+        logits = self._logits(hidden[-1:] if last_position else hidden)
         return logits if return_logits else self.loss(logits, microbatch)
 
     def _run_groups(self, hidden: Tensor, context: LayerContext) -> Tensor:

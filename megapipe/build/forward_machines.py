@@ -1,0 +1,100 @@
+"""`ForwardMachines`: the stages of one rank with their parameters, and what runs them forwards: for generation, evaluation, conversion
+checks. `Machines` adds what training needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megapipe.build.precision import main_dtype, parameter_dtype
+from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.trace import Tracer
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.model.init import draw
+from megapipe.model.stage import GPTStage
+from megapipe.pipeline.engine import Engine
+from megapipe.pipeline.stage import StageRunner
+from megapipe.planner.run_plan import RunPlan
+from megapipe.sharding.audit import audit_buffers
+from megapipe.sharding.spec import ParamSpec
+
+DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
+
+
+class ForwardMachines:
+    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards.
+
+    groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records actions; the
+    groups carry their own.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        groups: ProcessGroups,
+        device: torch.device,
+        draw_slice: DrawSlice | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.plan = plan
+        self.groups = groups
+        self.device = device
+        self.tracer = tracer
+        self.coordinates = plan.topology.coordinates(groups.world.global_rank)
+        self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
+        self.main_dtype = main_dtype(plan.config.precision.dtype)
+        self.stages: dict[int, GPTStage] = {}
+        self.runners: dict[int, StageRunner] = {}
+        self.buffers: dict[int, StageBuffers] = {}
+        for stage in plan.placement.stages_of(self.coordinates.pp_rank):
+            self._add_stage(stage, draw_slice or self._draw)
+        self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=max(2, plan.send_depth))
+        self._engines: dict[int, Engine] = {}
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank computes losses."""
+        return self.plan.placement.num_stages - 1 in self.stages
+
+    @property
+    def reports_loss(self) -> bool:
+        """Of all ranks of one replica, the one whose losses are counted."""
+        return self.is_last_stage and self.coordinates.tp_rank == 0
+
+    def forward_engine(self, num_microbatches: int) -> Engine:
+        """The engine of this rank's forward-only row."""
+        if num_microbatches not in self._engines:
+            schedule = self.plan.forward_schedule(num_microbatches)
+            engine = Engine(schedule, self.coordinates.pp_rank, self.runners, self.channels, tracer=self.tracer)
+            self._engines[num_microbatches] = engine
+        return self._engines[num_microbatches]
+
+    def message_of(self, seq: int) -> Callable[[int], tuple[MessageSpec, ...]]:
+        """What crosses a stage boundary with sequences of this length: hidden states [s, b, h] (no sequence parallelism)."""
+        shape = (seq, self.plan.config.training.micro_batch_size, self.plan.config.model.hidden_size)
+        return lambda boundary: (MessageSpec(shape, self.parameter_dtype),)
+
+    def finish_parameters(self) -> None:
+        """Return when all parameters are up to date: they always are where nobody updates them."""
+
+    def _add_stage(self, stage: int, draw_slice: DrawSlice) -> None:
+        config, tp_rank, tp = self.plan.config, self.coordinates.tp_rank, self.plan.topology.tp
+        layouts = self.plan.buffers(stage, tp_rank)
+        audit_buffers(self.plan.stage_specs[stage], layouts, tp_rank, tp)
+        module = GPTStage(
+            config.model,
+            self.plan.partition.stages[stage],
+            self.groups.tp,
+            sequence_parallel=config.parallel.sequence_parallel,
+            recompute=config.recompute,
+            loss=config.training,
+        )
+        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, grad_dtype=None)
+        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp))
+        self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module)
+
+    def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+        return draw(spec, tp_rank, tp, self.plan.config.training.seed, self.main_dtype)

@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Loss and perplexity of a trained model: `megapipe evaluate`, to be started on several ranks."""
+
+import sys
+
+from megapipe.cli.evaluate import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

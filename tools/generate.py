@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Texts from a trained model: `megapipe generate`, to be started on several ranks."""
+
+import sys
+
+from megapipe.cli.generate import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
