@@ -26,6 +26,7 @@ FLAGS_OF_OTHERS = {
     *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
     *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
     "--nproc-per-node",  # torchrun
+    *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
 }
 
 
