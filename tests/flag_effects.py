@@ -205,6 +205,7 @@ logging.profile | --profile | file ckpt/trace_rank_00000.json | {SAVE} --profile
 logging.profile_step_start | --profile-step-start 1 | said trace of steps 1 to 1 | {PROFILE} --profile-step-end 2
 logging.profile_step_end | --profile-step-end 2 | said trace of steps 0 to 1 | {PROFILE} --profile-step-end 1
 logging.profile_ranks | --profile-ranks 0 | said trace of steps | {PROFILE} --profile-ranks 1 --profile-step-end 1
+logging.profile_pipeline | --profile-pipeline | file ckpt/pipeline_profile_*.json | {SAVE} --profile-step-start 0 --profile-step-end 1
 logging.metrics_file | --metrics-file {{tmp}}/lines.jsonl | file lines.jsonl | !--metrics-file
 logging.sample_prompts | --sample-prompts 1 2 | said samples: | --tokenizer-type NullTokenizer --vocab-size 31
 logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullTokenizer --vocab-size 31 --sample-prompts 1

@@ -29,6 +29,7 @@ FLOORS: dict[str, int] = {
     "tokenizers": 2,
     "monitor": 2,
     "planner": 3,
+    "measured": 3,
     "comm": 3,
     "tensor_parallel": 4,
     "data_parallel": 4,
@@ -47,7 +48,20 @@ FLOORS: dict[str, int] = {
 }
 BESIDE = "reference"  # the oracle: torch alone; known only to those who prove (floor 8 and up)
 BESIDE_IS_SEEN_FROM = 8
-PLAN_HALF = ("errors", "environment", "config", "topology", "sharding", "schedule", "data", "tokenizers", "monitor", "planner", "visualize")
+PLAN_HALF = (
+    "errors",
+    "environment",
+    "config",
+    "topology",
+    "sharding",
+    "schedule",
+    "data",
+    "tokenizers",
+    "monitor",
+    "planner",
+    "measured",
+    "visualize",
+)
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 LIVE_STATE = {"Group", "ProcessGroups", "build_process_groups", "new_group", "Config", "Topology", "Tracer", "World", "Environment"}

@@ -152,6 +152,15 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     return held
 
 
+def objects_at(obj: Any, group: Group, destination: int = 0) -> list[Any]:
+    """The objects of all ranks, by group rank, on the group's rank `destination`; [] elsewhere. Pickled and blocking."""
+    if group.handle is None:
+        return [obj]
+    held: list[Any] | None = [None] * group.size if group.rank == destination else None
+    _blocking("objects_at", group, lambda: dist.gather_object(obj, held, group=group.handle, group_dst=destination))
+    return held or []
+
+
 def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[[], Any]) -> Work:
     start_ns = perf_counter_ns()
     if group.handle is None:

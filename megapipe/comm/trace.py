@@ -12,7 +12,7 @@ class Event(NamedTuple):
     """Something with a start and an end. Nanoseconds of time.perf_counter_ns: one clock for all ranks of a machine."""
 
     name: str  # "replicas reduce_scatter", "boundary 1 activation", "2F0"
-    kind: str  # 'collective', 'send', 'receive' from launch to completion; 'wait' while a rank stands still; 'action'
+    kind: str  # 'collective', 'send', 'receive' from launch to completion; 'wait' while a rank stands still; 'action'; 'phase'
     start_ns: int
     end_ns: int
 

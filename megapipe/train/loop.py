@@ -20,6 +20,7 @@ from megapipe.train.evaluation import evaluate
 from megapipe.train.faults import OutputWatch, raise_unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.pace import Pace
+from megapipe.train.pipeline_profile import PipelineProfiler
 from megapipe.train.profile import Profile
 from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
@@ -27,7 +28,7 @@ from megapipe.train.signals import StopRequest
 from megapipe.train.state import TrainingState
 from megapipe.train.step import Rates, StepResult, is_sound
 from megapipe.train.timers import Timers
-from megapipe.train.writers import Writers
+from megapipe.train.writers import Writers, run_folder
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ class Training:
         self._stop, self._saves = stop, saves
         self._config, self._training = config, config.training
         self._step = step_of(machines, config.logging.log_num_zeros_in_grad)
-        self._timers = Timers(config.logging.timing_log_level, machines.device)
+        self._timers = Timers(config.logging.timing_log_level, machines.device, machines.tracer)
         self._pace = Pace(machines)
         self._profile = Profile(config.logging, machines)
+        self._pipeline_profile = PipelineProfiler(machines, run_folder(config), writers.say)
         self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
         self._schedules = schedules
         self._started = time.monotonic()
@@ -97,6 +99,7 @@ class Training:
             self._evaluate("test", self.data.test)
         self.machines.gather.finish()
         self._profile.finish(self.state.step)
+        self._pipeline_profile.finish(self.state.step)
         return ending
 
     def _train(self) -> Ending:
@@ -126,7 +129,9 @@ class Training:
         microbatches = self.microbatches(self.data.train, consumed, count, state.step)
         rates = self._schedules.rates(consumed)
         self._profile.before(state.step)
+        self._pipeline_profile.before(state.step)
         result = self._step.run(microbatches, rates, self._timers)
+        self._pipeline_profile.after(state.step, count)
         self._profile.after(state.step)
         self._check(result, microbatches)
         samples = plan.batch.size_at(consumed)

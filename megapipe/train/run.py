@@ -67,10 +67,11 @@ def be_deterministic() -> None:
 
 
 def tracer_of(plan: RunPlan, device: torch.device) -> Tracer | None:
-    """Actions are recorded where something is made of them: the measured bubble of a pipeline on CPUs, or --timing-log-level 2."""
+    """Actions are recorded where something is made of them: the measured bubble of a pipeline on CPUs, --timing-log-level 2, a profile."""
     if plan.config.logging.timing_log_level >= ACTION_LEVEL:
         return Tracer(settle=partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
-    return Tracer() if device.type == "cpu" and plan.topology.pp > 1 else None
+    wanted = plan.config.logging.profile_pipeline or (device.type == "cpu" and plan.topology.pp > 1)
+    return Tracer() if wanted else None
 
 
 def join(plan: RunPlan, environment: Environment) -> World:

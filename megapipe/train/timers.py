@@ -30,24 +30,29 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 
 
 class Timers:
-    """Seconds by phase since the last `take`, in order of first use."""
+    """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event."""
 
-    def __init__(self, level: int, device: torch.device) -> None:
+    def __init__(self, level: int, device: torch.device, tracer: Tracer | None = None) -> None:
         self.level = level
         self._device = device
+        self._tracer = tracer
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step; costs nothing below level 1."""
-        if self.level < PHASE_LEVEL:
+        """Time a phase of the step; costs nothing below level 1 and without a tracer."""
+        if self.level < PHASE_LEVEL and self._tracer is None:
             yield
             return
         start = self._now()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+            end = self._now()
+            if self.level >= PHASE_LEVEL:
+                self._seconds[name] = self._seconds.get(name, 0.0) + (end - start) / 1e9
+            if self._tracer is not None:
+                self._tracer.event(name, "phase", start, end)
 
     def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
         """Seconds of each phase, and at level 2 of each kind of action, in one of num_steps steps; starts anew, the tracer aside."""
@@ -56,10 +61,10 @@ class Timers:
             taken |= action_seconds(tracer)
         return {name: seconds / max(num_steps, 1) for name, seconds in taken.items()}
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":
+    def _now(self) -> int:
+        if self._device.type == "cuda" and self.level >= PHASE_LEVEL:
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return time.perf_counter_ns() if self._tracer is None else self._tracer.now()
 
 
 def action_seconds(tracer: Tracer) -> dict[str, float]:

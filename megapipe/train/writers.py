@@ -169,6 +169,13 @@ class Writers:
                 print(f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training goes on without it", file=sys.stderr)
 
 
+def run_folder(config: Config) -> Path:
+    """Where a run writes what no flag names: --save, else beside --metrics-file, else where it was started."""
+    if config.checkpoint.save:
+        return Path(config.checkpoint.save)
+    return Path(config.logging.metrics_file).parent if config.logging.metrics_file else Path()
+
+
 def build_writers(config: Config, logs_here: bool) -> Writers:
     """The writers the configuration asks for, on the rank that logs. Raises ConfigError where a package is missing."""
     if not logs_here:

@@ -1,0 +1,225 @@
+"""--profile-pipeline: every action of every rank in some steps, on one clock, beside the plan; see docs/profile.md."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from megapipe.build.machines import Machines
+from megapipe.comm.collectives import gather_objects, objects_at
+from megapipe.comm.ping import round_trips
+from megapipe.comm.trace import Event
+from megapipe.measured.clock import Clock, Reading, RoundTrip, reading
+from megapipe.measured.profile import (
+    ClockNote,
+    Link,
+    MeasuredStep,
+    PipelineSteps,
+    Profile,
+    profile_name,
+    trace_path,
+    write_profile,
+)
+from megapipe.measured.record import as_run, measured_row
+from megapipe.measured.summary import profile_text, summarize
+from megapipe.schedule.schedule import Schedule
+from megapipe.visualize.trace import profile_trace
+
+MOST_RANKS = 64  # recorded; of a larger world the first pipelines, which tell what a viewer can still show
+ROUND_TRIPS = 16
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Recorded(NamedTuple):
+    """One step on this rank's own clock."""
+
+    step: int
+    num_microbatches: int
+    events: tuple[Event, ...]
+
+
+class PipelineProfiler:
+    """Records the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called alike on every rank.
+
+    write_to: folder of the profile and its trace, on global rank 0. say: for the person at the console. On a GPU the recorded steps wait
+    for the device at every action, so that times are those of the device: what would overlap with computation then does not.
+    """
+
+    def __init__(
+        self, machines: Machines, write_to: Path, say: Callable[[str], None], now: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        logging = machines.plan.config.logging
+        self._machines, self._write_to, self._say, self._now = machines, write_to, say, now
+        self._active = logging.profile_pipeline
+        self._start, self._end = logging.profile_step_start, logging.profile_step_end
+        self._settle: Callable[[], None] | None = None
+        self._recorded: list[_Recorded] = []
+        self._began: tuple[int, int] | None = None  # the step under way: its first event, its start
+        self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: what the clocks said at the start
+        self._links: tuple[Link, ...] = ()
+
+    def before(self, step: int) -> None:
+        """Called before each step (the first is 0); a run resumed inside the span starts there."""
+        if not self._active or not self._start <= step < self._end:
+            return
+        tracer = self._machines.tracer
+        assert tracer is not None, "a run with --profile-pipeline has a tracer"
+        if not self._recorded:
+            self._clocks, self._links = self._read_clocks(), self._time_links()
+            self._settle = tracer.settle
+            if self._machines.device.type == "cuda":
+                tracer.settle = partial(torch.cuda.synchronize, self._machines.device)
+        self._began = len(tracer.events), tracer.now()
+
+    def after(self, step: int, num_microbatches: int) -> None:
+        """Called after each step; after the last one of the span the profile is written."""
+        if self._began is None:
+            return
+        tracer = self._machines.tracer
+        assert tracer is not None
+        first, start = self._began
+        self._began = None
+        events = (*tracer.events[first:], Event("step", "phase", start, tracer.now()))
+        kept = tuple(event for event in events if event.kind in ("action", "wait", "phase"))
+        self._recorded.append(_Recorded(step + 1, num_microbatches, kept))
+        if step + 1 >= self._end:
+            self._finish()
+
+    def finish(self, num_steps: int) -> None:
+        """The run ends after num_steps steps: write what there is, or say that there is nothing."""
+        if self._recorded:
+            self._finish()
+        elif self._active:
+            self._say(f"--profile-pipeline: nothing was recorded, for the run did not come to step {self._start} (--profile-step-start)")
+
+    def _finish(self) -> None:
+        self._active = False
+        assert self._machines.tracer is not None
+        self._machines.tracer.settle = self._settle
+        after = self._read_clocks()
+        kept = self._machines.groups.world.global_rank in self._kept()
+        recorded = objects_at(self._recorded if kept else None, self._machines.groups.world)
+        links = objects_at(self._links, self._machines.groups.world)
+        self._recorded = []
+        if recorded:
+            self._write(recorded, sorted({link for some in links for link in some}), after)
+
+    def _write(self, recorded: list[list[_Recorded]], links: list[Link], after: dict[int, Reading]) -> None:
+        clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._kept()}
+        profile = self._profile(recorded, links, clocks)
+        steps = [step.step for step in profile.pipelines[0].steps]
+        path = self._write_to / profile_name(steps[0], steps[-1])
+        text = profile_text(profile, summarize(profile))
+        try:
+            write_profile(profile, path)
+            trace_path(path).write_text(profile_trace(profile), encoding="utf-8")
+        except OSError as error:  # as with a writer: training is worth more
+            self._say(f"{text}\n  could not be written to {path}: {error.strerror}")
+            return
+        world = self._machines.groups.world.size
+        some = "" if len(clocks) == world else f"; the first {len(clocks)} of {world} ranks"
+        self._say(f"{text}\n  written to {path} and {trace_path(path).name} (for ui.perfetto.dev){some}")
+
+    def _profile(self, recorded: list[list[_Recorded]], links: list[Link], clocks: dict[int, Clock]) -> Profile:
+        plan, kept = self._machines.plan, self._kept()
+        counts = {step.num_microbatches for step in recorded[0]}
+        row_here = {count: self._machines.engine(count).row for count in counts}
+        schedules = {count: as_run(plan.schedule(count), row_here[count]) for count in counts}
+        origin = min(clocks[rank].to_here(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events)
+        pipelines = []
+        for ranks in plan.topology.groups("pp"):
+            if ranks[0] in clocks:
+                place = plan.topology.coordinates(ranks[0])
+                each = zip(*(recorded[rank] for rank in ranks), strict=True)
+                steps = tuple(self._step(schedules, same, [clocks[rank] for rank in ranks], origin) for same in each)
+                pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, steps))
+        message = sum(spec.dtype.itemsize * _elements(spec.shape) for spec in self._machines.message(0))
+        notes = tuple(_clock_note(rank, clocks[rank]) for rank in kept)
+        return Profile(self._about(), schedules, message, tuple(links), notes, tuple(pipelines))
+
+    def _step(self, schedules: dict[int, Schedule], same: tuple[_Recorded, ...], clocks: list[Clock], origin: int) -> MeasuredStep:
+        first = same[0]
+        rows = schedules[first.num_microbatches].rows
+        measured = tuple(
+            measured_row(row, recorded.events, partial(_shifted, clock, origin))
+            for row, recorded, clock in zip(rows, same, clocks, strict=True)
+        )
+        return MeasuredStep(first.step, first.num_microbatches, measured)
+
+    def _kept(self) -> tuple[int, ...]:
+        """Ranks that are recorded: whole pipelines, as many as MOST_RANKS hold."""
+        topology = self._machines.plan.topology
+        pipelines = topology.groups("pp")[: max(1, MOST_RANKS // topology.pp)]
+        return tuple(sorted(rank for ranks in pipelines for rank in ranks))
+
+    def _read_clocks(self) -> dict[int, Reading]:
+        """On rank 0: of every recorded rank whose clock is another than rank 0's, how far it is ahead."""
+        world, found = self._machines.groups.world, {}
+        try:
+            boot = BOOT_ID.read_text(encoding="ascii").strip()
+        except OSError:
+            boot = f"rank {world.rank}"  # not known to share a clock with anybody
+        boots = gather_objects(boot, world)
+        for rank in self._kept()[1:]:
+            trips = round_trips(world, 0, rank, ROUND_TRIPS, self._machines.device, now=self._now)
+            if trips:
+                read = reading([RoundTrip(*trip) for trip in trips])
+                # one kernel, one clock; but a container may have a time namespace of its own
+                if boots[rank] != boots[0] or abs(read.offset_ns) > read.error_ns:
+                    found[rank] = read
+        return found
+
+    def _time_links(self) -> tuple[Link, ...]:
+        """The links that this rank measured as the lower end of a hop between pipeline ranks."""
+        machines, pp, links = self._machines, self._machines.groups.pp, []
+        num_bytes = sum(spec.dtype.itemsize * _elements(spec.shape) for spec in machines.message(0))
+        directions = machines.plan.placement.directions
+        hops = {(min(pair), max(pair)) for ranks in directions for pair in pairwise(ranks) if pair[0] != pair[1]}
+        for low, high in sorted(hops):
+            seconds = []
+            for size in (8, num_bytes):
+                trips = round_trips(pp, low, high, ROUND_TRIPS, machines.device, size, self._now)
+                seconds.append(median((back - sent) / 2e9 for sent, _, back in trips) if trips else 0.0)
+            if pp.rank == low:
+                links.append(Link((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
+        is_first = self._machines.coordinates.tp_rank == 0 and self._machines.coordinates.dp_rank == 0
+        return tuple(links) if is_first else ()
+
+    def _about(self) -> dict[str, object]:
+        plan, device = self._machines.plan, self._machines.device
+        t = plan.topology
+        return {
+            "schedule": plan.schedule_name,
+            "grid": {"tp": t.tp, "pp": t.pp, "chunks": plan.num_chunks, "dp": t.dp},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "dtype": plan.config.precision.dtype,
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "ranks_per_node": t.ranks_per_node or t.world_size,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "time": time.time(),
+        }
+
+
+def _shifted(clock: Clock, origin: int, time_ns: int) -> int:
+    return clock.to_here(time_ns) - origin
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _clock_note(rank: int, clock: Clock) -> ClockNote:
+    return ClockNote(rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns, clock.is_shared)

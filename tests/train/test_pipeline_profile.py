@@ -1,0 +1,112 @@
+"""--profile-pipeline on real ranks: what is recorded is what was run, on one clock, and the parts of the difference add up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.comm.groups import build_process_groups
+from megapipe.comm.ping import round_trips
+from megapipe.comm.trace import Tracer
+from megapipe.measured.clock import RoundTrip, reading
+from megapipe.measured.difference import add
+from megapipe.measured.profile import profiles_in, read_profile, trace_path
+from megapipe.measured.summary import profile_text, summarize
+from megapipe.topology import Topology
+from megapipe.train import pipeline_profile
+from megapipe.train.pipeline_profile import PipelineProfiler
+from tests.harness import RankPool
+from tests.train.jobs import job, job_on_rank
+
+Pools = Callable[[int], RankPool]
+AHEAD_NS = 3_600_000_000_000
+
+
+def a_clock_ahead(rank: int, *_: Any) -> None:
+    """Ranks but the first live an hour ahead, on machines of their own."""
+    if rank:
+        built = PipelineProfiler.__init__
+        Tracer.now = lambda self: perf_counter_ns() + AHEAD_NS  # type: ignore[method-assign]
+        PipelineProfiler.__init__ = lambda *a, **k: built(*a, **k, now=lambda: perf_counter_ns() + AHEAD_NS)  # type: ignore[method-assign]
+    pipeline_profile.BOOT_ID = Path("/nowhere")
+
+
+def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, tmp_path: Path) -> None:
+    flags = (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2 --train-iters 4 "
+        f"--profile-pipeline --profile-step-start 1 --profile-step-end 3 --metrics-file {tmp_path}/m.jsonl"
+    )
+    outcomes = rank_pools(4).run(job_on_rank, flags)
+    assert [outcome[1:] for outcome in outcomes] == [("", None)] * 4, outcomes
+    (path,) = profiles_in(tmp_path)
+    profile = read_profile(path)
+    assert [pipeline.global_ranks for pipeline in profile.pipelines] == [(0, 2), (1, 3)]
+    assert [note.rank for note in profile.clocks] == [0, 1, 2, 3]
+    assert all(note.is_shared for note in profile.clocks)  # one machine
+    for pipeline in profile.pipelines:
+        assert [step.step for step in pipeline.steps] == [2, 3]  # as the log counts
+        for step in pipeline.steps:
+            for row in step.rows:
+                assert all(end >= start for start, end in zip(row.starts_ns, row.ends_ns, strict=True))
+                assert all(after >= before for before, after in zip(row.ends_ns, row.starts_ns[1:], strict=False))
+                names = [name for name, _, _ in row.phases]
+                assert {"gradient-reduce", "optimizer", "step"} <= set(names)
+    assert profile.message_bytes == 8 * 2 * 16 * 4  # [s, b, h], fp32
+    (link,) = profile.links
+    assert link.pp_ranks == (0, 1) and 0 < link.latency_seconds < 1
+    summary = summarize(profile)
+    for comparison in summary.comparisons:
+        assert add(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
+    assert profile_text(profile, summary) in outcomes[0][0] and "profile of steps 2 to 3: interleaved" in outcomes[0][0]
+    events = json.loads(trace_path(path).read_text())["traceEvents"]
+    threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(rank, name) for rank in range(4) for name in ("plan", "measured")} <= threads
+
+
+def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_path: Path) -> None:
+    flags = f"--pipeline-model-parallel-size 2 --train-iters 2 --profile-pipeline --profile-step-start 0 --metrics-file {tmp_path}/m.jsonl"
+    with RankPool(2) as pool:  # of its own: its clocks stay wrong
+        outcomes = pool.run(job_on_rank, flags, a_clock_ahead)
+    assert [outcome[1:] for outcome in outcomes] == [("", None)] * 2, outcomes
+    (path,) = profiles_in(tmp_path)
+    profile = read_profile(path)
+    note = profile.clocks[1]
+    assert not note.is_shared and abs(note.offset_ns - AHEAD_NS) <= note.error_ns < 50_000_000
+    assert "clocks of 1 of 2 ranks set by ping-pong, to at most" in outcomes[0][0]
+    error = note.error_ns
+    for step in profile.pipelines[0].steps:
+        sends, uses = step.rows
+        schedule = profile.schedules[step.num_microbatches]
+        for microbatch in range(step.num_microbatches):
+            sent = next(i for i, a in enumerate(schedule.rows[0]) if str(a) == f"0SEND_F{microbatch}")
+            used = next(i for i, a in enumerate(schedule.rows[1]) if str(a) == f"1F{microbatch}")
+            assert uses.ends_ns[used] > sends.starts_ns[sent] - error  # nothing is used before it is sent
+
+
+def pinged(rank: int, world_size: int) -> tuple[list[tuple[int, int, int]], int]:
+    groups = build_process_groups(Topology(pp=world_size), rank, "gloo", 30)
+    ahead = 5_000_000_000 * rank
+    return round_trips(groups.world, 0, 1, 8, torch.device("cpu"), 4096, lambda: perf_counter_ns() + ahead), ahead
+
+
+def test_a_ping_pong_reads_the_other_clock_within_half_a_round_trip(rank_pools: Pools) -> None:
+    (trips, _), (others, ahead) = rank_pools(2).run(pinged)
+    assert len(trips) == 8 and others == []
+    found = reading([RoundTrip(*trip) for trip in trips])
+    assert abs(found.offset_ns - ahead) <= found.error_ns
+
+
+def test_one_rank_is_profiled_too_and_a_run_that_ends_early_says_what_it_has(tmp_path: Path) -> None:
+    code, said = job(f"--train-iters 2 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl")
+    assert code == 0, said
+    assert "profile of step 2:" in said
+    (path,) = profiles_in(tmp_path)
+    assert summarize(read_profile(path)).predicted_idle.barrier == pytest.approx(0.0, abs=1e-9)
+    code, said = job(f"--train-iters 1 --profile-pipeline --metrics-file {tmp_path}/n.jsonl")
+    assert code == 0 and "--profile-pipeline: nothing was recorded, for the run did not come to step 10" in said
