@@ -29,6 +29,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "preprocess": Subcommand("text to token files", "megapipe.cli.preprocess"),
     "train-tokenizer": Subcommand("train a SentencePiece tokenizer on text", "megapipe.cli.train_tokenizer"),
     "merge": Subcommand("several token files as one", "megapipe.cli.merge"),
+    "convert": Subcommand("checkpoints from and to Hugging Face and Megatron", "megapipe.cli.convert"),
 }
 
 

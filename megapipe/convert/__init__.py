@@ -1,0 +1,14 @@
+"""Checkpoints of other systems, read and written on the CPU, without a process group, one tensor in memory at a time.
+
+Every format is read into a `Snapshot` and written from one, so that each converts into each other. What a format calls its tensors and
+settings stands in tables that are read in both directions. What has no place on the other side is an error that names it.
+
+Reading order:
+- `snapshot`:      a whole run of any format: configuration, tensors under our names that are read when needed, position
+- `layouts`:       how one of our tensors lies in theirs: renamed, transposed, q|k|v apart
+- `names`:         tables of tensor names, and their use on one model
+- `settings`:      tables of configuration keys; `rope` and `window` for those that hang together
+- `families`:      the architectures of Hugging Face: names and settings of each, and those that cannot be expressed
+- `safetensors_file`, `hugging_face`: a folder with config.json, safetensors files, tokenizer
+- `own`:           megapipe's checkpoints
+"""

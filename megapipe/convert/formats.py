@@ -1,0 +1,68 @@
+"""The formats by name: how each is recognised, read and written. Used by `megapipe convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapipe.checkpoint.folder import steps_in
+from megapipe.checkpoint.manifest import MANIFEST_NAME
+from megapipe.config.yaml_file import to_yaml
+from megapipe.convert import hugging_face, own
+from megapipe.convert.hugging_face import with_settings_of
+from megapipe.convert.snapshot import Snapshot
+from megapipe.errors import CheckpointError
+
+__all__ = ["READERS", "WRITERS", "Wishes", "config_text", "guess", "with_settings_of"]
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person may say about a conversion; each format takes what concerns it."""
+
+    step: int | None = None
+    ignored_keys: frozenset[str] = frozenset()
+    vocab_size: int | None = None
+    weights_only: bool = False
+    architecture: str | None = None
+    max_file_bytes: int = 5 * 10**9
+    tp: int = 1
+    pp: int = 1
+
+
+def _write_own(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
+    report = own.write(snapshot, target)
+    return f"{report.path} ({report.num_bytes:,} bytes): --load {target}"
+
+
+def _write_hugging_face(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
+    architecture = hugging_face.write(snapshot, target, wishes.architecture, wishes.max_file_bytes)
+    return f"{target} ({architecture})"
+
+
+READERS: dict[str, Callable[[Path, Wishes], Snapshot]] = {
+    "hugging-face": lambda source, wishes: hugging_face.read(source, wishes.ignored_keys),
+    "megapipe": lambda source, wishes: own.read(source, wishes.step),
+}
+WRITERS: dict[str, Callable[[Snapshot, Path, Wishes], str]] = {"hugging-face": _write_hugging_face, "megapipe": _write_own}
+
+LOOKS: dict[str, Callable[[Path], bool]] = {
+    "megapipe": lambda folder: (folder / MANIFEST_NAME).exists() or bool(steps_in(folder)),
+    "hugging-face": lambda folder: (folder / hugging_face.CONFIG).exists(),
+}
+
+
+def guess(folder: Path) -> str:
+    """The format that a folder looks like. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    for name, looks in LOOKS.items():
+        if looks(folder):
+            return name
+    raise CheckpointError(f"{folder} looks like none of {', '.join(LOOKS)}; say with --from what it is")
+
+
+def config_text(snapshot: Snapshot) -> str:
+    """The configuration as YAML that `--config` loads."""
+    return to_yaml(snapshot.config)

@@ -1,0 +1,119 @@
+"""megapipe's checkpoints as Snapshots: read from any grid, written by one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.folder import CONFIG_NAME, TOKENIZER_NAME, CheckpointFolder, find_checkpoint, folder_name, open_folder
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedTensor
+from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
+from megapipe.checkpoint.shard_file import DTYPES
+from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.comm.groups import Group
+from megapipe.config.config import Config
+from megapipe.config.load import from_yaml
+from megapipe.config.yaml_file import to_yaml
+from megapipe.convert.inert_settings import INERT
+from megapipe.convert.snapshot import LazyTensor, Snapshot
+from megapipe.errors import CheckpointError
+from megapipe.sharding.boxes import Box
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HUGGING_FACE_CONFIG = "config.json"  # among the tokenizer's files: settings that came with the model
+# tokenizer files -> (--tokenizer-type, the file --tokenizer-model names, '' for the folder)
+TOKENIZERS = {
+    ("tokenizer.json",): ("HuggingFaceTokenizer", ""),
+    ("tokenizer.model",): ("Llama2Tokenizer", "tokenizer.model"),
+    ("vocab.json", "merges.txt"): ("GPT2BPETokenizer", ""),
+}
+
+
+def open_checkpoint(path: Path, step: int | None = None) -> CheckpointFolder:
+    """path: a directory given to --save, or the folder of one step. Raises CheckpointError."""
+    if step is None and (path / MANIFEST_NAME).exists():
+        return open_folder(path)
+    found = find_checkpoint(path, step)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint of megapipe")
+    return found
+
+
+def read(path: Path, step: int | None = None) -> Snapshot:
+    """The newest complete checkpoint, or that of a step. Raises CheckpointError."""
+    folder = open_checkpoint(path, step)
+    keys = {"weights": "master"}  # weights saved without an optimizer are the best masters there are
+    tensors = {}
+    for name, saved in folder.manifest.tensors.items():
+        key, parameter = name.split("/", 1)
+        tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved))
+    config = saved_config(folder)
+    tokenizer = folder.path / TOKENIZER_NAME
+    files = tuple(sorted(path for path in tokenizer.iterdir() if path.is_file())) if tokenizer.is_dir() else ()
+    return Snapshot(config, tensors, folder.manifest.state, files, _extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks)
+
+
+def saved_config(folder: CheckpointFolder) -> Config:
+    """The configuration beside a checkpoint with the size of the vocabulary, which a run may have had from its tokenizer."""
+    path = folder.path / CONFIG_NAME
+    try:
+        config = from_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    rows = next((saved.shape[0] for name, saved in folder.manifest.tensors.items() if name.endswith(f"/{EMBEDDING}")), None)
+    if rows is None:
+        raise CheckpointError(f"{folder.path} holds no tensor {EMBEDDING}")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows, padded_vocab_size=None))
+
+
+def write(snapshot: Snapshot, root: Path) -> SaveReport:
+    """A checkpoint that any grid loads; `--load root`. Raises CheckpointError."""
+    if find_step(root, snapshot.step):
+        raise CheckpointError(f"{root / folder_name(snapshot.step)} is there already; converting never overwrites")
+    boxes = [
+        TensorBox(name, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape), cast(Tensor, tensor))
+        for name, tensor in snapshot.tensors.items()
+    ]
+    state = json.loads(json.dumps(snapshot.state))
+    names = {path.name for path in snapshot.files}
+    config = _with_tokenizer(snapshot.config, names, root.resolve() / folder_name(snapshot.step) / TOKENIZER_NAME)
+    with tempfile.TemporaryDirectory() as staging:
+        for path in snapshot.files:
+            shutil.copy(path, staging)
+        extras = Extras(state, to_yaml(config), Path(staging) if names else None)
+        return save_checkpoint(root, snapshot.step, boxes, extras, Group.alone("world"))
+
+
+def find_step(root: Path, step: int) -> bool:
+    return (root / folder_name(step)).exists()
+
+
+def _with_tokenizer(config: Config, names: set[str], folder: Path) -> Config:
+    for needed, (kind, file) in TOKENIZERS.items():
+        if names.issuperset(needed):
+            data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=str(folder / file))
+            return dataclasses.replace(config, data=data)
+    return config
+
+
+def _read(folder: CheckpointFolder, name: str, saved: SavedTensor) -> Tensor:
+    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+    load_tensors(folder, [TensorBox(name, saved.shape, Box((0,) * len(saved.shape), saved.shape), values.view(-1))], Group.alone("world"))
+    return values
+
+
+def _extra_settings(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: value for key, value in content.items() if key in INERT} if isinstance(content, dict) else {}

@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Checkpoints from and to Hugging Face and Megatron: `megapipe convert` as a script."""
+
+import sys
+
+from megapipe.cli.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
