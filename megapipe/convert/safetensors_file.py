@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.shard_file import DTYPE_NAMES, DTYPES
+from megapipe.checkpoint.shard_file import BLOCK_BYTES, DTYPE_NAMES, DTYPES
 from megapipe.checkpoint.tensor_box import as_bytes
 from megapipe.convert.snapshot import LazyTensor
 from megapipe.errors import CheckpointError
@@ -73,7 +73,8 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> 
     with disk.create(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            file.write(as_bytes(tensor.detach()))
+            for block in as_bytes(tensor.detach(), BLOCK_BYTES):
+                file.write(block)
 
 
 def file_names(count: int) -> Sequence[str]:
