@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megapipe.config.option import Flag, option
 
 ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-2bw")
-PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", *ASYNCHRONOUS_SCHEDULES)
+PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "dualpipe", "dualpipe-v", *ASYNCHRONOUS_SCHEDULES)
 PIPELINE_BALANCES = ("cost", "even")
 DISTRIBUTED_BACKENDS = ("auto", "gloo", "nccl")
 

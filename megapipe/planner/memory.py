@@ -180,7 +180,7 @@ def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str,
 
 
 def _reduction(plan: RunPlan, stages: Iterable[int]) -> int:
-    if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.dp * plan.topology.cp == 1:
+    if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.num_replicas == 1:
         return 0
     return 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))
 

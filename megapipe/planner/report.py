@@ -31,6 +31,7 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         for name, is_on in (
             ("sequence parallel", plan.config.parallel.sequence_parallel and t.tp > 1),
             ("distributed optimizer", plan.config.parallel.use_distributed_optimizer),
+            ("every parameter on two pipeline ranks", t.mirrored_pipeline),
         )
         if is_on
     ]
@@ -88,6 +89,8 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     once = "every element of the model once"
     if copies:
         once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
+    if plan.topology.mirrored_pipeline:
+        once += ", on two pipeline ranks each"
     yield from _table([("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True)
 
 
@@ -104,7 +107,7 @@ def _equal_neighbours(plan: RunPlan, counts: Sequence[int]) -> list[list[int]]:
 
 
 def _ranks_of(plan: RunPlan, run: Sequence[int]) -> str:
-    ranks = [plan.placement.rank_of_stage[stage] for stage in run]
+    ranks = [rank for stage in run for rank in plan.placement.ranks_of(stage)]
     if len(set(ranks)) == plan.topology.pp > 1:
         return "all"
     return _span(ranks) if ranks == list(range(ranks[0], ranks[0] + len(ranks))) else ", ".join(map(str, sorted(set(ranks))))

@@ -21,6 +21,7 @@ from megapipe.planner.batch import BatchSchedule, batch_schedule
 from megapipe.planner.cut import cut_layers, num_chunks
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.sharding.model_specs import model_specs
 from megapipe.topology import Topology
@@ -33,12 +34,12 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     """
     check(config)
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
-    topology = _topology(config.parallel, model, world_size, ranks_per_node)
+    chunks = num_chunks(config.parallel, model.num_layers)
+    schedule_name = _schedule_name(config.parallel, chunks)
+    placement = SCHEDULES[schedule_name].place(config.parallel.pipeline_model_parallel_size, chunks)
+    topology = _topology(config.parallel, model, world_size, ranks_per_node, placement)
     training, batch = _batch(config.training, topology)
-    parallel = _parallel(config.parallel, model, topology)
-    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
-    schedule_name = _schedule_name(parallel, chunks)
-    placement = SCHEDULES[schedule_name].place(topology.pp, chunks)
+    parallel = _parallel(config.parallel, chunks, topology)
     partition = cut_layers(model, parallel, chunks)
     specs = model_specs(model, parallel.sequence_parallel and topology.tp > 1)
     optimizer = _optimizer(config.optimizer, training, batch)
@@ -49,8 +50,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name)
     audit_slices(specs, topology.tp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
-    for size in batch.sizes:  # a ramp-up changes the number of microbatches: every value must have a schedule
-        plan.schedule(size // batch.samples_per_microbatch)
+    _check_microbatches(plan)
     return plan
 
 
@@ -84,7 +84,7 @@ def _check_query_groups(model: ModelConfig, tp: int) -> None:
         )
 
 
-def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None) -> Topology:
+def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None, placement: Placement) -> Topology:
     tp, groups = parallel.tensor_model_parallel_size, model.num_query_groups
     assert groups
     return Topology.of_world(
@@ -96,6 +96,7 @@ def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ran
         ranks_per_node=ranks_per_node,
         allow_tp_across_nodes=parallel.allow_tp_across_nodes,
         kv_replicas=max(1, tp // groups),
+        mirrored_pipeline=placement.second_direction is not None,
     )
 
 
@@ -114,10 +115,10 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig
     return dataclasses.replace(training, global_batch_size=full, train_iters=iters, train_samples=samples), batch
 
 
-def _parallel(parallel: ParallelConfig, model: ModelConfig, topology: Topology) -> ParallelConfig:
+def _parallel(parallel: ParallelConfig, chunks: int, topology: Topology) -> ParallelConfig:
     return dataclasses.replace(
         parallel,
-        num_virtual_stages_per_pipeline_rank=num_chunks(parallel, model.num_layers),
+        num_virtual_stages_per_pipeline_rank=chunks,
         microbatch_group_size_per_virtual_pipeline_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage or topology.pp,
         ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
@@ -130,6 +131,22 @@ def _schedule_name(parallel: ParallelConfig, chunks: int) -> str:
     if chunks > 1 and not SCHEDULES[name].takes_chunks:
         raise ConfigError(f"--pipeline-schedule {name} holds one chunk a rank, {chunks} were asked for; use interleaved, or one chunk")
     return name
+
+
+def _check_microbatches(plan: RunPlan) -> None:
+    """A ramp-up changes the number of microbatches: every value must have a schedule."""
+    counts, batch, training = SCHEDULES[plan.schedule_name].counts, plan.batch, plan.config.training
+    for size in batch.sizes:
+        count = size // batch.samples_per_microbatch
+        trouble, near = counts(plan.topology.pp, count) if counts else ("", ())
+        if trouble:
+            flag = "--global-batch-size" if size == batch.full else f"--rampup-batch-size {batch.start} {batch.increment}, which reaches"
+            ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
+            raise ConfigError(
+                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size} makes {count} of --micro-batch-size "
+                f"{training.micro_batch_size} on each of {plan.topology.dp} data-parallel rank(s): the nearest that works is {ways}"
+            )
+        plan.schedule(count)
 
 
 def _optimizer(optimizer: OptimizerConfig, training: TrainingConfig, batch: BatchSchedule) -> OptimizerConfig:

@@ -38,8 +38,8 @@ class RunPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Stages on each pipeline rank."""
-        return self.placement.num_chunks
+        """Stages on each pipeline rank; with two directions those of one."""
+        return self.placement.num_stages // self.placement.num_ranks
 
     @cached_property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
@@ -89,8 +89,8 @@ class RunPlan:
 
     @property
     def num_optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of a parameter: dp x cp with the distributed optimizer, else 1."""
-        return self.topology.dp * self.topology.cp if self.config.parallel.use_distributed_optimizer else 1
+        """Ranks that share the optimizer state of a parameter: its holders with the distributed optimizer, else 1."""
+        return self.topology.num_replicas if self.config.parallel.use_distributed_optimizer else 1
 
     @property
     def tied_across_ranks(self) -> bool:

@@ -12,7 +12,7 @@ from megapipe.schedule.forward_only import forward_only
 from megapipe.schedule.generate.automatic import automatic
 from megapipe.schedule.generate.breadth_first import breadth_first
 from megapipe.schedule.generate.controllable_memory import v_half, v_min
-from megapipe.schedule.generate.dualpipe import check_dualpipe, check_dualpipe_v, dualpipe, dualpipe_v
+from megapipe.schedule.generate.dualpipe import check_dualpipe, dualpipe, dualpipe_counts, dualpipe_v, dualpipe_v_counts
 from megapipe.schedule.generate.gpipe import gpipe
 from megapipe.schedule.generate.interleaved import interleaved
 from megapipe.schedule.generate.naive import naive
@@ -32,9 +32,10 @@ from megapipe.schedule.weight_versions import VersionRule, one_group_stale, stas
 class Family:
     """One row of the table: how the stages lie, who writes the rows, and what may be asked of it.
 
-    takes_chunks: several chunks a rank. chunks: the one number of chunks it works with, if there is only one.
+    takes_chunks: several chunks a rank, that is stages in each direction. chunks: the one number that it works with, if there is only one.
     group_rule: why a microbatch group may not be smaller than the ranks; empty if the family has no groups.
-    check: raises ConfigError for other limits of its own. engine_ready: the engine trains with it, proven against one process.
+    check: raises ConfigError for other limits of its own. counts: (ranks, microbatches) -> why it cannot run so many microbatches, '' if it
+    can, and the nearest numbers that it can. engine_ready: the engine trains with it, proven against one process.
     versions: which weights a microbatch uses where they change while microbatches are under way; None: there is one version only.
     """
 
@@ -45,6 +46,7 @@ class Family:
     chunks: int | None = None
     group_rule: str = ""
     check: Callable[[Shape], None] | None = None
+    counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
     engine_ready: bool = False
     versions: VersionRule | None = None
 
@@ -99,12 +101,18 @@ SCHEDULES: dict[str, Family] = {
         dualpipe,
         _two_directions,
         "from both ends at once, forwards overlapped with backwards; parameters held twice",
-        takes_chunks=True,
-        chunks=2,
         check=check_dualpipe,
+        counts=dualpipe_counts,
+        engine_ready=True,
     ),
     "dualpipe-v": Family(
-        dualpipe_v, _v, "DualPipe folded to a V: parameters held once", takes_chunks=True, chunks=2, check=check_dualpipe_v
+        dualpipe_v,
+        _v,
+        "DualPipe folded to a V: parameters held once",
+        takes_chunks=True,
+        chunks=2,
+        counts=dualpipe_v_counts,
+        engine_ready=True,
     ),
     "pipedream": Family(
         pipedream,
@@ -188,4 +196,8 @@ def _checked_shape(name: str, family: Family, num_ranks: int, num_chunks: int, n
     shape = Shape(num_ranks, num_chunks, num_microbatches, num_ranks if group_size is None else group_size)
     if family.check is not None:
         family.check(shape)
+    trouble, near = family.counts(num_ranks, num_microbatches) if family.counts else ("", ())
+    if trouble:
+        ways = " or ".join(map(str, near))
+        raise ConfigError(f"schedule {name} {trouble}; {num_microbatches} were asked for: use {ways}")
     return shape

@@ -134,7 +134,7 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_one(
 def test_both_directions_together_give_the_losses_and_gradients_of_one(
     rank_pools: Callable[[int], RankPool], ranks: int, count: int
 ) -> None:
-    one, two = rank_pools(ranks).run(run_named, "1f1b", 1, count), rank_pools(ranks).run(run_named, "dualpipe", 2, count)
+    one, two = rank_pools(ranks).run(run_named, "1f1b", 1, count), rank_pools(ranks).run(run_named, "dualpipe", 1, count)
     losses = one[-1][0][0]
     assert [len(reports) for (reports, _), _ in two] == [count // 2] + [0] * (ranks - 2) + [count // 2]
     assert torch.equal(torch.stack(two[-1][0][0]), torch.stack(losses[::2]))  # even ones come down to the last rank

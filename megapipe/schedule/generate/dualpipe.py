@@ -20,28 +20,28 @@ NEAR, FAR = 0, 1  # a rank's stage on the side of the input, and the one on the 
 
 
 def check_dualpipe(shape: Shape) -> None:
-    """ConfigError unless ranks and microbatches are even and there are at least two microbatches a rank."""
-    p, m = shape.num_ranks, shape.num_microbatches
+    """ConfigError unless ranks are even."""
+    p = shape.num_ranks
     if p % 2:
         raise ConfigError(
             f"schedule dualpipe pairs every rank with the one opposite; {p} pipeline ranks are odd: use {max(2, p - 1)} or {p + 1}"
         )
-    if m < 2 * p:
-        raise ConfigError(
-            f"schedule dualpipe fills the pipeline from both ends and needs at least 2 x {p} ranks = {2 * p} microbatches, "
-            f"{m} were asked for: use {2 * p}"
-        )
-    if m % 2:
-        raise ConfigError(f"schedule dualpipe sends as many microbatches from either end; {m} are odd: use {m - 1} or {m + 1}")
 
 
-def check_dualpipe_v(shape: Shape) -> None:
-    """ConfigError unless there are as many microbatches as stages."""
-    if shape.num_microbatches < 2 * shape.num_ranks:
-        raise ConfigError(
-            f"schedule dualpipe-v needs at least as many microbatches as its {2 * shape.num_ranks} stages, {shape.num_microbatches} were "
-            f"asked for: use {2 * shape.num_ranks}"
-        )
+def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
+    """What is wrong with a number of microbatches ('' if nothing), and the nearest that work."""
+    least = 2 * num_ranks
+    if num_microbatches < least:
+        return f"fills the pipeline from both ends and needs at least 2 x {num_ranks} ranks = {least} microbatches", (least,)
+    if num_microbatches % 2:
+        return "sends as many microbatches from either end", (num_microbatches - 1, num_microbatches + 1)
+    return "", ()
+
+
+def dualpipe_v_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
+    """What is wrong with a number of microbatches ('' if nothing), and the nearest that work."""
+    least = 2 * num_ranks
+    return ("", ()) if num_microbatches >= least else (f"needs at least as many microbatches as its {least} stages", (least,))
 
 
 class Lane(NamedTuple):
