@@ -105,7 +105,11 @@ class Topology:
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
             raise ConfigError(f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel group")
         if self.mirrored_pipeline and self.pp % 2:
-            raise ConfigError(f"a mirrored pipeline pairs each of its ranks with the one opposite; {self.pp} ranks are odd")
+            ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions (--pipeline-schedule dualpipe) pairs each "
+                f"rank with the one opposite; use {ways}"
+            )
         self._check_nodes()
 
     def _check_nodes(self) -> None:

@@ -162,7 +162,7 @@ def test_llama3_405b_keeps_tp_inside_a_node_of_eight() -> None:
         pytest.param({"tp": 0}, "size of axis tp is 0", id="empty axis"),
         pytest.param({"order": "tp-pp-dp"}, "must name each of tp, cp, dp and pp once", id="order lacks an axis"),
         pytest.param({"order": "tp-pp-dp-dp"}, "must name each of tp, cp, dp and pp once", id="order repeats an axis"),
-        pytest.param({"pp": 3, "mirrored_pipeline": True}, "3 ranks are odd", id="mirrored pipeline of odd length"),
+        pytest.param({"pp": 3, "mirrored_pipeline": True}, "--pipeline-model-parallel-size 3 is odd", id="mirrored pipeline of odd length"),
         pytest.param({"tp": 4, "kv_replicas": 3}, "do not divide the 4 ranks", id="kv replicas"),
     ],
 )

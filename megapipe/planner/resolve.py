@@ -140,11 +140,11 @@ def _check_microbatches(plan: RunPlan) -> None:
         count = size // batch.samples_per_microbatch
         trouble, near = counts(plan.topology.pp, count) if counts else ("", ())
         if trouble:
-            flag = "--global-batch-size" if size == batch.full else f"--rampup-batch-size {batch.start} {batch.increment}, which reaches"
+            flag = "--global-batch-size" if size == batch.full else f"--rampup-batch-size {batch.start} {batch.increment} reaches"
             ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
             raise ConfigError(
-                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size} makes {count} of --micro-batch-size "
-                f"{training.micro_batch_size} on each of {plan.topology.dp} data-parallel rank(s): the nearest that works is {ways}"
+                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatches of {training.micro_batch_size} x "
+                f"dp {plan.topology.dp}: use {ways} instead"
             )
         plan.schedule(count)
 

@@ -184,7 +184,8 @@ def _checked_shape(name: str, family: Family, num_ranks: int, num_chunks: int, n
     if num_chunks > 1 and not family.takes_chunks:
         several = ", ".join(other for other, row in SCHEDULES.items() if row.takes_chunks)
         raise ConfigError(
-            f"schedule {name} holds one chunk a rank, {num_chunks} were asked for; use 1 chunk, or a schedule with chunks: {several}"
+            f"schedule {name} holds one chunk a rank{' in each direction' if family.place is _two_directions else ''}, {num_chunks} were "
+            f"asked for; use 1 chunk, or a schedule with chunks: {several}"
         )
     if group_size is not None and not family.takes_group_size:
         raise ConfigError(f"schedule {name} has no microbatch groups, but a group size of {group_size} was asked for; leave it out")

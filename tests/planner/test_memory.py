@@ -17,6 +17,7 @@ from megapipe.schedule.build import SCHEDULES, build_lowered
 from megapipe.schedule.placement import Placement, linear, loop, v_shape
 from megapipe.schedule.simulate import peak_live_chunks
 from tests.planner.test_resolve import wish
+from tests.schedule.strategies import family_shapes
 
 GRID = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -33,7 +34,7 @@ def row(text: str) -> list[Action]:
     st.integers(1, 9),
 )
 def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
-    schedule = build_lowered(name, num_ranks, num_chunks if SCHEDULES[name].takes_chunks else 1, num_microbatches)
+    schedule = build_lowered(*family_shapes(name, num_ranks, num_chunks, num_microbatches))
     for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
         sizes = dict.fromkeys(schedule.placement.stages_of(pp_rank), 7)
         found = peak_of_row(schedule.rows[pp_rank], pp_rank, schedule.placement, sizes, sizes, 0, 2)

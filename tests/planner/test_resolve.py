@@ -52,10 +52,22 @@ def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
     assert resolve(wish(pipeline_model_parallel_size=2, pipeline_balance="even", **sizes), 2).partition.layer_counts == (2, 2)
 
 
+DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "world", "message"),
     [
         ({"tensor_model_parallel_size": 3}, 3, r"--tensor-model-parallel-size 3 .*--num-attention-heads 8.* use .*1, 2, 4"),
+        ({"pipeline_schedule": "dualpipe"}, 1, r"--pipeline-model-parallel-size 1 is odd.*dualpipe.*use 2$"),
+        ({"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 3}, 3, r"--pipeline-model-parallel-size 3 is odd.*use 2 or 4$"),
+        (DUAL | {"global_batch_size": 12}, 4, r"at least 2 x 2 ranks = 4 microbatches; --global-batch-size 12, 3 .*use 16 instead"),
+        (DUAL | {"global_batch_size": 20}, 4, r"as many microbatches from either end; --global-batch-size 20, 5 .*use 16 or 24 instead"),
+        (
+            DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64)},
+            4,
+            r"from either end; --rampup-batch-size 16 4 reaches 20, 5 microbatches of 2 x dp 2: use 16 or 24 instead",
+        ),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, r"a world of 6 ranks .* multiple of 4"),
         ({"num_query_groups": 4, "tensor_model_parallel_size": 8, "global_batch_size": 3}, 8, r"--global-batch-size 3"),
         ({"pipeline_model_parallel_size": 3, "pipeline_balance": "even"}, 3, r"8 layers .* do not divide over 3"),

@@ -66,7 +66,7 @@ def test_bytes_and_the_optimizer_enter_the_measures():
     measures, _ = measure(build_schedule("interleaved", 4, 2, 8), model)
     assert measures.peak_bytes == 11 * 500
     assert measures.step_seconds == measures.makespan_seconds + 2.5
-    assert measure(build_schedule("dualpipe", 4, 2, 8), model)[0].peak_bytes == 5 * 1000
+    assert measure(build_schedule("dualpipe", 4, 1, 8), model)[0].peak_bytes == 5 * 1000
 
 
 def test_messages_on_the_clock_make_a_step_longer_than_messages_beside_it():

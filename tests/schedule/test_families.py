@@ -160,7 +160,7 @@ def test_dualpipe_idle_and_peak(name, p, F, W, FB):
     stages = p if name == "dualpipe" else 2 * p
     idle = (stages / 2 - 1) * (FB + F + W - 3 * W)
     for m in (2 * p, 2 * p + 2, 4 * p):
-        schedule = build_schedule(name, p, 2, m)
+        schedule = build_schedule(name, p, SCHEDULES[name].chunks or 1, m)
         timeline = simulate(schedule, Costs.equal(stages, F, F, W, pair_seconds=FB))
         assert barrier(timeline) == pytest.approx(idle)
         if FB == 2 * F + W:
@@ -170,7 +170,7 @@ def test_dualpipe_idle_and_peak(name, p, F, W, FB):
 
 
 def test_dualpipe_of_8_ranks_and_32_microbatches_idles_6_of_102():
-    timeline = timeline_of(build_schedule("dualpipe", 8, 2, 32), FB=3.0)
+    timeline = timeline_of(build_schedule("dualpipe", 8, 1, 32), FB=3.0)
     assert timeline.makespan_seconds == 102
     assert set(timeline.barrier_idle_seconds) == {6}
 
@@ -314,10 +314,11 @@ def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
     ("arguments", "complaint"),
     [
         pytest.param(("zb-v", 4, 1, 8), "holds 2 stages a rank, 1 were asked for; use 2", id="zb-v chunks"),
-        pytest.param(("dualpipe", 3, 2, 8), "use 2 or 4", id="odd ranks"),
-        pytest.param(("dualpipe", 4, 2, 6), "use 8", id="few microbatches"),
-        pytest.param(("dualpipe", 4, 2, 9), "use 8 or 10", id="odd microbatches"),
-        pytest.param(("dualpipe-v", 4, 2, 6), "8 stages, 6 were asked for: use 8", id="fewer microbatches than stages"),
+        pytest.param(("dualpipe", 3, 1, 8), "use 2 or 4", id="odd ranks"),
+        pytest.param(("dualpipe", 4, 1, 6), "use 8", id="few microbatches"),
+        pytest.param(("dualpipe", 4, 2, 8), "one chunk a rank in each direction", id="chunks in two directions"),
+        pytest.param(("dualpipe", 4, 1, 9), "use 8 or 10", id="odd microbatches"),
+        pytest.param(("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were asked for: use 8", id="fewer microbatches than stages"),
         pytest.param(("pipedream-2bw", 4, 1, 8, 3), "weights of the group before.*use 4 or more", id="small group"),
         pytest.param(("zb-h1", 4, 2, 8), "one chunk a rank", id="chunks"),
     ],

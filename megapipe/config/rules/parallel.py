@@ -82,23 +82,6 @@ def schedule_fits_chunks(config: Config) -> str | None:
     return None
 
 
-def dualpipe_pairs_ranks(config: Config) -> str | None:
-    parallel = config.parallel
-    pp = parallel.pipeline_model_parallel_size
-    if parallel.pipeline_schedule != "dualpipe":
-        return None
-    if pp % 2:
-        ways = f"use {pp - 1} or {pp + 1}" if pp > 1 else "use 2"
-        return f"--pipeline-schedule dualpipe pairs pipeline ranks from both ends; --pipeline-model-parallel-size {pp} is odd: {ways}"
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if (chunks is not None and chunks > 1) or parallel.num_layers_per_virtual_pipeline_stage is not None:
-        return (
-            "--pipeline-schedule dualpipe cuts the model into as many stages as there are pipeline ranks, and each rank holds two; leave "
-            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage out, or choose dualpipe-v"
-        )
-    return None
-
-
 def microbatch_group_fits(config: Config) -> str | None:
     parallel = config.parallel
     group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
@@ -217,7 +200,6 @@ PARALLEL_RULES = (
     chunks_given_once,
     interleaving_needs_pipeline,
     schedule_fits_chunks,
-    dualpipe_pairs_ranks,
     microbatch_group_fits,
     layers_placed_once,
     end_layers_fit,
