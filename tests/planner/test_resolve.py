@@ -64,7 +64,7 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         (DUAL | {"global_batch_size": 12}, 4, r"at least 2 x 2 ranks = 4 microbatches; --global-batch-size 12, 3 .*use 16 instead"),
         (DUAL | {"global_batch_size": 20}, 4, r"as many microbatches from either end; --global-batch-size 20, 5 .*use 16 or 24 instead"),
         (
-            DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64)},
+            DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64), "train_iters": None, "train_samples": 200},
             4,
             r"from either end; --rampup-batch-size 16 4 reaches 20, 5 microbatches of 2 x dp 2: use 16 or 24 instead",
         ),
@@ -84,7 +84,8 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         ),
     ],
     ids=[
-        "heads", "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
+        "heads", "no_pair", "odd_pairs", "few_microbatches", "odd_microbatches", "odd_ramp",
+        "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_anything_starts(changes: dict[str, object], world: int, message: str) -> None:
