@@ -17,7 +17,7 @@ from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.build import build_forward_only, build_lowered, build_schedule
+from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered, build_schedule
 from megapipe.schedule.validate import validate
 from megapipe.topology import Topology
 
@@ -65,6 +65,11 @@ class Pipeline:
         self._pp, self._loss, self._receive_depth, self._tracer = pp, loss, receive_depth, tracer
         self._message = message if callable(message) else lambda boundary: message
         self._placement = build_schedule(self._schedule, pp.size, self._num_chunks, num_microbatches=1).placement
+        if not SCHEDULES[self._schedule].is_synchronous:
+            raise ConfigError(
+                f"schedule {self._schedule} updates weights within a step, but train_step leaves that to you; use 1f1b, or give "
+                "pipeline.engine.Engine `weights` of your own"
+            )
         self.modules = {stage: make_stage(stage).to(device) for stage in self._placement.stages_of(pp.rank)}
         self._runners = {stage: StageRunner(module) for stage, module in self.modules.items()}
         self._channels = Channels.build(self._placement, pp, device)

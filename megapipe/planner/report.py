@@ -50,12 +50,13 @@ def _headline(plan: RunPlan) -> Iterator[str]:
 
 def _asynchronous(plan: RunPlan) -> Iterator[str]:
     count = plan.batch.full // plan.batch.samples_per_microbatch
-    num_updates = plan.weight_versions(count, 0).num_updates
+    updates = plan.weight_versions(count, 0).num_updates
     held = [plan.num_weight_versions(pp_rank) for pp_rank in range(plan.topology.pp)]
-    most = f"{max(held)}" if len(set(held)) == 1 else f"{max(held)} to {min(held)}"
+    versions = _count(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
+    alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""
     yield (
-        f"           NOT synchronous: {_count(num_updates, 'update')} in a step of {_count(count, 'microbatch')}, made from stale weights "
-        f"(a rank holds {most} versions); this trains something else than one process would"
+        f"           NOT synchronous: {_count(updates, 'update')} in a step of {_count(count, 'microbatch')}, every stage at its own time, "
+        f"{versions} of the weights on a rank; one process would train something else{alike}"
     )
 
 

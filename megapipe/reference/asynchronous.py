@@ -3,8 +3,8 @@
 The parameters of the model are spread over p stages. Stage s (0 is the first) sees microbatch k under version v of its own weights, and
 update t of a stage, made from the gradients of the microbatches of group t, turns version t into version t + 1:
 
-    PipeDream      v(s, k) = max(0, k - (p - 1 - s)), groups of one microbatch        (Narayanan et al. 2019, arXiv:1806.03377, section 3.3)
-    PipeDream-2BW  v(s, k) = max(0, k // g - 1), groups of g microbatches             (Narayanan et al. 2021, arXiv:2006.09503, section 3.1)
+    PipeDream      v(s, k) = max(0, k - (p - 1 - s)), groups of one microbatch        (Harlap et al. 2018, arXiv:1806.03377; SOSP 2019)
+    PipeDream-2BW  v(s, k) = max(0, k // g - 1), groups of g microbatches             (Narayanan et al. 2021, arXiv:2006.09503)
 
 so that 2BW is W(t + 1) = W(t) - lr x gradient at W(t - 1). A step starts at version 0 on every stage, with the pipeline empty.
 """

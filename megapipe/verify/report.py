@@ -33,16 +33,25 @@ def plan_text(small: Shrunk) -> str:
         f"verify-grid ({small.mode}): tp {topology.tp} x pp {topology.pp}{chunks} x dp {topology.dp} in {dtype} beside one plain process "
         f"in fp64 (megapipe.reference), {len(small.num_microbatches)} steps"
     ]
-    if not plan.is_synchronous:
-        lines.append(
-            f"  NOT synchronous: {plan.schedule_name} is compared with its own emulation in one process (stale weights as its paper says), "
-            "not with ordinary training; gradients are those of a step's last update"
-        )
     allowed = iter([_allowed(tolerance_of(plan.config))])
-    for title, entries in (("kept", _kept(small)), ("shrunk", _shrunk(was, plan)), ("replaced", _replaced(small)), ("allowed", allowed)):
+    for title, entries in (
+        ("against", _against(plan)),
+        ("kept", _kept(small)),
+        ("shrunk", _shrunk(was, plan)),
+        ("replaced", _replaced(small)),
+        ("allowed", allowed),
+    ):
         wrapped = [line for entry in entries for line in textwrap.wrap(entry, LINE_WIDTH, subsequent_indent="  ")]
         lines += [f"  {title if place == 0 else '':<9}{line}" for place, line in enumerate(wrapped)]
     return "\n".join(lines)
+
+
+def _against(plan: RunPlan) -> Iterator[str]:
+    if not plan.is_synchronous:
+        yield (
+            f"NOT synchronous: {plan.schedule_name} is compared with its own emulation in one process (stage by stage the stale weights "
+            "that its paper names), not with ordinary training; gradients and norm are those of a step's last update"
+        )
 
 
 def _kept(small: Shrunk) -> Iterator[str]:

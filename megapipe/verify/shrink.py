@@ -151,7 +151,9 @@ def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
     """Batches of one or two sequences a microbatch; with a ramp-up the smallest batch comes first."""
     training, batch = plan.config.training, plan.batch
     group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
-    counts = [_fewer(size // batch.samples_per_microbatch, group) for size in (batch.sizes[0], batch.full)]
+    # asynchronous: three groups meet every staleness, and with each update more rounding of a native dtype would come together
+    most = max(MOST_MICROBATCHES, 4 * group) if plan.is_synchronous else 3 * group
+    counts = [_fewer(size // batch.samples_per_microbatch, group, most) for size in (batch.sizes[0], batch.full)]
     micro = min(training.micro_batch_size, 2)
     first, full = (count * micro * plan.topology.dp for count in counts)
     steps = (counts[0], *[counts[1]] * (NUM_STEPS - 1))
@@ -170,11 +172,11 @@ def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
     return small, steps
 
 
-def _fewer(num_microbatches: int, group: int) -> int:
+def _fewer(num_microbatches: int, group: int, most: int) -> int:
     """Above a limit fewer, with the same remainder over the groups of interleaving."""
-    if num_microbatches <= max(MOST_MICROBATCHES, 4 * group):
+    if num_microbatches <= most:
         return num_microbatches
-    return max(MOST_MICROBATCHES, 4 * group) // group * group + num_microbatches % group
+    return most // group * group + num_microbatches % group
 
 
 def _optimizer(optimizer: OptimizerConfig, lr: float, adam_eps: float) -> OptimizerConfig:

@@ -23,7 +23,8 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.planner.memory import peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
-from megapipe.train.step import TrainStep
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.step import Rates
 from tests.harness import RankPool
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}
@@ -36,6 +37,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_gpipe_tied": (
         2,
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe", "untie_embeddings_and_output_weights": False},
+    ),
+    "pipedream": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0}),
+    "2bw_zero1": (
+        4,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0, "use_distributed_optimizer": True},
     ),
     "tp2_sequence_parallel_zero1_pp2_2_chunks": (
         8,
@@ -113,13 +119,17 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
     keys = Keys(1, 2, machines.coordinates.dp_rank, plan.topology.dp)
     tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
-    peak = LivePeak([buffer.parameters for buffer in buffers])
+    versions = [version for buffer in buffers for version in buffer.versions]
+    peak, step = LivePeak(versions), step_of(machines)
     with peak.hooks:
-        TrainStep(machines).gradients(microbatches)
+        if plan.is_synchronous:
+            step.gradients(microbatches)
+        else:
+            step.run(microbatches, Rates(1e-2, 0.0))
     shards = machines.optimizer._shards
     state = [tensor for shard in shards for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))]
     return {
-        "weights": _bytes([buffer.parameters for buffer in buffers]),
+        "weights": _bytes(versions),
         "gradients": _bytes([buffer.gradients for buffer in buffers]),
         "optimizer": _bytes(state),
         "activations": peak.most,

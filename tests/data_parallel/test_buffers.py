@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
@@ -139,3 +140,24 @@ def test_what_neither_the_buffers_nor_the_lender_hold_is_named() -> None:
     lender.materialize(module, draw)
     with pytest.raises(ValueError, match=r"only in the module: \['second.weight'\]"):
         stage_buffers(()).materialize(Head(), draw, None, lender)
+
+
+def test_versions_compute_apart_and_add_their_gradients_up() -> None:
+    layouts = tuple(buffer.layout for buffer in stage_buffers(toy_specs()).buffers)
+    buffers, module = StageBuffers(layouts, "cpu", torch.float64, torch.float64, num_versions=2), Toy()
+    buffers.materialize(module, draw)
+    assert len({buffer.untyped_storage().data_ptr() for flat in buffers.buffers for buffer in flat.versions}) == 2 * len(buffers.buffers)
+    loss_of_old = module(tokens_of(0, 0))
+    expected = torch.autograd.grad(module(tokens_of(0, 0)), list(module.parameters()))
+    buffers.newest = 1
+    buffers.fill(lambda spec: draw(spec) * 2)
+    buffers.install(1)
+    assert torch.equal(module.up.weight, buffers.parameter("up.weight")) and module.up.weight.data_ptr() % 64 == 0
+    assert torch.equal(buffers.parameter("up.weight"), 2 * buffers.parameter("up.weight", version=0))
+    loss_of_new = module(tokens_of(0, 0))
+    assert loss_of_new != loss_of_old
+    loss_of_old.backward()  # its weights are still there, though the module holds others
+    for (name, _), gradient in zip(module.named_parameters(), expected, strict=True):
+        assert torch.equal(buffers.main_grad(name), gradient)
+    loss_of_new.backward()
+    assert not torch.equal(buffers.main_grad("up.weight"), expected[3])

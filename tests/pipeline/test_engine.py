@@ -314,3 +314,57 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         runner.forward(0, (torch.ones(2), torch.ones(2)), None, None)
     assert runner.num_live == 0
+
+
+class Scaled(nn.Module):
+    """One number that several versions share a module for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return (inputs[0] if len(inputs) > 1 else inputs[-1]) * self.factor
+
+
+class Versions:
+    """Weights of one's own for the engine: version t is the number t + 1. log: what was asked, in order."""
+
+    def __init__(self, module: Scaled, late: int) -> None:
+        self.module, self.late, self.newest = module, late, 0
+        self.made = [module.factor]
+        self.log: list[str] = []
+
+    def use(self, stage: int, microbatch: int) -> None:
+        version = max(0, microbatch - self.late)
+        self.module.factor = self.made[version]
+        self.log.append(f"{microbatch} uses {version}")
+
+    def update(self, stage: int, microbatch: int) -> None:
+        self.made.append(nn.Parameter(torch.full((), len(self.made) + 1.0, dtype=torch.float64)))
+        self.log.append(f"update {microbatch}")
+
+
+def run_versions(rank: int, world_size: int) -> tuple[list[float], list[str], list[float | None]]:
+    schedule, module = build_lowered("pipedream", world_size, 1, 4), Scaled()
+    weights = Versions(module, world_size - 1 - rank)
+    channels = Channels.build(schedule.placement, pp_group(rank, world_size), max_in_flight=2)
+    engine = Engine(schedule, rank, {rank: StageRunner(module)}, channels, weights=weights)
+    spec = (MessageSpec((), torch.float64),)
+    ones = [torch.ones((), dtype=torch.float64)] * 4
+    reports = engine.run(Step(ones, lambda boundary: spec, lambda output, payload: (output, float(output))))
+    return reports, weights.log, [None if made.grad is None else float(made.grad) for made in weights.made]
+
+
+def test_a_row_with_updates_runs_every_forward_and_backward_with_its_version(rank_pools: Callable[[int], RankPool]) -> None:
+    (_, first_log, first_grads), (losses, last_log, last_grads) = rank_pools(2).run(run_versions)
+    assert losses == [1 * 1, 1 * 2, 2 * 3, 3 * 4]  # first stage one update late, last one not
+    assert last_log == [line for k in range(4) for line in (f"{k} uses {k}", f"{k} uses {k}", f"update {k}")]
+    assert first_log[:5] == ["0 uses 0", "1 uses 0", "0 uses 0", "update 0", "2 uses 1"]
+    assert first_grads == [1 + 2, 3, 4, None, None], "gradients of a version are those of its microbatches, at the later weights behind it"
+    assert last_grads == [1, 1, 2, 3, None]
+
+
+def test_a_schedule_with_updates_needs_weights() -> None:
+    with pytest.raises(ValueError, match=r"pipedream.*updates weights while it runs: the engine needs `weights`"):
+        Engine(build_lowered("pipedream", 1, 1, 2), 0, {0: StageRunner(Scaled())}, {})

@@ -90,3 +90,8 @@ def test_stages_that_do_not_divide_over_the_ranks_are_refused() -> None:
 def test_a_schedule_without_chunks_refuses_several_stages_a_rank() -> None:
     with pytest.raises(ConfigError, match="gpipe holds one chunk a rank, 2 were asked for"):
         Pipeline(2, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule="gpipe")
+
+
+def test_a_schedule_that_updates_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"pipedream updates weights within a step.*use 1f1b"):
+        Pipeline(1, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule="pipedream")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.build import SCHEDULES, build_schedule
@@ -204,6 +205,11 @@ def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchr
         assert sum(ends[s] - starts[s] for s in range(steady[0], steady[-1] + 1)) >= ends[steady[-1]] - starts[steady[0]] - 3
     validate(lower(schedule))
     assert all(a.op is not Op.REDUCE_GRAD for row in lower(schedule).rows for a in row)
+
+
+def test_the_flag_offers_what_the_engine_trains_with():
+    assert set(PIPELINE_SCHEDULES) - {"auto"} == {name for name, family in SCHEDULES.items() if family.engine_ready}
+    assert set(ASYNCHRONOUS_SCHEDULES) == {name for name, family in SCHEDULES.items() if not family.is_synchronous}
 
 
 def test_all_synchronous_families_are_marked_so():

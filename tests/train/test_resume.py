@@ -15,10 +15,10 @@ from megapipe.build.machines import Machines
 from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.config.yaml_file import to_yaml
 from megapipe.data.batch import Batch, DocumentRules
+from megapipe.train.asynchronous_step import step_of
 from megapipe.train.persistence import load, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
-from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.runs import machines_of, state_of
 
@@ -48,7 +48,7 @@ TENSOR_PARALLEL_FP16 = {
 def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: int) -> list[float]:
     """Steps up to `stop` on samples that are numbers made from their index; returns the losses."""
     config, coordinates, dp = machines.plan.config, machines.coordinates, machines.plan.topology.dp
-    step = TrainStep(machines)
+    step = step_of(machines)
     micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size
     assert batch_size is not None
     losses = []

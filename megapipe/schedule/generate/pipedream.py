@@ -1,4 +1,4 @@
-"""The asynchronous ancestors: PipeDream (Narayanan et al. 2019, arXiv:1806.03377) and PipeDream-2BW (2021, arXiv:2006.09503).
+"""The asynchronous ancestors: PipeDream (Harlap et al. 2018, arXiv:1806.03377) and PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503).
 
 NOT synchronous: weights change while microbatches are under way, and what is trained differs from what one process would train. They fill
 the pipeline once and never drain it; here a schedule is a stretch of that stream, whose ends fill and drain. Which weights each microbatch
