@@ -88,6 +88,7 @@ parallel.account_for_loss_in_pipeline_split | --account-for-loss-in-pipeline-spl
 parallel.pipeline_balance | --pipeline-balance even | plan partition | {PP} --vocab-size 4096 | 2
 parallel.microbatch_group_size_per_virtual_pipeline_stage | --microbatch-group-size-per-virtual-pipeline-stage 3 | plan rows | {VPP} | 2
 parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
+parallel.pipeline_memory_limit | --pipeline-memory-limit 1 | plan rows | {PP} --pipeline-schedule zb-auto | 2
 parallel.pipeline_receive_depth | --pipeline-receive-depth 3 | plan rows | {PP} | 2
 parallel.sequence_parallel | --sequence-parallel | plan specs | --tensor-model-parallel-size 2 | 2
 parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers | | 2

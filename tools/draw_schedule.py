@@ -19,7 +19,6 @@ from pathlib import Path
 from megapipe.cli import schedule
 from megapipe.cli.plan import plan_for
 from megapipe.errors import MegapipeError
-from megapipe.planner.bubble import stage_costs
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.simulate import Costs, simulate
@@ -28,7 +27,7 @@ from megapipe.visualize.svg import svg
 
 def drawing(plan: RunPlan, width: int) -> str:
     """The step of a full batch as SVG."""
-    costs = stage_costs(plan)
+    costs = plan.stage_costs
     unit = min(seconds for (_, op), seconds in costs.seconds.items() if op is Op.F)
     scaled = Costs({key: seconds / unit for key, seconds in costs.seconds.items()})
     return svg(simulate(plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch), scaled), width)

@@ -93,7 +93,8 @@ class ForwardMachines:
             loss=config.training,
         )
         buffers = StageBuffers(layouts, self.device, self.parameter_dtype, grad_dtype=None)
-        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp))
+        lender = self.buffers[0] if self.plan.borrows_embedding(stage) else None
+        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), lender=lender)
         self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module)
 
     def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from megapipe.config.option import Flag, option
 
 ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream-2bw")
-PIPELINE_SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "dualpipe", "dualpipe-v", *ASYNCHRONOUS_SCHEDULES)
+PIPELINE_SCHEDULES = (
+    *("auto", "naive", "gpipe", "1f1b", "interleaved", "breadth-first"),
+    *("zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"),
+    *ASYNCHRONOUS_SCHEDULES,
+)
 PIPELINE_BALANCES = ("cost", "even")
 DISTRIBUTED_BACKENDS = ("auto", "gloo", "nccl")
 
@@ -24,7 +28,7 @@ class ParallelConfig:
         "model chunks a pipeline rank holds (interleaving); 1: none",
         unit="chunks",
         at_least=1,
-        derived="from the layers per chunk or the layout, else 1",
+        derived="from the layers per chunk or the layout, else what the schedule takes",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "layers per chunk: another way to give the number of chunks", unit="layers", at_least=1
@@ -50,13 +54,20 @@ class ParallelConfig:
         "interleaving: microbatches a chunk takes in a row before the next chunk's turn; pipedream-2bw: microbatches of one update",
         unit="microbatches",
         at_least=1,
-        derived="pp",
+        derived="pp, where the schedule has groups",
     )
     pipeline_schedule: str = option(
         "auto",
-        "order of forwards and backwards; auto: interleaved with more than one chunk, else 1f1b; pipedream, pipedream-2bw: NOT "
-        "synchronous, they train something else than one process would",
+        "order of forwards and backwards, see docs/schedules.md; auto: interleaved with more than one chunk, else 1f1b; pipedream, "
+        "pipedream-2bw: NOT synchronous, they train something else than one process would",
         choices=PIPELINE_SCHEDULES,
+    )
+    pipeline_memory_limit: int | None = option(
+        None,
+        "zb-auto: microbatches whose activations a rank may keep at once, counted until their weight gradient is done",
+        unit="microbatches",
+        at_least=1,
+        derived="pp with zb-auto",
     )
     pipeline_receive_depth: int = option(1, "receives posted ahead of the action that waits for them", unit="messages", at_least=1)
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; without tp it changes nothing")

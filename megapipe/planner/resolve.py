@@ -18,7 +18,8 @@ from megapipe.config.training import TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
 from megapipe.planner.batch import BatchSchedule, batch_schedule
-from megapipe.planner.cut import cut_layers, num_chunks
+from megapipe.planner.chunks import group_size, memory_limit, schedule_and_chunks
+from megapipe.planner.cut import cut_layers
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.build import SCHEDULES
 from megapipe.schedule.placement import Placement
@@ -34,13 +35,12 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     """
     check(config)
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
-    chunks = num_chunks(config.parallel, model.num_layers)
-    schedule_name = _schedule_name(config.parallel, chunks)
+    schedule_name, chunks = schedule_and_chunks(config.parallel, model.num_layers)
     placement = SCHEDULES[schedule_name].place(config.parallel.pipeline_model_parallel_size, chunks)
     topology = _topology(config.parallel, model, world_size, ranks_per_node, placement)
     training, batch = _batch(config.training, topology)
-    parallel = _parallel(config.parallel, chunks, topology)
-    partition = cut_layers(model, parallel, chunks)
+    parallel = _parallel(config.parallel, topology, schedule_name, chunks)
+    partition = cut_layers(model, parallel, placement)
     specs = model_specs(model, parallel.sequence_parallel and topology.tp > 1)
     optimizer = _optimizer(config.optimizer, training, batch)
     data = config.data
@@ -115,22 +115,14 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig
     return dataclasses.replace(training, global_batch_size=full, train_iters=iters, train_samples=samples), batch
 
 
-def _parallel(parallel: ParallelConfig, chunks: int, topology: Topology) -> ParallelConfig:
+def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, chunks: int) -> ParallelConfig:
     return dataclasses.replace(
         parallel,
         num_virtual_stages_per_pipeline_rank=chunks,
-        microbatch_group_size_per_virtual_pipeline_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage or topology.pp,
+        microbatch_group_size_per_virtual_pipeline_stage=group_size(parallel, schedule_name),
+        pipeline_memory_limit=memory_limit(parallel, schedule_name),
         ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
-
-
-def _schedule_name(parallel: ParallelConfig, chunks: int) -> str:
-    name = parallel.pipeline_schedule
-    if name == "auto":
-        return "interleaved" if chunks > 1 else "1f1b"
-    if chunks > 1 and not SCHEDULES[name].takes_chunks:
-        raise ConfigError(f"--pipeline-schedule {name} holds one chunk a rank, {chunks} were asked for; use interleaved, or one chunk")
-    return name
 
 
 def _check_microbatches(plan: RunPlan) -> None:

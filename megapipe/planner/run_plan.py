@@ -7,11 +7,14 @@ from functools import cached_property
 
 from megapipe.config.config import Config
 from megapipe.planner.batch import BatchSchedule
+from megapipe.planner.costs import stage_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
+from megapipe.schedule.generate.shape import Wish
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.simulate import Costs
 from megapipe.schedule.validate import validate
 from megapipe.schedule.weight_versions import WeightVersions, weight_versions
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
@@ -49,6 +52,11 @@ class RunPlan:
             for s in self.partition.stages
         )
 
+    @cached_property
+    def stage_costs(self) -> Costs:
+        """Relative seconds of every op of every stage, from FLOPs."""
+        return stage_costs(self.config.model, self.config.recompute, self.partition)
+
     def schedule(self, num_microbatches: int) -> Schedule:
         """The lowered training schedule of a step with this many microbatches; made once for each number."""
         return self._cached(num_microbatches, training=True)
@@ -66,8 +74,7 @@ class RunPlan:
         """Of an asynchronous schedule: which version of the weights each microbatch uses on this rank."""
         rule = SCHEDULES[self.schedule_name].versions
         assert rule is not None, f"{self.schedule_name} has one version of the weights"
-        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        assert group is not None
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1  # none: every microbatch by itself
         return weight_versions(self.schedule(num_microbatches), pp_rank, rule, group)
 
     def num_weight_versions(self, pp_rank: int) -> int:
@@ -134,10 +141,11 @@ class RunPlan:
             parallel = self.config.parallel
             depth = parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
             if training:
-                chunks = self.num_chunks
-                takes_group = SCHEDULES[self.schedule_name].takes_group_size
-                group = parallel.microbatch_group_size_per_virtual_pipeline_stage if takes_group else None
-                self._schedules[key] = build_lowered(self.schedule_name, self.topology.pp, chunks, num_microbatches, group, depth)
+                group, limit = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_memory_limit
+                # the barrier: a step ends with a norm over all ranks
+                wish = None if limit is None else Wish(self.stage_costs, limit, has_barrier=True)
+                pp, chunks = self.topology.pp, self.num_chunks
+                self._schedules[key] = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, depth, wish)
             else:
                 self._schedules[key] = build_forward_only(self.placement, num_microbatches, depth)
         return self._schedules[key]

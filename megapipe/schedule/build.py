@@ -77,7 +77,7 @@ _CHUNK_RUNS_DRY = "a chunk would run dry before its microbatches come round"
 _VERSION_IS_LATE = "the weights of the group before would not be there yet"
 
 SCHEDULES: dict[str, Family] = {
-    "naive": Family(naive, _linear, "one microbatch at a time through all stages: what every schedule is an answer to"),
+    "naive": Family(naive, _linear, "one microbatch at a time through all stages: what every schedule is an answer to", engine_ready=True),
     "gpipe": Family(gpipe, _linear, "all forwards, then all backwards; keeps every microbatch", engine_ready=True),
     "1f1b": Family(one_f_one_b, _linear, "one forward, one backward in turn; keeps at most pp microbatches", engine_ready=True),
     "interleaved": Family(
@@ -89,14 +89,34 @@ SCHEDULES: dict[str, Family] = {
         engine_ready=True,
     ),
     "breadth-first": Family(
-        breadth_first, loop, "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once", takes_chunks=True
+        breadth_first,
+        loop,
+        "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
+        takes_chunks=True,
+        engine_ready=True,
     ),
-    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B"),
-    "zb-h2": Family(zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory"),
-    "zb-v": Family(zb_v, _v, "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B", takes_chunks=True, chunks=2),
-    "v-half": Family(v_half, _v, "backward split on a V: half the bubble and half the memory of 1F1B", takes_chunks=True, chunks=2),
-    "v-min": Family(v_min, _v, "backward split on a V: two thirds of 1F1B's bubble, a third of its memory", takes_chunks=True, chunks=2),
-    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit"),
+    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B", engine_ready=True),
+    "zb-h2": Family(zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory", engine_ready=True),
+    "zb-v": Family(
+        zb_v,
+        _v,
+        "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
+        takes_chunks=True,
+        chunks=2,
+        engine_ready=True,
+    ),
+    "v-half": Family(
+        v_half, _v, "backward split on a V: half the bubble and half the memory of 1F1B", takes_chunks=True, chunks=2, engine_ready=True
+    ),
+    "v-min": Family(
+        v_min,
+        _v,
+        "backward split on a V: two thirds of 1F1B's bubble, a third of its memory",
+        takes_chunks=True,
+        chunks=2,
+        engine_ready=True,
+    ),
+    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit", engine_ready=True),
     "dualpipe": Family(
         dualpipe,
         _two_directions,
@@ -150,10 +170,16 @@ def build_schedule(
 
 
 def build_lowered(
-    name: str, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None, receive_depth: int = 2
+    name: str,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None = None,
+    receive_depth: int = 2,
+    wish: Wish | None = None,
 ) -> Schedule:
-    """The schedule the engine runs: generate -> validate -> lower -> validate. receive_depth as in `lower`."""
-    schedule = lower(build_schedule(name, num_ranks, num_chunks, num_microbatches, group_size), receive_depth)
+    """The schedule the engine runs: generate -> validate -> lower -> validate. receive_depth as in `lower`, wish as in `build_schedule`."""
+    schedule = lower(build_schedule(name, num_ranks, num_chunks, num_microbatches, group_size, wish), receive_depth)
     validate(schedule)
     return schedule
 

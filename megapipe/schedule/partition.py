@@ -1,7 +1,7 @@
 """Layers -> stages: contiguous cuts by cost, by count (Megatron's rules), or written by hand as Megatron's layout string.
 
-Every function returns a Partition that holds each layer exactly once, checked, or raises ConfigError. Stages are in model order: with
-several chunks a rank, stage i is chunk i // num_ranks of pp_rank i % num_ranks.
+Every function returns a Partition that holds each layer exactly once, checked, or raises ConfigError. Stages are in model order; which
+rank holds a stage says `placement`.
 """
 
 from __future__ import annotations
@@ -165,8 +165,7 @@ def _most_equal_counts(cost: Callable[[int, int, int], float], bound: float, num
 
 def cut_evenly(
     num_layers: int,
-    num_ranks: int,
-    num_chunks: int = 1,
+    rank_of_stage: Sequence[int],
     first_rank_layers: int | None = None,
     last_rank_layers: int | None = None,
     count_embedding: bool = False,
@@ -174,11 +173,14 @@ def cut_evenly(
 ) -> Partition:
     """Megatron's rules of equal counts: the same number of layers on every rank, split evenly over its chunks.
 
-    first_rank_layers, last_rank_layers (--decoder-first/last-pipeline-num-layers): of all chunks of the first and last pp_rank; the others
-    share the rest. count_embedding, count_head (--account-for-embedding/loss-in-pipeline-split): the embedding, the loss takes the place
+    rank_of_stage: the pp_rank of each stage; every rank has equally many. first_rank_layers, last_rank_layers
+    (--decoder-first/last-pipeline-num-layers): of all chunks of the first and last pp_rank; the others share the rest.
+    count_embedding, count_head (--account-for-embedding/loss-in-pipeline-split): the embedding, the loss takes the place
     of one layer. ConfigError if something does not divide; `cut_by_cost` takes any number of layers.
     """
-    if num_layers < 0 or num_ranks < 1 or num_chunks < 1:
+    num_ranks = len(set(rank_of_stage))
+    num_chunks = len(rank_of_stage) // max(num_ranks, 1)
+    if num_layers < 0 or num_ranks < 1:
         raise ConfigError(f"cannot cut {num_layers} layers over {num_ranks} pipeline ranks of {num_chunks} chunks")
     if (first_rank_layers is not None or last_rank_layers is not None) and (count_embedding or count_head):
         raise ConfigError(
@@ -195,7 +197,7 @@ def cut_evenly(
             )
         fixed[num_ranks - 1] = last_rank_layers
     per_rank = _per_rank(slots, num_ranks, num_chunks, fixed)
-    counts = [per_rank[stage % num_ranks] // num_chunks for stage in range(num_ranks * num_chunks)]
+    counts = [per_rank[rank] // num_chunks for rank in rank_of_stage]
     counts[0] -= count_embedding
     counts[-1] -= count_head
     if min(counts) < 0:
@@ -223,20 +225,17 @@ def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]
 # by hand
 
 
-def parse_layout(text: str, num_layers: int, num_ranks: int, num_chunks: int) -> Partition:
+def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
     """Megatron's --pipeline-model-parallel-layout: E embedding, t layer, L loss, | stage border, *n and (...)*n repeat, commas do nothing.
 
-    `Et*3|(tt|)*29,L` has 31 stages of 3, 2, .., 2, 0 layers; entry i is chunk i // num_ranks of pp_rank i % num_ranks. A stage may be
-    written empty. ConfigError names the piece that is wrong.
+    `Et*3|(tt|)*29,L` has 31 stages of 3, 2, .., 2, 0 layers, in model order. A stage may be written empty.
+    ConfigError names the piece that is wrong.
     """
     stages = _expand(text).split("|")
-    wanted = num_ranks * num_chunks
-    if len(stages) != wanted:
-        raise ConfigError(
-            f"pipeline layout {text!r} has {len(stages)} stages; {num_ranks} pipeline ranks x {num_chunks} chunks need {wanted}"
-        )
+    if len(stages) != num_stages:
+        raise ConfigError(f"pipeline layout {text!r} has {len(stages)} stages; the pipeline ranks and their chunks need {num_stages}")
     for index, stage in enumerate(stages):
-        expected = "E" * (index == 0) + "t" * stage.count("t") + "L" * (index == wanted - 1)
+        expected = "E" * (index == 0) + "t" * stage.count("t") + "L" * (index == num_stages - 1)
         if stage != expected:
             raise ConfigError(
                 f"pipeline layout {text!r}: stage {index} is {stage!r}, expected {expected!r}; "

@@ -113,8 +113,7 @@ class AsynchronousOracle(Oracle):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(plan.config, weights, dtype, device)
-        group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        assert group is not None
+        group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
         self._dp = plan.topology.dp
         self._delays = {"pipedream": Delays.pipedream(plan.topology.pp), "pipedream-2bw": Delays.pipedream_2bw(group)}[plan.schedule_name]
         self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}

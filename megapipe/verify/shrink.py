@@ -150,7 +150,7 @@ def _parallel(plan: RunPlan, partition: Partition, mode: str) -> ParallelConfig:
 def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
     """Batches of one or two sequences a microbatch; with a ramp-up the smallest batch comes first."""
     training, batch = plan.config.training, plan.batch
-    group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
+    group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or plan.topology.pp
     # asynchronous: three groups meet every staleness, and with each update more rounding of a native dtype would come together
     most = max(MOST_MICROBATCHES, 4 * group) if plan.is_synchronous else 3 * group
     counts = [_fewer(size // batch.samples_per_microbatch, group, most) for size in (batch.sizes[0], batch.full)]

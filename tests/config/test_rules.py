@@ -98,24 +98,6 @@ CASES = [
         "--num-virtual-stages-per-pipeline-rank 1",
     ),
     (
-        "schedule_fits_chunks",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
-        ["needs chunks"],
-        "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
-    ),
-    (
-        "schedule_fits_chunks",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2",
-        ["runs one chunk a rank"],
-        "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b",
-    ),
-    (
-        "microbatch_group_fits",
-        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3",
-        ["3 is below --pipeline-model-parallel-size 4; use at least 4"],
-        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 5",
-    ),
-    (
         "no_clipping",
         "--pipeline-schedule pipedream",
         ["pipedream updates each stage at a time of its own", "--clip-grad 1", "give --clip-grad 0"],

@@ -13,7 +13,7 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from tests.parity.options import Grid
+from tests.parity.options import Grid, schedule_name
 
 SEQ = 12  # tp 2, 3 and 4 divide it
 BUCKETS = {"whole stage": None, "some parameters": 1200, "one parameter": 1}
@@ -99,8 +99,9 @@ def _parallel(grid: Grid, cut: dict[str, Any]) -> ParallelConfig:
         tensor_model_parallel_size=grid["tp"],
         pipeline_model_parallel_size=grid["pp"],
         num_virtual_stages_per_pipeline_rank=grid["chunks"],
-        pipeline_schedule=grid["schedule"],
+        pipeline_schedule=schedule_name(grid["schedule"], grid["family"]),
         microbatch_group_size_per_virtual_pipeline_stage=None if grid["microbatch_group"] == "pp" else grid["pp"] + 1,
+        pipeline_memory_limit=grid["pp"] + 1 if grid["memory_limit"] == "pp + 1" else None,
         ddp_bucket_size=BUCKETS[grid["bucket"]],
         **P2P[grid["p2p"]],
         **_same_name(ParallelConfig, grid),

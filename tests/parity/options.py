@@ -22,7 +22,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 3, 4),
     "dp": (1, 2, 3, 4),
     "chunks": (1, 2, 3),
-    "schedule": ("auto", "gpipe", "1f1b", "interleaved"),
+    "schedule": ("auto", "whole backward", "split backward", "loop", "V"),
+    "family": (0, 1, 2),  # which of FAMILIES, counted round and round
+    "memory_limit": ("pp", "pp + 1"),
     "cut": ("cost", "even", "layout", "empty stages", "first and last", "ends counted"),
     "microbatch_group": ("pp", "pp + 1"),
     "microbatches": (1, 2, 5, "1, 2, 3"),
@@ -90,10 +92,31 @@ def _may_hold(rule: Rule, choices: tuple[tuple[Any, ...], ...]) -> bool:
     return any(rule.holds(*values) for values in itertools.product(*choices))
 
 
+# the schedules of one kind take the same paths through engine and stages, so that pairs of kinds with the other options are enough
+FAMILIES = {
+    "auto": ("auto",),
+    "whole backward": ("1f1b", "gpipe", "naive"),
+    "split backward": ("zb-h1", "zb-h2", "zb-auto"),
+    "loop": ("interleaved", "breadth-first"),
+    "V": ("zb-v", "v-half", "v-min"),
+}
+CHUNKS = {"auto": OPTIONS["chunks"], "whole backward": (1,), "split backward": (1,), "loop": (2, 3), "V": (2,)}
+
+
+def schedule_name(kind: str, number: int) -> str:
+    """The schedule that the options "schedule" and "family" come to; a grid made by hand may name one instead of a kind."""
+    families = FAMILIES.get(kind, (kind,))
+    return families[number % len(families)]
+
+
 RULES = (
     Rule(("chunks", "pp"), lambda chunks, pp: chunks == 1 or pp > 1),
-    Rule(("schedule", "chunks"), lambda schedule, chunks: schedule == "auto" or (schedule == "interleaved") == (chunks > 1)),
-    Rule(("microbatch_group", "chunks"), lambda group, chunks: group == "pp" or chunks > 1),
+    Rule(("schedule", "chunks"), lambda kind, chunks: chunks in CHUNKS[kind]),
+    Rule(
+        ("microbatch_group", "chunks", "schedule", "family"),
+        lambda group, chunks, *family: group == "pp" or (chunks > 1 and schedule_name(*family) in ("auto", "interleaved")),
+    ),
+    Rule(("memory_limit", "schedule", "family"), lambda limit, *family: limit == "pp" or schedule_name(*family) == "zb-auto"),
     Rule(("cut", "pp"), lambda cut, pp: cut not in ("first and last", "empty stages") or pp > 1),
     Rule(("overlap_param_gather", "use_distributed_optimizer"), lambda overlap, sharded: sharded or not overlap),
 )

@@ -27,7 +27,7 @@ from tests.parity.options import plain_grid, world_of
 Pools = Callable[[int], RankPool]
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
-INTERLEAVED = {"chunks": 2, "schedule": "interleaved"}
+INTERLEAVED = {"chunks": 2, "schedule": "loop"}
 CORNERS = {
     "one microbatch in four stages": plain_grid(pp=4, microbatches=1),
     "fewer microbatches than interleaved stages": plain_grid(pp=4, **INTERLEAVED, microbatches=3),

@@ -1,4 +1,4 @@
-"""Chunks and cuts from the flags, and what every plan that resolve() makes must have: all layers, all parameters, once."""
+"""Cuts from the flags, and what every plan that resolve() makes must have: all layers, all parameters, once."""
 
 from __future__ import annotations
 
@@ -6,50 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
-from megapipe.planner.cut import num_chunks
 from megapipe.planner.resolve import resolve
 from megapipe.schedule.validate import validate
 from megapipe.sharding.audit import audit_buffers, audit_slices, audit_stages
 from tests.planner.test_resolve import wish
-
-CHUNK_FLAGS = {
-    "count": {"num_virtual_stages_per_pipeline_rank": 2},
-    "layers": {"num_layers_per_virtual_pipeline_stage": 2},
-    "layout": {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"},
-}
-
-
-def parallel(**fields: object) -> ParallelConfig:
-    return ParallelConfig(pipeline_model_parallel_size=2, **fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("ways", [("count",), ("layers",), ("layout",), ("count", "layers", "layout")], ids="-".join)
-def test_the_number_of_chunks_has_three_spellings(ways: tuple[str, ...]) -> None:
-    fields = {name: value for way in ways for name, value in CHUNK_FLAGS[way].items()}
-    assert num_chunks(parallel(**fields), num_layers=8) == 2
-
-
-def test_without_any_of_them_there_is_one_chunk() -> None:
-    assert num_chunks(parallel(), num_layers=8) == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (CHUNK_FLAGS["count"] | {"num_layers_per_virtual_pipeline_stage": 4}, r"rank gives 2, .*stage gives 1; keep one"),
-        (CHUNK_FLAGS["layout"] | {"num_virtual_stages_per_pipeline_rank": 4}, r"rank gives 4, .*layout gives 2; keep one"),
-        (CHUNK_FLAGS["layout"] | {"num_layers_per_virtual_pipeline_stage": 1}, r"stage gives 4, .*layout gives 2; keep one"),
-        ({"num_layers_per_virtual_pipeline_stage": 3}, r"8 layers are not a multiple of 3 x 2"),
-        ({"pipeline_model_parallel_layout": "Ett|tt|ttttL"}, r"3 stages, not a multiple of --pipeline-model-parallel-size 2"),
-        ({"pipeline_model_parallel_layout": "Ett|(tt|ttttL"}, r"opens '\('"),
-    ],
-    ids=["count_and_layers", "count_and_layout", "layers_and_layout", "indivisible", "odd_layout", "unreadable_layout"],
-)
-def test_spellings_that_disagree_or_do_not_divide_are_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        num_chunks(parallel(**fields), num_layers=8)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.partition import Partition, StageLayers, cut_by_cost, cut_evenly, from_counts, layout_stages, parse_layout
+from megapipe.schedule.placement import loop, v_shape
 
 costs = st.integers(0, 40).map(float)
 
@@ -58,13 +59,17 @@ def test_memory_is_a_second_limit():
         cut_by_cost([1.0] * 6, 0, 0, 2, size, 3)
 
 
+def ranks(num_ranks, num_chunks=1):
+    return loop(num_ranks, num_chunks).rank_of_stage
+
+
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 5), st.booleans(), st.booleans())
 @settings(max_examples=60)
 def test_equal_counts_count_embedding_and_loss_as_layers(p, v, each, embedding, head):
     layers = p * v * each - embedding - head
     if layers < 0 or (each == 1 and p * v == 1 and embedding and head):
         return
-    counts = cut_evenly(layers, p, v, count_embedding=embedding, count_head=head).layer_counts
+    counts = cut_evenly(layers, ranks(p, v), count_embedding=embedding, count_head=head).layer_counts
     expected = [each] * (p * v)
     expected[0] -= embedding
     expected[-1] -= head
@@ -72,22 +77,31 @@ def test_equal_counts_count_embedding_and_loss_as_layers(p, v, each, embedding, 
 
 
 def test_first_and_last_rank_may_hold_other_counts():
-    assert cut_evenly(16, 4, first_rank_layers=3, last_rank_layers=1).layer_counts == (3, 6, 6, 1)
-    assert cut_evenly(22, 4, 2, first_rank_layers=4).layer_counts == (2, 3, 3, 3, 2, 3, 3, 3)
-    assert cut_evenly(5, 1, last_rank_layers=5).layer_counts == (5,)
+    assert cut_evenly(16, ranks(4), first_rank_layers=3, last_rank_layers=1).layer_counts == (3, 6, 6, 1)
+    assert cut_evenly(22, ranks(4, 2), first_rank_layers=4).layer_counts == (2, 3, 3, 3, 2, 3, 3, 3)
+    assert cut_evenly(22, v_shape(4).rank_of_stage, first_rank_layers=4).layer_counts == (2, 3, 3, 3, 3, 3, 3, 2)
+    assert cut_evenly(5, ranks(1), last_rank_layers=5).layer_counts == (5,)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        pytest.param({"num_layers": 5, "num_ranks": 2}, "5 layers .* do not divide over 2 ranks", id="odd"),
-        pytest.param({"num_layers": 6, "num_ranks": 2, "num_chunks": 2}, "2 ranks x 2 chunks", id="chunks"),
-        pytest.param({"num_layers": 8, "num_ranks": 2, "num_chunks": 2, "first_rank_layers": 3}, "do not divide", id="first rank chunks"),
-        pytest.param({"num_layers": 4, "num_ranks": 2, "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too many"),
-        pytest.param({"num_layers": 8, "num_ranks": 2, "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too few"),
-        pytest.param({"num_layers": 8, "num_ranks": 2, "first_rank_layers": 3, "count_head": True}, "exclude each other", id="both rules"),
-        pytest.param({"num_layers": 3, "num_ranks": 1, "first_rank_layers": 1, "last_rank_layers": 2}, "only one", id="one rank"),
-        pytest.param({"num_layers": 0, "num_ranks": 1, "count_head": True}, "", id="no layers"),
+        pytest.param({"num_layers": 5, "rank_of_stage": ranks(2)}, "5 layers .* do not divide over 2 ranks", id="odd"),
+        pytest.param({"num_layers": 6, "rank_of_stage": ranks(2, 2)}, "2 ranks x 2 chunks", id="chunks"),
+        pytest.param({"num_layers": 8, "rank_of_stage": ranks(2, 2), "first_rank_layers": 3}, "do not divide", id="first rank chunks"),
+        pytest.param(
+            {"num_layers": 4, "rank_of_stage": ranks(2), "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too many"
+        ),
+        pytest.param(
+            {"num_layers": 8, "rank_of_stage": ranks(2), "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too few"
+        ),
+        pytest.param(
+            {"num_layers": 8, "rank_of_stage": ranks(2), "first_rank_layers": 3, "count_head": True}, "exclude each other", id="both rules"
+        ),
+        pytest.param(
+            {"num_layers": 3, "rank_of_stage": ranks(1), "first_rank_layers": 1, "last_rank_layers": 2}, "only one", id="one rank"
+        ),
+        pytest.param({"num_layers": 0, "rank_of_stage": ranks(1), "count_head": True}, "", id="no layers"),
     ],
 )
 def test_counts_that_do_not_divide_are_refused(arguments, complaint):
@@ -101,23 +115,23 @@ def test_counts_that_do_not_divide_are_refused(arguments, complaint):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_a_layout_string_there_and_back_is_the_identity(counts):
     partition = from_counts(counts, sum(counts))
-    assert parse_layout(partition.layout(), sum(counts), len(counts), 1) == partition
+    assert parse_layout(partition.layout(), sum(counts), len(counts)) == partition
 
 
 def test_llama_3_405b_is_128_slots_less_one_at_each_end():
-    partition = parse_layout("E,t*7|(t*8|)*14,t*7,L", 126, 16, 1)
+    partition = parse_layout("E,t*7|(t*8|)*14,t*7,L", 126, 16)
     assert partition.layer_counts == (7, *[8] * 14, 7)
-    assert partition == cut_evenly(126, 16, count_embedding=True, count_head=True)
-    interleaved = parse_layout("E|(t|)*126,L", 126, 16, 8)
+    assert partition == cut_evenly(126, ranks(16), count_embedding=True, count_head=True)
+    interleaved = parse_layout("E|(t|)*126,L", 126, 128)
     assert interleaved.layer_counts == (0, *[1] * 126, 0)
-    assert interleaved == cut_evenly(126, 16, 8, count_embedding=True, count_head=True)
+    assert interleaved == cut_evenly(126, ranks(16, 8), count_embedding=True, count_head=True)
 
 
 def test_a_layout_may_repeat_groups_within_groups():
-    assert parse_layout("Et*3|(tt|)*29,L", 61, 31, 1).layer_counts == (3, *[2] * 29, 0)
-    assert parse_layout("E((t)*2|)*3 t L", 7, 2, 2).layer_counts == (2, 2, 2, 1)
+    assert parse_layout("Et*3|(tt|)*29,L", 61, 31).layer_counts == (3, *[2] * 29, 0)
+    assert parse_layout("E((t)*2|)*3 t L", 7, 4).layer_counts == (2, 2, 2, 1)
     assert layout_stages("Et*3|(tt|)*29,L") == 31
-    assert parse_layout("Et||tL", 2, 3, 1).layer_counts == (1, 0, 1)
+    assert parse_layout("Et||tL", 2, 3).layer_counts == (1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +151,7 @@ def test_a_layout_may_repeat_groups_within_groups():
 )
 def test_a_wrong_layout_names_its_piece(text, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        parse_layout(text, 3, 2, 1)
+        parse_layout(text, 3, 2)
 
 
 @pytest.mark.parametrize(

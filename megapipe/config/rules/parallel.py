@@ -7,7 +7,6 @@ interleaving exists to fill a pipeline's bubble, and one rank has none.
 from __future__ import annotations
 
 from megapipe.config.config import Config
-from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES
 from megapipe.config.values import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -58,42 +57,6 @@ def interleaving_needs_pipeline(config: Config) -> str | None:
             f"--num-layers-per-virtual-pipeline-stage {per_chunk} needs --pipeline-model-parallel-size of at least 2; leave "
             "it out or raise pp"
         )
-    return None
-
-
-def may_interleave(config: Config) -> bool:
-    """Whether the configuration speaks of more than one chunk a rank. A layout may, for its stages are counted by the planner."""
-    parallel = config.parallel
-    several = parallel.num_virtual_stages_per_pipeline_rank is not None and parallel.num_virtual_stages_per_pipeline_rank > 1
-    return several or parallel.num_layers_per_virtual_pipeline_stage is not None or parallel.pipeline_model_parallel_layout is not None
-
-
-def schedule_fits_chunks(config: Config) -> str | None:
-    parallel = config.parallel
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if parallel.pipeline_schedule == "interleaved" and not may_interleave(config):
-        return "--pipeline-schedule interleaved needs chunks; give --num-virtual-stages-per-pipeline-rank 2 or more, or choose 1f1b"
-    if parallel.pipeline_schedule in ("gpipe", "1f1b", *ASYNCHRONOUS_SCHEDULES) and chunks is not None and chunks > 1:
-        return (
-            f"--pipeline-schedule {parallel.pipeline_schedule} runs one chunk a rank, but "
-            f"--num-virtual-stages-per-pipeline-rank is {chunks}; "
-            "choose interleaved or auto, or leave the chunks out"
-        )
-    return None
-
-
-def microbatch_group_fits(config: Config) -> str | None:
-    parallel = config.parallel
-    group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
-    if group is None:
-        return None
-    if not may_interleave(config) and parallel.pipeline_schedule != "pipedream-2bw":
-        return (
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} belongs to interleaving and pipedream-2bw; leave it out or give "
-            "--num-virtual-stages-per-pipeline-rank"
-        )
-    if group < pp:
-        return f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}; use at least {pp}"
     return None
 
 
@@ -199,8 +162,6 @@ PARALLEL_RULES = (
     rank_order_names_axes,
     chunks_given_once,
     interleaving_needs_pipeline,
-    schedule_fits_chunks,
-    microbatch_group_fits,
     layers_placed_once,
     end_layers_fit,
     parameter_gather_needs_distributed_optimizer,
