@@ -97,7 +97,8 @@ class Machines:
             reduce, weights = (self.reducer.reduce, self.updates) if training else (None, None)
             streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
             pp_rank = self.coordinates.pp_rank
-            self._engines[key] = Engine(schedule, pp_rank, self.runners, self.channels, reduce, self.tracer, streams, weights)
+            head_start = self.plan.head_start(num_microbatches)[pp_rank] if training else 0
+            self._engines[key] = Engine(schedule, pp_rank, self.runners, self.channels, reduce, self.tracer, streams, weights, head_start)
         return self._engines[key]
 
     def message(self, boundary: int) -> tuple[MessageSpec, ...]:

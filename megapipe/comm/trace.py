@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -42,6 +43,17 @@ class Tracer:
     def of_kind(self, *kinds: str) -> list[Event]:
         """The events of some kinds, by start."""
         return sorted((event for event in self.events if event.kind in kinds), key=lambda event: event.start_ns)
+
+    @contextmanager
+    def aside(self, first: int) -> Iterator[list[Event]]:
+        """Inside the block `events` ends before event number `first`; the later ones, given to the block, come back after it, even if it
+        clears the others."""
+        later = self.events[first:]
+        del self.events[first:]
+        try:
+            yield later
+        finally:
+            self.events.extend(later)
 
     def clear(self) -> None:
         self.events.clear()

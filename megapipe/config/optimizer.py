@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.option import option
+from megapipe.config.option import Flag, option
 
 OPTIMIZERS = ("adam", "sgd")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -38,6 +38,12 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0)
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1)
+    optimizer_post_validation: bool = option(
+        False,
+        "pipelines: no barrier between steps; each rank updates at once, and a clip or overflow that turns out to be due rolls the update "
+        "back and makes it again, to the same bits. Keeps a copy of gradients, master weights and moments of each rank's shards",
+        more_flags=(Flag("--enable-optimizer-post-validation", value=True, help="same, as in the zero-bubble fork of Megatron"),),
+    )
     decoupled_lr: float | None = option(None, "highest learning rate of embedding and output layer", above=0, derived="lr")
     decoupled_min_lr: float | None = option(None, "lowest learning rate of embedding and output layer", at_least=0, derived="min-lr")
     override_opt_param_scheduler: bool = option(

@@ -39,12 +39,20 @@ def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def sum_over_model(values: Sequence[Tensor], groups: Sequence[Group]) -> list[float]:
-    """Sum scalars over the groups, one after the other, in one message each."""
-    summed = torch.stack(list(values))
-    for group in groups:
-        all_reduce(summed, group)
-    return [float(value) for value in summed.tolist()]
+class ModelSum:
+    """Scalars being summed over the groups, one after the other, in one message each; the last message may still be under way."""
+
+    def __init__(self, values: Sequence[Tensor], groups: Sequence[Group]) -> None:
+        self._summed = torch.stack(list(values))
+        *first, last = groups
+        for group in first:
+            all_reduce(self._summed, group)
+        self._work = all_reduce(self._summed, last, async_op=True)
+
+    def wait(self) -> list[float]:
+        """The sums, once they are there."""
+        self._work.wait()
+        return [float(value) for value in self._summed.tolist()]
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -49,8 +49,8 @@ class StageWeights(Protocol):
 
 
 @dataclass
-class _Run:
-    """The values in flight while a row is run."""
+class BegunRun:
+    """A row being run: the values in flight. Made by `Engine.begin`, used up by `Engine.finish`."""
 
     step: Step
     activations: dict[Key, Tensors] = field(default_factory=dict)  # input of (stage, microbatch) from a stage on this rank
@@ -61,7 +61,7 @@ class _Run:
     reports: dict[int, Any] = field(default_factory=dict)
 
 
-Handler = Callable[[_Run, Action], None]
+Handler = Callable[[BegunRun, Action], None]
 
 
 class Engine:
@@ -72,7 +72,8 @@ class Engine:
     schedule's proof asks for. reduce_gradients: called with a stage at REDUCE_GRAD, when all its weight gradients are there. tracer:
     records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
     GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
-    weights: needed by schedules with UPDATE.
+    weights: needed by schedules with UPDATE. head_start: how many of the row's first actions `begin` runs; they are closed under messages
+    (schedule.head_start).
     Raises ValueError for stages that are not those of the row.
     """
 
@@ -86,6 +87,7 @@ class Engine:
         tracer: Tracer | None = None,
         streams: StageStreams | None = None,
         weights: StageWeights | None = None,
+        head_start: int = 0,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -105,6 +107,7 @@ class Engine:
         self._reduce_gradients = reduce_gradients
         self._tracer = tracer
         self._streams = streams
+        self._head_start = head_start
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
         self._local = {
@@ -137,30 +140,48 @@ class Engine:
         Raises ValueError for another number of microbatches than the schedule's. What a stage raises comes through as it is; the run is
         then lost and leaves nothing behind in the stages (peers that wait for its messages time out).
         """
+        return self.finish(self.begin(step))
+
+    def begin(self, step: Step) -> BegunRun:
+        """Run the head start of the row: forwards, whose messages peers take in their own. `finish` runs the rest."""
         if len(step.microbatches) != self.num_microbatches:
             raise ValueError(f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given")
-        run = _Run(step)
+        run = BegunRun(step)
+        if self._head_start:
+            self._act(run, self.row[: self._head_start], run_ends=False)
+        return run
+
+    def finish(self, run: BegunRun) -> list[Any]:
+        """Run what `begin` left of the row; returns what `run` returns."""
+        self._act(run, self.row[self._head_start :], run_ends=True)
+        return [run.reports[m] for m in sorted(run.reports)]
+
+    def discard(self) -> None:
+        """Forget what was begun. All ranks of the pipeline do; then each may begin again, with other weights."""
+        for runner in self._stages.values():
+            runner.clear()
+
+    def _act(self, run: BegunRun, actions: Sequence[Action], run_ends: bool) -> None:
         start = 0 if self._tracer is None else self._tracer.now()
         try:
             with torch.set_grad_enabled(self.is_training):
-                for action in self.row:
+                for action in actions:
                     if self._tracer is None:
                         self._handlers[action.op](run, action)
                     else:
                         self._traced(self._tracer, run, action)
-            for channel in self._channels.values():
-                channel.drain()
+            if run_ends:
+                for channel in self._channels.values():
+                    channel.drain()
         except BaseException:
-            for runner in self._stages.values():
-                runner.clear()
+            self.discard()
             raise
         if self._tracer is not None:
             self._tracer.event("row", "row", start, self._tracer.now())
-        return [run.reports[m] for m in sorted(run.reports)]
 
     @staticmethod
     def _on_stream(streams: StageStreams, handler: Handler) -> Handler:
-        def handle(run: _Run, action: Action) -> None:
+        def handle(run: BegunRun, action: Action) -> None:
             with streams.computing(action.stage):
                 handler(run, action)
 
@@ -168,18 +189,18 @@ class Engine:
 
     @staticmethod
     def _with_weights(weights: StageWeights, handler: Handler) -> Handler:
-        def handle(run: _Run, action: Action) -> None:
+        def handle(run: BegunRun, action: Action) -> None:
             weights.use(action.stage, _number(action))
             handler(run, action)
 
         return handle
 
-    def _traced(self, tracer: Tracer, run: _Run, action: Action) -> None:
+    def _traced(self, tracer: Tracer, run: BegunRun, action: Action) -> None:
         start = tracer.now()
         self._handlers[action.op](run, action)
         tracer.event(str(action), "action", start, tracer.now())
 
-    def _forward(self, run: _Run, action: Action) -> None:
+    def _forward(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
         inputs = self._inputs(run, stage, microbatch)
         is_last = stage == self.last_stage
@@ -191,54 +212,54 @@ class Engine:
         else:
             run.outputs[stage, microbatch] = result
 
-    def _backward(self, run: _Run, action: Action) -> None:
+    def _backward(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
         gradients = self._output_gradients(run, stage, microbatch)
         self._deliver(run, stage, microbatch, self._stages[stage].backward(microbatch, gradients))
 
-    def _backward_input(self, run: _Run, action: Action) -> None:
+    def _backward_input(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
         gradients = self._output_gradients(run, stage, microbatch)
         self._deliver(run, stage, microbatch, self._stages[stage].backward_input(microbatch, gradients))
 
-    def _backward_weight(self, run: _Run, action: Action) -> None:
+    def _backward_weight(self, run: BegunRun, action: Action) -> None:
         self._stages[action.stage].backward_weight(_number(action))
 
-    def _send_forward(self, run: _Run, action: Action) -> None:
+    def _send_forward(self, run: BegunRun, action: Action) -> None:
         self._channel(action.stage, "activation", action).send(run.outputs.pop((action.stage, _number(action))))
 
-    def _send_backward(self, run: _Run, action: Action) -> None:
+    def _send_backward(self, run: BegunRun, action: Action) -> None:
         self._channel(action.stage - 1, "gradient", action).send(run.input_gradients.pop((action.stage, _number(action))))
 
-    def _receive_forward(self, run: _Run, action: Action) -> None:
+    def _receive_forward(self, run: BegunRun, action: Action) -> None:
         boundary = action.stage - 1
         pending = self._channel(boundary, "activation", action).post_receive(run.step.message(boundary))
         run.receives[Op.RECV_F, action.stage, _number(action)] = pending
 
-    def _receive_backward(self, run: _Run, action: Action) -> None:
+    def _receive_backward(self, run: BegunRun, action: Action) -> None:
         message = tuple(spec for spec in run.step.message(action.stage) if spec.dtype.is_floating_point)
         pending = self._channel(action.stage, "gradient", action).post_receive(message)
         run.receives[Op.RECV_B, action.stage, _number(action)] = pending
 
-    def _reduce(self, run: _Run, action: Action) -> None:
+    def _reduce(self, run: BegunRun, action: Action) -> None:
         if self._reduce_gradients is not None:
             self._reduce_gradients(action.stage)
 
-    def _inputs(self, run: _Run, stage: int, microbatch: int) -> Tensors:
+    def _inputs(self, run: BegunRun, stage: int, microbatch: int) -> Tensors:
         if stage == 0:
             return ()
         if self._is_local(stage - 1, microbatch):
             return self._used(run.activations.pop((stage, microbatch)))
         return self._used(self._received(run, Op.RECV_F, stage, microbatch))
 
-    def _output_gradients(self, run: _Run, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
+    def _output_gradients(self, run: BegunRun, stage: int, microbatch: int) -> tuple[Tensor | None, ...]:
         if stage == self.last_stage:
             return (None,)  # the objective's gradient is 1
         if self._is_local(stage, microbatch):
             return self._used(run.gradients.pop((stage, microbatch)))
         return self._used(self._received(run, Op.RECV_B, stage, microbatch))
 
-    def _deliver(self, run: _Run, stage: int, microbatch: int, input_gradients: Tensors) -> None:
+    def _deliver(self, run: BegunRun, stage: int, microbatch: int, input_gradients: Tensors) -> None:
         if stage == 0:
             return
         if self._is_local(stage - 1, microbatch):
@@ -258,7 +279,7 @@ class Engine:
     def _channel(self, boundary: int, kind: str, action: Action) -> Channel:
         return self._channels[boundary, kind, _number(action) % self._num_directions]
 
-    def _received(self, run: _Run, op: Op, stage: int, microbatch: int) -> Tensors:
+    def _received(self, run: BegunRun, op: Op, stage: int, microbatch: int) -> Tensors:
         pending = run.receives.pop((op, stage, microbatch))
         if self._tracer is None:
             return pending.wait()

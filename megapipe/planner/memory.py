@@ -5,6 +5,7 @@
     optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
     recompute     what one replay in the backward makes again
+    rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     messages      hidden states and gradients that have come too early or are being sent, at that peak
     reduction     bf16 copies of the gradients on the wire (--grad-reduce-in-bf16)
     tables        attention masks and rotary tables that all microbatches share
@@ -168,14 +169,18 @@ def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str,
     element = ELEMENT_BYTES[plan.config.precision.dtype]
     wide = max(element, 4)
     optimizer = plan.config.optimizer
-    states = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer] + (element != wide or num_versions > 1)
+    moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
+    has_own_master = element != wide or num_versions > 1
     layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
     elements = sum(layout.numel for layout in layouts)
     slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
+    shard = sum(layout.numel // layout.num_shards for layout in layouts)
+    kept = 2 + moments if optimizer.optimizer_post_validation else 0
     return {
         "weights": num_versions * (elements * element + slack),
         "gradients": elements * wide + slack,
-        "optimizer": sum(layout.numel // layout.num_shards for layout in layouts) * states * wide,
+        "optimizer": shard * (moments + has_own_master) * wide,
+        "rollback": shard * kept * wide,
     }
 
 

@@ -50,6 +50,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name)
     audit_slices(specs, topology.tp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
+    _check_post_validation(plan)
     _check_microbatches(plan)
     return plan
 
@@ -81,6 +82,22 @@ def _check_query_groups(model: ModelConfig, tp: int) -> None:
         raise ConfigError(
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each rank holds whole "
             f"key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+        )
+
+
+def _check_post_validation(plan: RunPlan) -> None:
+    if not plan.config.optimizer.optimizer_post_validation:
+        return
+    if plan.placement.second_direction is not None or not SCHEDULES[plan.schedule_name].is_synchronous:
+        raise ConfigError(
+            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one direction, which "
+            f"--pipeline-schedule {plan.schedule_name} is not; leave the flag out, or choose zb-h2 or zb-v"
+        )
+    if plan.tied_across_ranks:
+        raise ConfigError(
+            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update needs the last "
+            "one's gradient, which is the barrier again; add --untie-embeddings-and-output-weights, choose a schedule on a V (both ends "
+            "on one rank), or leave the flag out"
         )
 
 

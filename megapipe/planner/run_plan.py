@@ -11,6 +11,7 @@ from megapipe.planner.costs import stage_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
 from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.head_start import give_head_start
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
@@ -60,6 +61,12 @@ class RunPlan:
     def schedule(self, num_microbatches: int) -> Schedule:
         """The lowered training schedule of a step with this many microbatches; made once for each number."""
         return self._cached(num_microbatches, training=True)
+
+    def head_start(self, num_microbatches: int) -> tuple[int, ...]:
+        """Of each row of `schedule`: the first actions that need no verdict on the step before; none without
+        --optimizer-post-validation."""
+        self.schedule(num_microbatches)
+        return self._head_starts.get(num_microbatches, (0,) * self.topology.pp)
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
         """The lowered forward-only schedule of an evaluation batch."""
@@ -135,6 +142,10 @@ class RunPlan:
     def _schedules(self) -> dict[tuple[int, bool], Schedule]:
         return {}
 
+    @cached_property
+    def _head_starts(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
     def _cached(self, num_microbatches: int, training: bool) -> Schedule:
         key = num_microbatches, training
         if key not in self._schedules:
@@ -142,10 +153,15 @@ class RunPlan:
             depth = parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
             if training:
                 group, limit = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_memory_limit
-                # the barrier: a step ends with a norm over all ranks
-                wish = None if limit is None else Wish(self.stage_costs, limit, has_barrier=True)
+                has_barrier = not self.config.optimizer.optimizer_post_validation  # else a step ends with a norm over all ranks
+                wish = None if limit is None else Wish(self.stage_costs, limit, has_barrier=has_barrier)
                 pp, chunks = self.topology.pp, self.num_chunks
-                self._schedules[key] = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, depth, wish)
+                schedule = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, depth, wish)
+                if not has_barrier:
+                    started = give_head_start(schedule)
+                    validate(started.schedule)
+                    schedule, self._head_starts[num_microbatches] = started.schedule, started.lengths
+                self._schedules[key] = schedule
             else:
                 self._schedules[key] = build_forward_only(self.placement, num_microbatches, depth)
         return self._schedules[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megapipe.build.machines import Machines
 from megapipe.model.microbatch import Microbatch
@@ -18,19 +18,31 @@ class AsynchronousStep(TrainStep):
     each stage's last update: during the row no rank knows those of the others. Nothing is clipped and nothing skipped.
     """
 
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
-        """One step. Nothing is raised for a NaN: the norm and the loss say so."""
+    def launch(
+        self,
+        microbatches: Sequence[Microbatch],
+        rates: Rates,
+        timers: Timers = NO_TIMERS,
+        settled: Callable[[StepResult], bool] = lambda _: True,
+    ) -> bool:
+        """One step but for its result. Nothing is raised for a NaN: the norm and the loss say so."""
         machines, count = self._machines, len(microbatches)
         updates = machines.updates
         assert updates is not None, "a synchronous schedule has no updates in its row"
         versions = machines.plan.weight_versions(count, machines.coordinates.pp_rank)
         updates.begin(versions, rates.lr, rates.weight_decay, rates.decoupled_lr)
         with timers.phase("forward-backward"):
-            objective = self._average.objective(machines.optimizer.loss_scale)
+            objective = self._average.objective(lambda: machines.optimizer.loss_scale)
             reports = machines.engine(count).run(Step(microbatches, machines.message, objective))
         updates.finish()
-        loss = self._average.over(reports, machines.reports_loss, count, machines.groups.dp_cp.size, machines.groups.world, machines.device)
-        return StepResult(loss.loss, loss.num_tokens, machines.optimizer.last_update(self._count_zero_gradients))
+        replicas, world = machines.groups.dp_cp.size, machines.groups.world
+        self._loss = self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device)
+        return True
+
+    def settle(self, timers: Timers = NO_TIMERS) -> StepResult:
+        """The result of the step that was launched last."""
+        loss = self._take_loss()
+        return StepResult(loss.loss, loss.num_tokens, self._machines.optimizer.last_update(self._count_zero_gradients))
 
 
 def step_of(machines: Machines, count_zero_gradients: bool = False) -> TrainStep:

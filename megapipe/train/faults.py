@@ -18,21 +18,21 @@ from megapipe.errors import TrainingError
 from megapipe.model.microbatch import StageLoss
 from megapipe.train.step import StepResult
 
+Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
+
 
 class OutputWatch:
-    """The sum of every stage's output of this step, by (microbatch, stage)."""
+    """The sum of every stage's output of this step."""
 
     def __init__(self, machines: Machines) -> None:
         self._sums: dict[tuple[int, int], Tensor] = {}
         for stage, runner in machines.runners.items():
             runner.observe = self._observer(stage)
 
-    def clear(self) -> None:
-        self._sums.clear()
-
-    def first_unsound(self) -> tuple[int, int] | None:
-        """(microbatch, stage) of this rank's first output that is not finite."""
-        return min((key for key, total in self._sums.items() if not torch.isfinite(total)), default=None)
+    def take(self) -> Sums:
+        """The sums of the step that has been run; those of the next one are gathered apart."""
+        taken, self._sums = self._sums, {}
+        return taken
 
     def _observer(self, stage: int) -> Callable[[int, Any], None]:
         def observe(microbatch: int, output: Any) -> None:
@@ -42,9 +42,9 @@ class OutputWatch:
         return observe
 
 
-def raise_unsound(machines: Machines, watch: OutputWatch, result: StepResult, step: int, sample_ids: Mapping[int, tuple[int, ...]]) -> None:
+def raise_unsound(machines: Machines, sums: Sums, result: StepResult, step: int, sample_ids: Mapping[int, tuple[int, ...]]) -> None:
     """Raise TrainingError naming where a loss or gradient norm stopped being finite. Called by all ranks of a step that did."""
-    first = watch.first_unsound()
+    first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
     samples = () if first is None else sample_ids.get(first[0], ())
     bad_gradients = machines.optimizer.nonfinite_gradients()[:3]
     found = gather_objects((first, samples, bad_gradients), machines.groups.world)

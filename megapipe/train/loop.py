@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from megapipe.data.loader import Loader
 from megapipe.errors import TrainingError
 from megapipe.train.asynchronous_step import step_of
 from megapipe.train.evaluation import evaluate
-from megapipe.train.faults import OutputWatch, raise_unsound
+from megapipe.train.faults import OutputWatch, Sums, raise_unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.pace import Pace
 from megapipe.train.pipeline_profile import PipelineProfiler
@@ -46,9 +47,20 @@ class Agreed:
     save_due: --save-interval-minutes are over. save_ready: the save beside the training waits for no rank any more.
     """
 
-    reason: str | None
-    save_due: bool
-    save_ready: bool
+    reason: str | None = None
+    save_due: bool = False
+    save_ready: bool = False
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """What is still to be known of a step when its result comes. sums: of its stages' outputs, None unless watched."""
+
+    num_microbatches: int
+    samples: int
+    rates: Rates
+    sample_ids: Mapping[int, tuple[int, ...]]
+    sums: Sums | None
 
 
 class Training:
@@ -82,6 +94,9 @@ class Training:
         self._started = time.monotonic()
         self._saved_step: int | None = None
         self._saved_at = self._started
+        self._launched: _Launched | None = None
+        self._agreed = Agreed()  # after the last step whose result is known
+        self._rolled_back = 0
 
     def run(self) -> Ending:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN."""
@@ -107,10 +122,10 @@ class Training:
         assert train_iters is not None
         self._pace.start(self.state)
         while self.state.step < train_iters:
-            self._one_step(train_iters)
-            agreed = self._agree()
-            if agreed.save_ready and self._saves is not None:
-                self._saves.advance()
+            self._one_step()
+            if not self._step.is_ahead or self._something_is_due():
+                self._settle()
+            agreed, self._agreed = self._agreed, Agreed()
             if agreed.reason is not None:
                 return Ending(agreed.reason, early=self.state.step < train_iters)
             if self._is_due(self._training.eval_interval) and self.state.step < train_iters:
@@ -121,7 +136,9 @@ class Training:
                 self._pace.start(self.state)
         return Ending(f"all {train_iters} steps done")
 
-    def _one_step(self, train_iters: int) -> None:
+    def _one_step(self) -> None:
+        """Launch a step, which settles the one before if that is still to be done, and gives this one up if ranks then agree on something
+        else to do first."""
         state, plan = self.state, self.machines.plan
         assert self.data.train is not None and self._schedules is not None
         consumed = state.consumed_samples
@@ -130,15 +147,41 @@ class Training:
         rates = self._schedules.rates(consumed)
         self._profile.before(state.step)
         self._pipeline_profile.before(state.step)
-        result = self._step.run(microbatches, rates, self._timers)
+        if not self._step.launch(microbatches, rates, self._timers, self._settled):
+            return
         self._pipeline_profile.after(state.step, count)
         self._profile.after(state.step)
-        self._check(result, microbatches)
         samples = plan.batch.size_at(consumed)
-        state.advance(samples, samples * plan.config.model.seq_length, result.update.skipped)
-        self._pace.step(count, samples)
-        if self._is_due(self._config.logging.log_interval) or state.step == train_iters:
-            self._log(result, rates, samples, train_iters)
+        state.advance(samples, samples * plan.config.model.seq_length)
+        sums = None if self._watch is None else self._watch.take()
+        self._launched = _Launched(count, samples, rates, microbatches.sample_ids, sums)
+
+    def _something_is_due(self) -> bool:
+        """What comes after this step needs its result first."""
+        training = self._training
+        intervals = training.eval_interval, self._config.checkpoint.save_interval, training.exit_interval
+        return self.state.step == training.train_iters or any(map(self._is_due, intervals))
+
+    def _settle(self) -> None:
+        if self._launched is not None:
+            self._settled(self._step.settle(self._timers))
+
+    def _settled(self, result: StepResult) -> bool:
+        """The result of the last launched step is there: check, count and log it. Returns whether to go on."""
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        self._check(result, launched)
+        self.state.skipped_steps += result.update.skipped
+        self._rolled_back += result.update.rolled_back
+        self._pace.step(launched.num_microbatches, launched.samples)
+        if result.update.remark:
+            self.writers.say(f"step {self.state.step}: {result.update.remark}")
+        if self._is_due(self._config.logging.log_interval) or self.state.step == self._training.train_iters:
+            self._log(result, launched)
+        self._agreed = agreed = self._agree()
+        if agreed.save_ready and self._saves is not None:
+            self._saves.advance()
+        return agreed.reason is None and not agreed.save_due
 
     def microbatches(self, loader: Loader, consumed: int, count: int, step: int | None) -> Microbatches:
         """This rank's microbatches of the global batch after `consumed` samples. step: None for evaluation, without dropout."""
@@ -146,16 +189,16 @@ class Training:
         keys = None if step is None else Keys(self._training.seed, step, dp_rank, dp)
         return Microbatches(count, lambda k: loader.microbatch(consumed, k, dp_rank, dp, micro), keys, self.machines.device)
 
-    def _check(self, result: StepResult, microbatches: Microbatches) -> None:
+    def _check(self, result: StepResult, launched: _Launched) -> None:
         # an overflow is part of the search for a loss scale, until that cannot fall any further
         searching = self.machines.optimizer.scaler.is_dynamic and result.update.loss_scale > self._config.precision.min_loss_scale
         overflow = result.update.skipped and math.isfinite(result.loss) and searching
-        if self._watch is not None:
-            if not is_sound(result) and not overflow:
-                raise_unsound(self.machines, self._watch, result, self.state.step + 1, microbatches.sample_ids)
-            self._watch.clear()
+        if launched.sums is not None and not is_sound(result) and not overflow:
+            raise_unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids)
 
-    def _log(self, result: StepResult, rates: Rates, samples: int, train_iters: int) -> None:
+    def _log(self, result: StepResult, launched: _Launched) -> None:
+        train_iters, rates = self._training.train_iters, launched.rates
+        assert train_iters is not None
         phases = self._timers.take(self.machines.tracer, self._pace.num_steps)
         pace = self._pace.take(self.state, train_iters)
         norm = self.machines.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
@@ -165,13 +208,14 @@ class Training:
                 train_iters=train_iters,
                 consumed_samples=self.state.consumed_samples,
                 consumed_tokens=self.state.consumed_tokens,
-                global_batch_size=samples,
+                global_batch_size=launched.samples,
                 loss=result.loss,
                 lr=rates.lr,
                 grad_norm=result.update.grad_norm,
                 weight_decay=rates.weight_decay,
                 loss_scale=result.update.loss_scale,
                 skipped_steps=self.state.skipped_steps,
+                rolled_back_steps=self._rolled_back if self._config.optimizer.optimizer_post_validation else None,
                 params_norm=norm,
                 num_zeros=result.update.num_zeros,
                 phases=phases,

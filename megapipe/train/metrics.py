@@ -11,6 +11,7 @@ class StepMetrics:
     """Everything logged about one step (averages over the steps since the last line where a rate is meant).
 
     tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None where the peak is not known.
+    rolled_back_steps: updates of this run taken back by --optimizer-post-validation, None without it.
     bubble: measured idle share of the pipeline; bubble_note: why there is none. memory_bytes: the largest over all ranks.
     """
 
@@ -36,6 +37,7 @@ class StepMetrics:
     memory_bytes: int | None = None
     params_norm: float | None = None
     num_zeros: int | None = None
+    rolled_back_steps: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
@@ -50,6 +52,7 @@ class StepMetrics:
             "train/consumed_samples": self.consumed_samples,
             "train/consumed_tokens": self.consumed_tokens,
             "train/global_batch_size": self.global_batch_size,
+            "train/rolled_back_steps": self.rolled_back_steps,
             "train/params_norm": self.params_norm,
             "train/num_zeros": self.num_zeros,
             "speed/step_seconds": self.step_seconds,
@@ -81,6 +84,8 @@ class StepMetrics:
             parts.append(f"loss scale {self.loss_scale:g}")
         if self.skipped_steps:
             parts.append(f"skipped {self.skipped_steps}")
+        if self.rolled_back_steps:
+            parts.append(f"rolled back {self.rolled_back_steps}")
         if self.params_norm is not None:
             parts.append(f"params norm {self.params_norm:.3f}")
         if self.num_zeros is not None:

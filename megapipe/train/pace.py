@@ -92,7 +92,9 @@ class Pace:
     def _prediction(self) -> float:
         count = self._num_microbatches
         if count not in self._predicted:
-            self._predicted[count] = predicted_timeline(self._machines.plan, count).barrier_bubble.share
+            timeline = predicted_timeline(self._machines.plan, count)
+            chained = self._machines.plan.config.optimizer.optimizer_post_validation
+            self._predicted[count] = (timeline.chained_bubble if chained else timeline.barrier_bubble).share
         return self._predicted[count]
 
     def _memory(self) -> int:

@@ -63,7 +63,7 @@ class PipelineProfiler:
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
         self._settle: Callable[[], None] | None = None
         self._recorded: list[_Recorded] = []
-        self._began: tuple[int, int] | None = None  # the step under way: its first event, its start
+        self._began: int | None = None  # when the step under way did
         self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: what the clocks said at the start
         self._links: tuple[Link, ...] = ()
 
@@ -78,7 +78,7 @@ class PipelineProfiler:
             self._settle = tracer.settle
             if self._machines.device.type == "cuda":
                 tracer.settle = partial(torch.cuda.synchronize, self._machines.device)
-        self._began = len(tracer.events), tracer.now()
+        self._began = tracer.now()
 
     def after(self, step: int, num_microbatches: int) -> None:
         """Called after each step; after the last one of the span the profile is written."""
@@ -86,9 +86,8 @@ class PipelineProfiler:
             return
         tracer = self._machines.tracer
         assert tracer is not None
-        first, start = self._began
-        self._began = None
-        events = (*tracer.events[first:], Event("step", "phase", start, tracer.now()))
+        start, self._began = self._began, None
+        events = (*(event for event in tracer.events if event.start_ns >= start), Event("step", "phase", start, tracer.now()))
         kept = tuple(event for event in events if event.kind in ("action", "wait", "phase"))
         self._recorded.append(_Recorded(step + 1, num_microbatches, kept))
         if step + 1 >= self._end:

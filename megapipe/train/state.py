@@ -15,12 +15,11 @@ class TrainingState:
     consumed_tokens: int = 0
     skipped_steps: int = 0
 
-    def advance(self, samples: int, tokens: int, skipped: bool) -> None:
-        """One more step was taken."""
+    def advance(self, samples: int, tokens: int) -> None:
+        """One more step was taken; whether it was skipped may be known later."""
         self.step += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
-        self.skipped_steps += skipped
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megapipe.build.loss import LossAverage, StepLoss
+from megapipe.build.loss import LossAverage, PendingLoss, StepLoss
 from megapipe.build.machines import Machines
+from megapipe.comm.trace import Tracer
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.optimizer import StepReport
-from megapipe.pipeline.engine import Step
+from megapipe.pipeline.engine import BegunRun, Engine, Step
 from megapipe.train.timers import Timers
 
 NO_TIMERS = Timers(0, torch.device("cpu"))
@@ -39,49 +40,122 @@ class StepResult:
 class TrainStep:
     """Forward and backward of all microbatches, reduction, update.
 
-    The order: zero and arm the gradients, run this rank's row, average the loss over the world (every rank learns it), finish the
-    reductions, update the shards; the parameter gather it starts runs under the next step's forwards.
+    The order: zero and arm the gradients, run this rank's row, finish the reductions, average the loss over the world (every rank learns
+    it), update the shards; the parameter gather it starts runs under the next step's forwards.
+
+    `run` is a whole step. A loop that leaves no barrier between steps calls `launch`, which ends when this rank has done its part of the
+    step, and learns the result from the next launch or from `settle`. With --optimizer-post-validation the update has then been made
+    without a word from other pipeline ranks (`is_ahead`), and the next launch begins with forwards (schedule.head_start) before it
+    waits for the verdict; if the update was taken back, they are run again.
     """
 
     def __init__(self, machines: Machines, count_zero_gradients: bool = False) -> None:
         self._machines = machines
         self._average = LossAverage(machines.plan.config.training.calculate_per_token_loss)
         self._count_zero_gradients = count_zero_gradients
+        self._loss: PendingLoss | None = None  # of the step under way
 
     def gradients(self, microbatches: Sequence[Microbatch], timers: Timers = NO_TIMERS) -> StepLoss:
         """Everything up to the reduced raw gradients in the buffers."""
-        machines = self._machines
-        count = len(microbatches)
-        machines.reducer.begin_step(count)
-        loss = self._average.objective(machines.optimizer.loss_scale)
-        with timers.phase("forward-backward"):
-            reports = machines.engine(count).run(Step(microbatches, machines.message, loss))
-        with timers.phase("gradient-reduce"):
-            machines.reducer.finish()
-        return self._average.over(reports, machines.reports_loss, count, machines.groups.dp_cp.size, machines.groups.world, machines.device)
+        loss = self._reduced_gradients(microbatches, timers, lambda _: True)
+        assert loss is not None
+        return loss.wait()
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
         """One step. Nothing is raised for a NaN: `update.skipped` and the loss say so."""
-        loss = self.gradients(microbatches, timers)
+        self.launch(microbatches, rates, timers)
+        return self.settle(timers)
+
+    def launch(
+        self,
+        microbatches: Sequence[Microbatch],
+        rates: Rates,
+        timers: Timers = NO_TIMERS,
+        settled: Callable[[StepResult], bool] = lambda _: True,
+    ) -> bool:
+        """One step but for its result. settled: called with the result of the step before, where that is not known yet; False abandons
+        this step without a trace. All ranks must give the same answer. Returns whether the step was made."""
+        if self._loss is not None and not self.is_ahead and not settled(self.settle(timers)):
+            return False
+        loss = self._reduced_gradients(microbatches, timers, settled)
+        if loss is None:
+            return False
         with timers.phase("optimizer"):
-            update = self._machines.optimizer.step(
+            self._machines.optimizer.start(
                 1.0 / loss.denominator,
                 rates.lr,
                 rates.weight_decay,
                 rates.decoupled_lr,
                 count_zero_gradients=self._count_zero_gradients,
             )
+        self._loss = loss
+        return True
+
+    def settle(self, timers: Timers = NO_TIMERS) -> StepResult:
+        """The result of the step that was launched last; its weights are final from here on."""
+        loss = self._take_loss()
+        with timers.phase("verdict" if self._machines.optimizer.is_ahead else "optimizer"):
+            update = self._machines.optimizer.settle()
         return StepResult(loss.loss, loss.num_tokens, update)
+
+    @property
+    def is_ahead(self) -> bool:
+        """The step launched last has updated before its verdict, and is not settled: its weights may still be taken back."""
+        return self._machines.optimizer.is_ahead
+
+    def _take_loss(self) -> StepLoss:
+        pending, self._loss = self._loss, None
+        if pending is None:
+            raise RuntimeError("no step is under way: call launch first")
+        return pending.wait()
+
+    def _reduced_gradients(
+        self, microbatches: Sequence[Microbatch], timers: Timers, settled: Callable[[StepResult], bool]
+    ) -> PendingLoss | None:
+        """None if `settled`, asked about the step before, says no."""
+        machines, count = self._machines, len(microbatches)
+        engine = machines.engine(count)
+        step = Step(microbatches, machines.message, self._average.objective(lambda: machines.optimizer.loss_scale))
+        goes_on, begun = self._head_start(engine, step, timers, settled) if self.is_ahead else (True, None)
+        if not goes_on:
+            return None
+        with timers.phase("forward-backward"):
+            machines.reducer.begin_step(count)
+            reports = engine.run(step) if begun is None else engine.finish(begun)
+        with timers.phase("gradient-reduce"):
+            machines.reducer.finish()
+        replicas, world = machines.groups.dp_cp.size, machines.groups.world
+        return self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device)
+
+    def _head_start(
+        self, engine: Engine, step: Step, timers: Timers, settled: Callable[[StepResult], bool]
+    ) -> tuple[bool, BegunRun | None]:
+        """Forwards with weights that may be taken back, then the verdict: (what `settled` says, the run begun, unless it was in vain)."""
+        tracer = self._machines.tracer or Tracer()
+        mark = len(tracer.events)
+        with timers.phase("forward-backward"):
+            begun = engine.begin(step)
+        with tracer.aside(mark) as of_head_start:
+            result = self.settle(timers)
+            goes_on = settled(result)
+            if goes_on and not result.update.rolled_back:
+                return True, begun
+            engine.discard()
+            of_head_start.clear()  # not computation but idle time
+        return goes_on, None
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """The loss of one global batch, forwards only, without dropout."""
         machines = self._machines
+        if self.is_ahead:
+            raise RuntimeError("the verdict on the last update is not known yet: call settle before an evaluation")
         machines.gather.finish()
         count = len(microbatches)
-        run = Step(microbatches, machines.message, self._average.objective(1.0))
+        run = Step(microbatches, machines.message, self._average.objective(lambda: 1.0))
         reports = machines.engine(count, training=False).run(run)
-        return self._average.over(reports, machines.reports_loss, count, machines.groups.dp_cp.size, machines.groups.world, machines.device)
+        replicas, world = machines.groups.dp_cp.size, machines.groups.world
+        return self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device).wait()
 
 
 def is_sound(result: StepResult) -> bool:

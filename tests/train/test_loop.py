@@ -95,7 +95,7 @@ def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
 
 def signal_in_step(rank: int, number: int) -> None:
     """Rank 1 gets SIGUSR1 in the middle of its step `number`."""
-    run = TrainStep.run
+    launch = TrainStep.launch
     steps = 0
 
     def interrupted(self: TrainStep, *arguments: Any) -> Any:
@@ -103,9 +103,9 @@ def signal_in_step(rank: int, number: int) -> None:
         steps += 1
         if rank == 1 and steps == number:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return run(self, *arguments)
+        return launch(self, *arguments)
 
-    TrainStep.run = interrupted  # type: ignore[method-assign]
+    TrainStep.launch = interrupted  # type: ignore[method-assign]
 
 
 def test_a_signal_to_one_rank_lets_all_leave_after_the_same_step(tmp_path: Path) -> None:

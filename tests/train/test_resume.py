@@ -63,7 +63,8 @@ def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: 
         keys = Keys(config.training.seed, state.step, coordinates.dp_rank, dp)
         batch = Microbatches(batch_size // (micro * dp), read, keys, machines.device)
         result = step.run(batch, schedules.rates(start))
-        state.advance(batch_size, int(result.num_tokens), result.update.skipped)
+        state.advance(batch_size, int(result.num_tokens))
+        state.skipped_steps += result.update.skipped
         losses.append(result.loss)
     return losses
 

@@ -64,16 +64,16 @@ def test_saves_beside_the_training_hold_the_same_bits(tmp_path: Path, world: int
 
 def held_up(rank: int) -> None:
     """No save goes on before this rank has begun its step 4 of the run; the one of step 2 is under way till then."""
-    gate, run, begun = threading.Event(), TrainStep.run, 0
+    gate, launch, begun = threading.Event(), TrainStep.launch, 0
 
     def counted(self: TrainStep, *arguments: Any) -> Any:
         nonlocal begun
         begun += 1
         if begun == 4:
             gate.set()
-        return run(self, *arguments)
+        return launch(self, *arguments)
 
-    TrainStep.run = counted  # type: ignore[method-assign]
+    TrainStep.launch = counted  # type: ignore[method-assign]
     create = Disk.create
     Disk.create = lambda self, path: create(self, path) if gate.wait(20) else None  # type: ignore[method-assign, assignment, return-value]
 
@@ -150,13 +150,13 @@ def test_a_nan_does_not_cost_the_save_under_way(tmp_path: Path) -> None:
 def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("megapipe.train.loop.time.monotonic", lambda: now[0])
-    run = TrainStep.run
+    launch = TrainStep.launch
 
     def one_minute(self: TrainStep, *arguments: Any) -> Any:
         now[0] += 60.0
-        return run(self, *arguments)
+        return launch(self, *arguments)
 
-    monkeypatch.setattr(TrainStep, "run", one_minute)
+    monkeypatch.setattr(TrainStep, "launch", one_minute)
     code, said = job(f"--train-iters 9 --save-interval-minutes 3 --save-interval 5 --save {tmp_path}")
     assert code == 0, said
     assert checkpoints(tmp_path) == [3, 5, 8, 9]  # the time counts from the last save

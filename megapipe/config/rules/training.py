@@ -158,6 +158,23 @@ def loss_scale_needs_fp16(config: Config) -> str | None:
     )
 
 
+def post_validation_has_a_barrier_to_remove(config: Config) -> str | None:
+    parallel = config.parallel
+    if not config.optimizer.optimizer_post_validation:
+        return None
+    if parallel.pipeline_model_parallel_size == 1:
+        return (
+            "--optimizer-post-validation removes the barrier between the steps of a pipeline, and --pipeline-model-parallel-size is 1; "
+            "leave it out"
+        )
+    if config.training.calculate_per_token_loss:
+        return (
+            "--optimizer-post-validation updates before other ranks are heard, but --calculate-per-token-loss divides the gradient by the "
+            "number of tokens that all last stages have seen; leave one of the two out"
+        )
+    return None
+
+
 def profile_span_ordered(config: Config) -> str | None:
     logging = config.logging
     if logging.profile_step_start < logging.profile_step_end:
@@ -177,5 +194,6 @@ TRAINING_RULES = (
     weight_decay_ramp_is_whole,
     one_scheduler_wins,
     loss_scale_needs_fp16,
+    post_validation_has_a_barrier_to_remove,
     profile_span_ordered,
 )
