@@ -43,6 +43,15 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0, "use_distributed_optimizer": True},
     ),
+    "zb_h2_zero1_post_validation": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "zb-h2",
+            "use_distributed_optimizer": True,
+            "optimizer_post_validation": True,
+        },
+    ),
     "tp2_sequence_parallel_zero1_pp2_2_chunks": (
         8,
         UNEVEN
@@ -132,6 +141,7 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
         "weights": _bytes(versions),
         "gradients": _bytes([buffer.gradients for buffer in buffers]),
         "optimizer": _bytes(state),
+        "rollback": 0 if machines.optimizer._kept is None else _bytes([kept for _, kept in machines.optimizer._kept._pairs]),
         "activations": peak.most,
     }
 
@@ -152,5 +162,7 @@ def test_a_step_takes_the_bytes_in_the_plan(name: str, dtype: str, rank_pools: C
         kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in plan.placement.stages_of(pp_rank)}
         schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
         peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, kept, kept, 0, 2)  # of activations alone
-        assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer")} | {"activations": peak.activation_bytes}
+        assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer", "rollback")} | {
+            "activations": peak.activation_bytes
+        }
         assert planned["activations"] <= peak.activation_bytes <= planned["activations"] + planned["messages"]

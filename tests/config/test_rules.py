@@ -194,6 +194,18 @@ CASES = [
         ["--min-loss-scale 4 is above"],
         "--fp16 --initial-loss-scale 4",
     ),
+    (
+        "post_validation_has_a_barrier_to_remove",
+        "--optimizer-post-validation",
+        ["--pipeline-model-parallel-size is 1; leave it out"],
+        "--optimizer-post-validation --pipeline-model-parallel-size 2",
+    ),
+    (
+        "post_validation_has_a_barrier_to_remove",
+        "--optimizer-post-validation --pipeline-model-parallel-size 2 --calculate-per-token-loss",
+        ["--calculate-per-token-loss divides the gradient by the number of tokens", "leave one of the two out"],
+        "--enable-optimizer-post-validation --pipeline-model-parallel-size 2",
+    ),
     ("profile_span_ordered", "--profile-step-start 12", ["--profile-step-end 12 has to come after"], "--profile-step-start 11"),
     ("one_source_of_data", "--data-path a", ["--mock-data and --data-path are different"], ""),
     ("split_fits_source", "--split 0,0,0", ["--split 0,0,0", "969,30,1"], "--split 1,0,0"),

@@ -82,15 +82,27 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
             2,
             r"gpipe runs one chunk",
         ),
+        ({"optimizer_post_validation": True, "pipeline_model_parallel_size": 2}, 2, r"tied embedding .* --untie-embeddings"),
+        (
+            {"optimizer_post_validation": True, "pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 8},
+            2,
+            r"--pipeline-schedule dualpipe is not",
+        ),
     ],
     ids=[
         "heads", "no_pair", "odd_pairs", "few_microbatches", "odd_microbatches", "odd_ramp",
         "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
+        "post_validation_tied", "post_validation_dualpipe",
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_anything_starts(changes: dict[str, object], world: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(wish(**changes), world)
+
+
+def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> None:
+    plan = resolve(wish(optimizer_post_validation=True, pipeline_model_parallel_size=2, pipeline_schedule="zb-v", global_batch_size=8), 2)
+    assert plan.head_start(4) == (1, 0)  # 0F0; the message it sends is first behind the border
 
 
 def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:

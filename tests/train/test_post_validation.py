@@ -29,11 +29,13 @@ from tests.train.test_loop import plant, signal_in_step
 PP2 = {"pipeline_model_parallel_size": 2}
 ZERO1 = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True, "ddp_bucket_size": 400}
 GRIDS: dict[str, dict[str, Any]] = {
-    "pp4": {"pipeline_model_parallel_size": 4},
+    "pp4": {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h2"},
     "pp2_dp2": PP2,
     "pp2_dp2_zero1": PP2 | ZERO1,
     "pp2_tp2_sequence": PP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "pp2_chunks_dp2_zero1_bf16": PP2 | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"},
+    "pp2_zb_v_tied_dp2_zero1_bf16": PP2
+    | ZERO1
+    | {"pipeline_schedule": "zb-v", "untie_embeddings_and_output_weights": False, "dtype": "bf16"},
 }
 FP16 = {"dtype": "fp16", "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
 STEPS = 8
