@@ -47,7 +47,7 @@ BASE = (
     "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 --hidden-dropout 0 "
     "--attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --log-interval 1 --device cpu --metrics-file {tmp}/metrics.jsonl"
 )
-TIMES = ("step_seconds", "tokens_per_second", "seconds_left", "memory_bytes", "seconds", "tflops", "mfu", "phases")
+TIMES = ("time", "step_seconds", "tokens_per_second", "seconds_left", "memory_bytes", "seconds", "tflops", "mfu", "phases")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ FLOORS: dict[str, int] = {
     "pipeline": 5,
     "optimizer": 5,
     "convert": 5,
+    "report": 5,
     "build": 6,
     "train": 7,
     "inference": 7,

@@ -23,6 +23,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "launch": Subcommand("start a script on several ranks: torchrun without its tracebacks", "megapipe.cli.launch"),
     "plan": Subcommand("show what a configuration will do on a number of ranks, without starting any", "megapipe.cli.plan"),
     "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.cli.schedule"),
+    "report": Subcommand("one HTML page that tells a run", "megapipe.cli.report"),
     "verify": Subcommand("compare the grid with one plain process: pretrain --verify-grid", "megapipe.cli.pretrain", ("--verify-grid",)),
     "generate": Subcommand("texts from a trained model", "megapipe.cli.generate"),
     "evaluate": Subcommand("loss and perplexity of a trained model on a text or token file", "megapipe.cli.evaluate"),

@@ -56,7 +56,7 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
     from megapipe.cli.samples import print_samples
     from megapipe.train.run import pretrain
 
-    return pretrain(plan, environment, loaded.text(plan.config), print_samples)
+    return pretrain(plan, environment, loaded.text(plan.config), print_samples, loaded.remarks)
 
 
 def _world(loaded: LoadedConfig, environment: Environment) -> tuple[int, int | None]:

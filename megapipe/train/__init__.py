@@ -6,6 +6,8 @@
 - `state`:       what a run is besides tensors: step, samples consumed, tokens, skipped steps
 - `persistence`: state and tensors to checkpoints and back
 - `metrics`:     what a step reports; `writers`: where it goes
+- `run_log`:     run.jsonl, what `megapipe report` knows of a run beside its metrics
+- `profile`:     a trace by torch's profiler; `pipeline_profile`: every action of every rank beside the plan
 - `signals`:     SIGTERM, SIGUSR1, SIGINT: all ranks leave after the same step
 - `faults`:      NaN and infinity: which rank, stage and microbatch was first
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,39 +19,47 @@ from megapipe.planner.run_plan import RunPlan
 from megapipe.train import persistence
 from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
+from megapipe.train.run_log import RunLog
 from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import stop_requests
 from megapipe.train.state import TrainingState
 from megapipe.train.timers import ACTION_LEVEL
-from megapipe.train.writers import Writers, build_writers
+from megapipe.train.writers import Writers, build_writers, recorded_folder
 
 Afterwards = Callable[[Machines, RunData, Writers], None]
 
 
-def pretrain(plan: RunPlan, environment: Environment, config_text: str, afterwards: Afterwards | None = None) -> int:
+def pretrain(
+    plan: RunPlan, environment: Environment, config_text: str, afterwards: Afterwards | None = None, remarks: Sequence[str] = ()
+) -> int:
     """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
 
     config_text: the configuration as YAML that loads again, saved beside every checkpoint. afterwards: called on every rank after a run
-    that reached its end, with the trained machines.
+    that reached its end, with the trained machines. remarks: on the configuration, for the record of the run.
     """
     config = plan.config
     if config.training.deterministic_mode:
         be_deterministic()
-    writers = build_writers(config, logs_here=environment.global_rank == 0)
-    with stop_requests(config.training.exit_signal_handler) as stop:
+    log = RunLog(recorded_folder(config), environment.global_rank)
+    with log.failures(), stop_requests(config.training.exit_signal_handler) as stop:
+        writers = build_writers(config, log, logs_here=environment.global_rank == 0)
         world = join(plan, environment)
+        log.start(plan, world, config_text, remarks)
         groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device))
         data = build_data(plan)
         try:
             resumed = resume(machines, writers)
+            if resumed.path is not None:
+                log.resumed(resumed.path)
             saves = saves_of(machines, resumed, config_text, writers)
             training = Training(machines, data, resumed.state, resumed.schedules, writers, stop, saves)
             ending = training.run()
             if afterwards is not None and not ending.early:
                 afterwards(machines, data, writers)
             writers.say(f"ended after step {resumed.state.step}: {ending.reason}")
+            log.end(resumed.state.step, ending.reason, ending.early)
         finally:
             data.close()
             writers.close()

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
+from megapipe.train.run_log import RunLog
 
 WANDB_START_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
 
@@ -65,7 +67,7 @@ class JsonLines:
 
     def _write(self, record: dict[str, Any]) -> None:
         # JSON has no NaN: a loss that is none is written as null
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} | {"time": time.time()}
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -140,11 +142,15 @@ class WeightsAndBiases:
 
 
 class Writers:
-    """All writers of this rank; empty on ranks that do not log. One that fails is left out from then on, and said so once."""
+    """All writers of this rank; empty on ranks that do not log. One that fails is left out from then on, and said so once.
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
+    log: the run's record, which gets what is said and which writer failed.
+    """
+
+    def __init__(self, writers: Sequence[Writer], log: RunLog | None = None) -> None:
         self._writers = list(writers)
         self._logs_here = bool(writers)
+        self._log = log or RunLog(None)
 
     def step(self, metrics: StepMetrics) -> None:
         self._each(lambda writer: writer.step(metrics))
@@ -156,6 +162,7 @@ class Writers:
         """A line for the person at the console."""
         if self._logs_here:
             print(text, flush=True)
+            self._log.note(text)
 
     def close(self) -> None:
         self._each(lambda writer: writer.close())
@@ -166,7 +173,9 @@ class Writers:
                 call(writer)
             except Exception as error:  # a full disk or a lost server: whatever it is, training is worth more
                 self._writers.remove(writer)
-                print(f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training goes on without it", file=sys.stderr)
+                text = f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training goes on without it"
+                print(text, file=sys.stderr)
+                self._log.warning(text)
 
 
 def run_folder(config: Config) -> Path:
@@ -176,10 +185,17 @@ def run_folder(config: Config) -> Path:
     return Path(config.logging.metrics_file).parent if config.logging.metrics_file else Path()
 
 
-def build_writers(config: Config, logs_here: bool) -> Writers:
+def recorded_folder(config: Config) -> Path | None:
+    """Where the run is recorded: beside its metrics; None for a run that writes none."""
+    if config.logging.metrics_file:
+        return Path(config.logging.metrics_file).parent
+    return Path(config.checkpoint.save) if config.checkpoint.save else None
+
+
+def build_writers(config: Config, log: RunLog, logs_here: bool) -> Writers:
     """The writers the configuration asks for, on the rank that logs. Raises ConfigError where a package is missing."""
     if not logs_here:
-        return Writers(())
+        return Writers((), log)
     logging = config.logging
     writers: list[Writer] = [Console()]
     metrics_file = logging.metrics_file or (str(Path(config.checkpoint.save) / "metrics.jsonl") if config.checkpoint.save else None)
@@ -190,7 +206,7 @@ def build_writers(config: Config, logs_here: bool) -> Writers:
     if logging.wandb_project:
         name, directory = logging.wandb_exp_name, logging.wandb_save_dir
         writers.append(WeightsAndBiases(logging.wandb_project, name, directory, asdict(config)))
-    return Writers(writers)
+    return Writers(writers, log)
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> None:

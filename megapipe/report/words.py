@@ -1,0 +1,54 @@
+"""Numbers, times and states as the page writes them."""
+
+from __future__ import annotations
+
+import time
+
+STATES = {  # of a segment's ending
+    "ended": "finished",
+    "stopped": "stopped early",
+    "failed": "failed",
+    "running": "running",
+    "unknown": "no end recorded",
+}
+
+
+def number(value: float) -> str:
+    """A number short and readable: 12,300; 0.0042; 1.2M."""
+    size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.3g}G"
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size and size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def loss_text(value: float | None) -> str:
+    """A loss; metrics hold null where it was not finite."""
+    return "not a number" if value is None else f"{value:.4f}"
+
+
+def bytes_text(count: float) -> str:
+    """1.50 GiB, 512 MiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """90 s, 5 min 3 s, 2 h 10 min, 3 d 4 h."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if whole < 120:
+        return f"{whole} s"
+    if hours == 0:
+        return f"{minutes} min {whole % 60} s"
+    return f"{hours} h {minutes % 60} min" if days == 0 else f"{days} d {hours % 24} h"
+
+
+def moment(seconds: float) -> str:
+    """Unix seconds as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
