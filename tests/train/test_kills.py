@@ -1,0 +1,167 @@
+"""Training under `kill -9`: every restart goes on from a complete checkpoint, and the end is that of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import find_checkpoint
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.train.jobs import job_on_rank
+from tests.train.test_saving import contents
+
+NUM_STEPS = 12
+GRIDS = {
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "dp2_zero_bf16": (2, "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 700 --bf16"),
+    "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The rank that strikes, whether at all ranks or at itself; after so many seconds of steps, or at an event of its disk, from 0."""
+
+    rank: int
+    is_all: bool
+    seconds: float
+    event: int | None
+
+    @classmethod
+    def draw(cls, choose: random.Random, world: int, is_aimed: bool) -> Kill:
+        rank = choose.randrange(world)
+        events = 30 if rank == 0 else 8  # of the first saves of a run; rank 0 commits
+        return cls(rank, choose.random() < 0.5, choose.uniform(0.0, 0.5), choose.randrange(events) if is_aimed else None)
+
+
+def arm(rank: int, folder: str, kill: Kill) -> None:
+    """Called on every rank before the job."""
+    (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
+    if rank != kill.rank:
+        return
+
+    def strike() -> None:
+        others = [int(path.read_text()) for path in Path(folder).glob("*.pid")] if kill.is_all else []
+        for process in (*(other for other in others if other != os.getpid()), os.getpid()):
+            os.kill(process, signal.SIGKILL)
+
+    if kill.event is None:
+        run = TrainStep.run
+
+        def first(self: TrainStep, *arguments: Any) -> Any:
+            TrainStep.run = run  # type: ignore[method-assign]
+            threading.Timer(kill.seconds, strike).start()
+            return run(self, *arguments)
+
+        TrainStep.run = first  # type: ignore[method-assign]
+        return
+    done, seen = Disk._done, 0
+
+    def counted(self: Disk, what: str, path: Path) -> None:
+        nonlocal seen
+        if seen == kill.event:
+            (Path(folder) / "struck").write_text(f"{what} {re.sub('[0-9a-f]{8,}|step_[0-9]+|rank_[0-9]+', '*', path.name)}")
+            strike()
+        seen += 1
+        done(self, what, path)
+
+    Disk._done = counted  # type: ignore[method-assign]
+
+
+class Victim:
+    """A run that is killed and started again until it ends, over and over in new folders."""
+
+    def __init__(self, folder: Path, world: int, flags: str, seed: int) -> None:
+        self.folder, self.world, self.flags = folder, world, f"{flags} --train-iters {NUM_STEPS} --save-interval 2 --keep-last 2"
+        self.choose = random.Random(seed)
+        self.num_ended = 0
+        self.struck: Counter[str] = Counter()
+        folder.mkdir()
+        self.live(folder / "undisturbed", None)
+        self.expected = contents(folder / "undisturbed", NUM_STEPS)
+
+    @property
+    def root(self) -> Path:
+        return self.folder / f"run{self.num_ended}"
+
+    def live(self, root: Path, kill: Kill | None, extra: str = "") -> bool:
+        """One life of the run; True if it was killed."""
+        before = find_checkpoint(root) if root.exists() else None
+        for left in (*self.folder.glob("*.pid"), *self.folder.glob("struck")):
+            left.unlink()
+        armed: tuple[Any, ...] = () if kill is None else (arm, str(self.folder), kill)
+        with RankPool(self.world) as pool:
+            answers = pool.run(job_on_rank, f"{self.flags} --save {root} --load {root} {extra}", *armed, may_die=range(self.world))
+        dead = [answer is None for answer in answers]
+        said = [answer for answer in answers if answer is not None]
+        if not any(dead):
+            assert all(answer[2] is None for answer in said), said
+        for answer in said:
+            assert answer[1] in ("", "CommunicationError"), answer
+        if before is not None and answers[0] is not None and answers[0][0]:
+            assert f"going on after step {before.step}" in answers[0][0], answers[0][0]
+        after = find_checkpoint(root)  # raises if all that is there is torn
+        assert before is None or (after is not None and after.step >= before.step)
+        return any(dead)
+
+    def disturb(self, is_aimed: bool, extra: str) -> bool:
+        """One more life under a kill; False if it came to its end before that."""
+        killed = self.live(self.root, Kill.draw(self.choose, self.world, is_aimed), extra)
+        place = self.folder / "struck"
+        if killed:
+            self.struck[place.read_text() if place.exists() else "any instant"] += 1
+        else:
+            self.compare()
+        return killed
+
+    def end(self) -> None:
+        """Let the run that is left come to its end."""
+        if not self.live(self.root, None):
+            self.compare()
+
+    def compare(self) -> None:
+        found = contents(self.root, NUM_STEPS)
+        assert found.keys() == self.expected.keys() and len(found) > 20
+        assert [name for name in found if not torch.equal(found[name], self.expected[name])] == []
+        assert not list(self.root.glob(".*"))
+        self.num_ended += 1
+
+
+def kill_often(victim: Victim, number: int) -> None:
+    """So many kills that struck, half of them aimed inside a save, half of those beside the training."""
+    kinds = ((is_aimed, extra) for _ in iter(int, 1) for extra in ("--async-save", "") for is_aimed in (True, False))
+    for _ in range(number):
+        is_aimed, extra = next(kinds)
+        while not victim.disturb(is_aimed, extra):
+            pass
+    victim.end()
+    assert sum(victim.struck.values()) == number
+    assert number - victim.struck["any instant"] == number // 2
+
+
+@pytest.mark.parametrize(("world", "flags"), [GRIDS["pp2"]], ids=["pp2"])
+def test_ten_kills_change_nothing(tmp_path: Path, world: int, flags: str) -> None:
+    kill_often(Victim(tmp_path / "victim", world, flags, seed=1), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("world", "flags", "number"), [(*GRIDS["pp2"], 40), (*GRIDS["dp2_zero_bf16"], 40), (*GRIDS["tp2_pp2"], 20)], ids=GRIDS.keys()
+)
+def test_a_hundred_kills_change_nothing(tmp_path: Path, world: int, flags: str, number: int) -> None:
+    victim = Victim(tmp_path / "victim", world, flags, seed=world + number)
+    kill_often(victim, number)
+    print(f"{number} kills, {victim.num_ended} runs ended; struck at {dict(victim.struck.most_common())}")
