@@ -22,16 +22,22 @@ class Staging:
     def num_bytes(self) -> int:
         return self._memory.numel()
 
+    def reserve(self, tensors: Sequence[TensorBox]) -> None:
+        """Take the memory that copies of these will need, at a moment when nobody waits for a step."""
+        _, total = _places(tensors)
+        if self._memory.numel() < total:
+            on_gpu = any(tensor.values.device.type == "cuda" for tensor in tensors)
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._memory = torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu)  # zeros: pages that are there, not promised
+
     def copy(self, tensors: Sequence[TensorBox]) -> Callable[[], Sequence[TensorBox]]:
         """Copies of these boxes, to be asked for by who reads them. Tensors may be changed at once.
 
         From a GPU the copies are only queued on the current stream, ahead of what changes the tensors; asking waits for them.
         """
-        starts, total = _places(tensors)
+        self.reserve(tensors)
+        starts, _ = _places(tensors)
         device = tensors[0].values.device if tensors else torch.device("cpu")
-        if self._memory.numel() < total:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._memory = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
         staged = [self._one(tensor, start) for tensor, start in zip(tensors, starts, strict=True)]
         if device.type != "cuda":
             return lambda: staged

@@ -83,8 +83,7 @@ def save(
 def what_to_save(machines: Machines, state: TrainingState, schedules: Schedules | None) -> tuple[Iterator[TensorBox], dict[str, Any]]:
     """The boxes of live tensors that this rank answers for, and the manifest's `state`; called by all ranks after the same step."""
     machines.gather.finish()
-    with_optimizer = not machines.plan.config.checkpoint.no_save_optim
-    return _saved_boxes(machines, with_optimizer), _state_content(machines, state, schedules)
+    return boxes_to_save(machines), _state_content(machines, state, schedules)
 
 
 def retention(config: Config) -> Retention:
@@ -143,8 +142,9 @@ def _largest(machines: Machines, value: int) -> int:
     return int(tensor.item())
 
 
-def _saved_boxes(machines: Machines, with_optimizer: bool) -> Iterator[TensorBox]:
+def boxes_to_save(machines: Machines) -> Iterator[TensorBox]:
     """What this rank answers for: masters and moments; without the optimizer masters alone, or weights where they are other memory."""
+    with_optimizer = not machines.plan.config.checkpoint.no_save_optim
     if with_optimizer or _masters_are_parameters(machines):
         for held in machines.optimizer.state():
             if held.primary and (with_optimizer or held.key == "master"):

@@ -14,7 +14,7 @@ from megapipe.checkpoint.shard_file import BLOCK_BYTES
 from megapipe.checkpoint.staging import Staging
 from megapipe.errors import CheckpointError
 from megapipe.train.metrics import human_bytes
-from megapipe.train.persistence import retention, what_to_save
+from megapipe.train.persistence import boxes_to_save, retention, what_to_save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 
@@ -40,6 +40,8 @@ class Saves:
         self._disk = disk or Disk()
         self._flags = machines.plan.config.checkpoint
         self._staging = Staging()
+        if self._flags.async_save:
+            self._staging.reserve(list(boxes_to_save(machines)))
         self._under_way: BackgroundSave | None = None
 
     @property

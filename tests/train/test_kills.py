@@ -80,6 +80,16 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
     Disk._done = counted  # type: ignore[method-assign]
 
 
+def one_life(rank: int, world_size: int, flags: str, folder: str, kill: Kill | None) -> str:
+    """What the job said; a rank that has lost a peer ends, as it does under a launcher."""
+    armed: tuple[Any, ...] = () if kill is None else (arm, folder, kill)
+    said, kind, text = job_on_rank(rank, world_size, flags, *armed)
+    if kind:
+        (Path(folder) / f"rank{rank}.error").write_text(f"{kind}: {text}")
+        os._exit(1)
+    return said
+
+
 class Victim:
     """A run that is killed and started again until it ends, over and over in new folders."""
 
@@ -99,22 +109,21 @@ class Victim:
     def live(self, root: Path, kill: Kill | None, extra: str = "") -> bool:
         """One life of the run; True if it was killed."""
         before = find_checkpoint(root) if root.exists() else None
-        for left in (*self.folder.glob("*.pid"), *self.folder.glob("struck")):
-            left.unlink()
-        armed: tuple[Any, ...] = () if kill is None else (arm, str(self.folder), kill)
+        for pattern in ("*.pid", "*.error", "struck"):
+            for left in self.folder.glob(pattern):
+                left.unlink()
         with RankPool(self.world) as pool:
-            answers = pool.run(job_on_rank, f"{self.flags} --save {root} --load {root} {extra}", *armed, may_die=range(self.world))
-        dead = [answer is None for answer in answers]
-        said = [answer for answer in answers if answer is not None]
-        if not any(dead):
-            assert all(answer[2] is None for answer in said), said
-        for answer in said:
-            assert answer[1] in ("", "CommunicationError"), answer
-        if before is not None and answers[0] is not None and answers[0][0]:
-            assert f"going on after step {before.step}" in answers[0][0], answers[0][0]
+            flags = f"{self.flags} --save {root} --load {root} {extra}"
+            answers = pool.run(one_life, flags, str(self.folder), kill, may_die=range(self.world))
+        errors = [path.read_text() for path in self.folder.glob("*.error")]
+        assert all(error.startswith("CommunicationError") for error in errors), errors
+        is_killed = None in answers
+        assert is_killed == (len(errors) < answers.count(None)), (answers, errors)
+        if before is not None and answers[0] is not None:
+            assert f"going on after step {before.step}" in answers[0], answers[0]
         after = find_checkpoint(root)  # raises if all that is there is torn
         assert before is None or (after is not None and after.step >= before.step)
-        return any(dead)
+        return is_killed
 
     def disturb(self, is_aimed: bool, extra: str) -> bool:
         """One more life under a kill; False if it came to its end before that."""

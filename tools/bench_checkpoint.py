@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+"""Saving and loading beside `dd` on the same disk: a large state written by several ranks, and many small tensors.
+
+python tools/bench_checkpoint.py --folder /some/disk
+python tools/bench_checkpoint.py --folder /some/disk --check --markdown
+
+Rounds alternate: dd writes and syncs as many bytes (`conv=fsync`), the ranks save; dd reads its file and the ranks load theirs, both after
+their pages were dropped from the cache. --check ends with 1 where saving or loading reaches less than 80 % of dd (medians).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megapipe.checkpoint.attempt import Attempt, Extras
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import open_folder
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.retention import KEEP_ALL
+from megapipe.checkpoint.save import BackgroundSave, save_checkpoint
+from megapipe.checkpoint.shard_file import BLOCK_BYTES
+from megapipe.checkpoint.staging import Staging
+from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.collectives import barrier
+from megapipe.comm.groups import Group, build_process_groups
+from megapipe.environment import Environment
+from megapipe.sharding.boxes import Box
+from megapipe.topology import Topology
+
+LEAST_RATIO = 0.8
+COLUMNS = 1024  # of a large tensor, fp32
+LARGE_BYTES = 64 << 20  # of one large tensor over all ranks
+SMALL_SHAPE = (64, 32)
+TIMEOUT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks are asked for: 'save', 'load', 'beside' of the large or the small state, in or from a folder."""
+
+    kind: str
+    folder: Path
+    is_small: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """seconds: of the task; memory_bytes: the rank's peak above what it held before; waited_seconds: of 'beside', for the copy."""
+
+    seconds: float
+    memory_bytes: int
+    waited_seconds: float = 0.0
+
+
+@dataclass
+class Figures:
+    """Seconds of all rounds by row; memory by row, the most of any rank and round."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def add(self, row: str, seconds: float, memory_bytes: int = 0) -> None:
+        self.seconds.setdefault(row, []).append(seconds)
+        self.memory[row] = max(self.memory.get(row, 0), memory_bytes)
+
+    def median(self, row: str) -> float:
+        return median(self.seconds[row])
+
+
+class Rank:
+    """One rank with a large and a small state, both cut by rows."""
+
+    def __init__(self, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
+        torch.set_num_threads(1)
+        here = Environment(rank, world, rank, world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
+        joined = start(here, "gloo", TIMEOUT_SECONDS, "cpu")
+        topology = Topology(tp=1, cp=1, pp=1, dp=world)
+        self._group: Group = build_process_groups(topology, rank, joined.backend, TIMEOUT_SECONDS).world
+        state_bytes, num_small = sizes
+        rows = LARGE_BYTES // (4 * COLUMNS)
+        self._states = {False: self._boxes(state_bytes // LARGE_BYTES, (rows, COLUMNS)), True: self._boxes(num_small, SMALL_SHAPE)}
+        self._staging = Staging()
+
+    def do(self, task: Task) -> Answer:
+        boxes = self._states[task.is_small]
+        barrier(self._group)
+        before = _reset_peak()
+        began = time.perf_counter()
+        waited = 0.0
+        if task.kind == "save":
+            save_checkpoint(task.folder, 1, boxes, Extras({}, ""), self._group)
+        elif task.kind == "beside":
+            attempt = Attempt(Disk(), task.folder, 1, Extras({}, ""), KEEP_ALL, BLOCK_BYTES)
+            report = BackgroundSave(attempt, boxes, self._group, self._staging).finish()
+            waited = report.waited_seconds or 0.0
+        else:
+            load_tensors(open_folder(task.folder / "step_00000001"), boxes, self._group)
+        return Answer(time.perf_counter() - began, _peak() - before, waited)
+
+    def _boxes(self, count: int, shape: tuple[int, int]) -> list[TensorBox]:
+        generator = torch.Generator().manual_seed(self._group.rank)
+        rows = shape[0] // self._group.size
+        box = Box((self._group.rank * rows, 0), (rows, shape[1]))
+        memory = torch.rand(count, rows * shape[1], generator=generator)  # zeros would be kind to some disks
+        return [TensorBox(f"master/w{index}", shape, box, memory[index]) for index in range(count)]
+
+
+def serve(connection: Connection, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
+    """A rank's life: tasks till the pipe is closed."""
+    worker = Rank(rank, world, port, sizes)
+    connection.send("ready")
+    try:
+        while True:
+            connection.send(worker.do(connection.recv()))
+    except EOFError:
+        shutdown(0)
+
+
+class World:
+    """All ranks; each task is done by all of them together."""
+
+    def __init__(self, world: int, sizes: tuple[int, int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks: list[tuple[Any, Connection]] = []
+        for rank in range(world):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(there, rank, world, port, sizes), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+        for _, connection in self._ranks:
+            connection.recv()
+
+    def do(self, task: Task) -> Answer:
+        """Seconds of the slowest rank, memory of the hungriest."""
+        for _, connection in self._ranks:
+            connection.send(task)
+        answers: list[Answer] = [connection.recv() for _, connection in self._ranks]
+        fields = [(answer.seconds, answer.memory_bytes, answer.waited_seconds) for answer in answers]
+        return Answer(*(max(column) for column in zip(*fields, strict=True)))
+
+    def end(self) -> None:
+        for _, connection in self._ranks:
+            connection.close()
+        for process, _ in self._ranks:
+            process.join(30)
+
+
+def one_round(world: World, folder: Path, state_bytes: int, figures: Figures) -> None:
+    raw, saved, small = folder / "dd", folder / "saved", folder / "small"
+    figures.add("dd write", dd(f"if=/dev/zero of={raw}", state_bytes, "conv=fsync"))
+    drop(raw)
+    figures.add("dd read", dd(f"if={raw} of=/dev/null", state_bytes))
+    raw.unlink()
+    for row, task in (
+        ("save", Task("save", saved)),
+        ("load", Task("load", saved)),
+        ("save beside", Task("beside", folder / "beside")),
+        ("save small", Task("save", small, is_small=True)),
+        ("load small", Task("load", small, is_small=True)),
+    ):
+        if task.kind == "load":
+            for path in task.folder.rglob("*.safetensors"):
+                drop(path)
+        answer = world.do(task)
+        figures.add(row, answer.seconds, answer.memory_bytes)
+        if task.kind == "beside":
+            figures.add("wait", answer.waited_seconds)
+            shutil.rmtree(task.folder)
+    for path in (saved, small):
+        shutil.rmtree(path)
+
+
+def dd(what: str, num_bytes: int, *more: str) -> float:
+    command = ["dd", *what.split(), "bs=4M", f"count={num_bytes >> 22}", *more]
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def drop(path: Path) -> None:
+    """Take the file's pages out of the cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> list[list[str]]:
+    """The table: what, median seconds [least, most], rate, of dd, memory of a rank above its tensors."""
+    size = f"{state_bytes / (1 << 30):g} GiB"
+    rows = [
+        ("dd write", f"`dd conv=fsync`, {size}", state_bytes, None),
+        ("save", f"save, {size}, {world} ranks", state_bytes, "dd write"),
+        ("save beside", f"save beside the training, {size}, {world} ranks", state_bytes, "dd write"),
+        ("wait", "- of which the training waits", state_bytes, None),
+        ("dd read", f"`dd` read, {size}, not in the page cache", state_bytes, None),
+        ("load", f"load, {size}, {world} ranks, not in the page cache", state_bytes, "dd read"),
+        ("save small", f"save {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
+        ("load small", f"load {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
+    ]
+    table = []
+    for row, title, num_bytes, beside in rows:
+        seconds = figures.seconds[row]
+        spread = f"{median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]"
+        rate = f"{num_bytes / median(seconds) / 1e9:.2f}" if num_bytes else ""
+        ratio = "" if beside is None else f"{ratio_of(figures, row, beside):.2f}"
+        memory = f"{figures.memory[row] / (1 << 20):.0f}" if figures.memory[row] else ""
+        table.append([title, spread, rate, ratio, memory])
+    return table
+
+
+def ratio_of(figures: Figures, row: str, beside: str) -> float:
+    """Speed of a row as a share of dd's, by medians."""
+    return figures.median(beside) / figures.median(row)
+
+
+def _reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is held now
+    return _peak()
+
+
+def _peak() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; a folder in it is made and removed")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks that save and load (default: 4)")
+    parser.add_argument("--mebibytes", type=int, default=2048, help="size of the large state over all ranks (default: 2048)")
+    parser.add_argument("--tensors", type=int, default=5000, help="number of small tensors (default: 5000)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, of which medians are shown (default: 5)")
+    parser.add_argument("--check", action="store_true", help=f"exit code 1 if saving or loading is below {LEAST_RATIO:g} of dd")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    state_bytes = max(1, (arguments.mebibytes << 20) // LARGE_BYTES) * LARGE_BYTES
+    folder: Path = arguments.folder / f"bench_checkpoint_{os.getpid()}"
+    folder.mkdir(parents=True)
+    world = World(arguments.ranks, (state_bytes, arguments.tensors))
+    figures = Figures()
+    try:
+        for _ in range(arguments.rounds):
+            one_round(world, folder, state_bytes, figures)
+    finally:
+        world.end()
+        shutil.rmtree(folder)
+    heads = ["", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors"]
+    table = [
+        heads,
+        *([["---"] * len(heads)] if arguments.markdown else []),
+        *lines(figures, state_bytes, arguments.tensors, arguments.ranks),
+    ]
+    for row in table:
+        print("| " + " | ".join(row) + " |" if arguments.markdown else "  ".join(cell.ljust(24 if i else 60) for i, cell in enumerate(row)))
+    worst = min(ratio_of(figures, "save", "dd write"), ratio_of(figures, "load", "dd read"))
+    if arguments.check and worst < LEAST_RATIO:
+        print(f"{worst:.2f} of dd; {LEAST_RATIO:g} is asked for", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
