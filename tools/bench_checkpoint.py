@@ -169,26 +169,27 @@ class World:
 def one_round(world: World, folder: Path, state_bytes: int, figures: Figures) -> None:
     raw, saved, small = folder / "dd", folder / "saved", folder / "small"
     figures.add("dd write", dd(f"if=/dev/zero of={raw}", state_bytes, "conv=fsync"))
+    timed(world, figures, "save", Task("save", saved))
     drop(raw)
     figures.add("dd read", dd(f"if={raw} of=/dev/null", state_bytes))
+    timed(world, figures, "load", Task("load", saved))
     raw.unlink()
-    for row, task in (
-        ("save", Task("save", saved)),
-        ("load", Task("load", saved)),
-        ("save beside", Task("beside", folder / "beside")),
-        ("save small", Task("save", small, is_small=True)),
-        ("load small", Task("load", small, is_small=True)),
-    ):
-        if task.kind == "load":
-            for path in task.folder.rglob("*.safetensors"):
-                drop(path)
-        answer = world.do(task)
-        figures.add(row, answer.seconds, answer.memory_bytes)
-        if task.kind == "beside":
-            figures.add("wait", answer.waited_seconds)
-            shutil.rmtree(task.folder)
-    for path in (saved, small):
-        shutil.rmtree(path)
+    shutil.rmtree(saved)
+    figures.add("wait", timed(world, figures, "save beside", Task("beside", saved)).waited_seconds)
+    shutil.rmtree(saved)
+    timed(world, figures, "save small", Task("save", small, is_small=True))
+    timed(world, figures, "load small", Task("load", small, is_small=True))
+    shutil.rmtree(small)
+
+
+def timed(world: World, figures: Figures, row: str, task: Task) -> Answer:
+    """Loads find nothing in the page cache."""
+    if task.kind == "load":
+        for path in task.folder.rglob("*.safetensors"):
+            drop(path)
+    answer = world.do(task)
+    figures.add(row, answer.seconds, answer.memory_bytes)
+    return answer
 
 
 def dd(what: str, num_bytes: int, *more: str) -> float:
@@ -273,12 +274,8 @@ def main(argv: Sequence[str]) -> int:
         world.end()
         shutil.rmtree(folder)
     heads = ["", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors"]
-    table = [
-        heads,
-        *([["---"] * len(heads)] if arguments.markdown else []),
-        *lines(figures, state_bytes, arguments.tensors, arguments.ranks),
-    ]
-    for row in table:
+    rule = [["---"] * len(heads)] if arguments.markdown else []
+    for row in [heads, *rule, *lines(figures, state_bytes, arguments.tensors, arguments.ranks)]:
         print("| " + " | ".join(row) + " |" if arguments.markdown else "  ".join(cell.ljust(24 if i else 60) for i, cell in enumerate(row)))
     worst = min(ratio_of(figures, "save", "dd write"), ratio_of(figures, "load", "dd read"))
     if arguments.check and worst < LEAST_RATIO:
