@@ -24,11 +24,10 @@ from typing import NamedTuple
 
 from megapipe.measured.profile import Link, MeasuredStep, PipelineSteps, Profile
 from megapipe.measured.replay import Times, replay
-from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
-BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}
 PREDICTED = "messages"  # the cause after which the prediction stands
 
 CAUSES = {

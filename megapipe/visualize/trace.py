@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.measured.difference import Comparison, compare
 from megapipe.measured.profile import PipelineSteps, Profile
-from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.simulate import Timeline
 
 Event = dict[str, Any]
@@ -25,7 +25,7 @@ def chrome_trace(timeline: Timeline) -> str:
         for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
             if action.op in RECV_OPS:  # the same message as its SEND, which is drawn at the sender
                 continue
-            thread = "compute" if action.op in COMPUTE_OPS else "reductions" if action.op is Op.REDUCE_GRAD else "messages"
+            thread = "compute" if action.op in BUSY_OPS else "reductions" if action.op is Op.REDUCE_GRAD else "messages"
             events.append(_event(rank, _THREADS[thread], action, start, end))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": str(timeline.schedule)}})
 

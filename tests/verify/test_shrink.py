@@ -139,6 +139,15 @@ def test_rotary_pairs_stay_whole() -> None:
     assert model.kv_channels == 10 and int(10 * model.rotary_percent) == 4
 
 
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> None:
+    options = {"pp": 2, "pipeline_schedule": name, "clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
+    small = shrink(resolve(config_of(**options, global_batch_size=64), 2), "native", 2)
+    assert small.num_microbatches[-1] == 6
+    assert small.plan.weight_versions(6, 0).version_of == {"pipedream": (0, 0, 1, 2, 3, 4), "pipedream-2bw": (0, 0, 0, 0, 1, 1)}[name]
+    assert "NOT synchronous" in plan_text(small) and "microbatches 64 -> 6" in plan_text(small)
+
+
 def test_many_microbatches_become_fewer_with_the_same_remainder_and_it_is_said() -> None:
     options = GPT3 | {"pp": 3, "chunks": 2, "global_batch_size": 4 * 200}
     small = shrink(resolve(config_of(**options), 3), "fp64", 3)
