@@ -43,11 +43,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0, "use_distributed_optimizer": True},
     ),
-    "zb_h2_zero1_post_validation": (
+    "pp2_zero1_post_validation": (
         4,
         {
             "pipeline_model_parallel_size": 2,
-            "pipeline_schedule": "zb-h2",
             "use_distributed_optimizer": True,
             "optimizer_post_validation": True,
         },
