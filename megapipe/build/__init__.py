@@ -2,7 +2,9 @@
 
 - `precision`: the dtypes of a run
 - `loss`:      what the last stage's output means, and the denominators of the average
-- `machines`:  `Machines`: stages, buffers, reducer, gather, optimizer, engines of this rank
+- `forward_machines`: `ForwardMachines`: stages, their parameters, channels and forward engines of this rank
+- `machines`:  `Machines`: the same for training: reducer, gather, optimizer, engines
+- `saved_weights`: a checkpoint's weights into a rank's stages
 - `updates`:   `RowUpdates`: weight versions and optimizer steps inside a row (asynchronous schedules)
 - `datasets`:  the data sets and tokenizer a configuration names
 """

@@ -1,5 +1,4 @@
-"""`ForwardMachines`: the stages of one rank with their parameters, and what runs them forwards: for generation, evaluation, conversion
-checks. `Machines` adds what training needs."""
+"""`ForwardMachines`: the stages of one rank with their parameters, and what runs them forwards. `Machines` adds what training needs."""
 
 from __future__ import annotations
 
@@ -20,15 +19,17 @@ from megapipe.pipeline.stage import StageRunner
 from megapipe.planner.run_plan import RunPlan
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.weight_queue import WeightQueue
 
 DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
 
 
 class ForwardMachines:
-    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards.
+    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards: for generation and evaluation.
 
     groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records actions; the
-    groups carry their own.
+    groups carry their own. trains: with main gradients, queues for split backwards, and the versions of the weights the schedule needs.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class ForwardMachines:
         device: torch.device,
         draw_slice: DrawSlice | None = None,
         tracer: Tracer | None = None,
+        *,
+        trains: bool = False,
     ) -> None:
         self.plan = plan
         self.groups = groups
@@ -50,9 +53,9 @@ class ForwardMachines:
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
         for stage in plan.placement.stages_of(self.coordinates.pp_rank):
-            self._add_stage(stage, draw_slice or self._draw)
+            self._add_stage(stage, draw_slice or self._draw, trains)
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=max(2, plan.send_depth))
-        self._engines: dict[int, Engine] = {}
+        self._forward_engines: dict[int, Engine] = {}
 
     @property
     def is_last_stage(self) -> bool:
@@ -61,41 +64,46 @@ class ForwardMachines:
 
     @property
     def reports_loss(self) -> bool:
-        """Of all ranks of one replica, the one whose losses are counted."""
+        """Of all ranks that compute a microbatch's loss, this one is counted."""
         return self.is_last_stage and self.coordinates.tp_rank == 0
 
     def forward_engine(self, num_microbatches: int) -> Engine:
         """The engine of this rank's forward-only row."""
-        if num_microbatches not in self._engines:
+        if num_microbatches not in self._forward_engines:
             schedule = self.plan.forward_schedule(num_microbatches)
             engine = Engine(schedule, self.coordinates.pp_rank, self.runners, self.channels, tracer=self.tracer)
-            self._engines[num_microbatches] = engine
-        return self._engines[num_microbatches]
+            self._forward_engines[num_microbatches] = engine
+        return self._forward_engines[num_microbatches]
 
-    def message_of(self, seq: int) -> Callable[[int], tuple[MessageSpec, ...]]:
-        """What crosses a stage boundary with sequences of this length: hidden states [s, b, h] (no sequence parallelism)."""
-        shape = (seq, self.plan.config.training.micro_batch_size, self.plan.config.model.hidden_size)
-        return lambda boundary: (MessageSpec(shape, self.parameter_dtype),)
+    def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
+        """What crosses a stage boundary: hidden states [s, b, h], [s / tp, b, h] under sequence parallelism. seq: --seq-length if None."""
+        model, tp = self.plan.config.model, self.plan.topology.tp
+        seq = model.seq_length if seq is None else seq
+        length = seq // tp if self.plan.config.parallel.sequence_parallel else seq
+        return (MessageSpec((length, self.plan.config.training.micro_batch_size, model.hidden_size), self.parameter_dtype),)
 
     def finish_parameters(self) -> None:
         """Return when all parameters are up to date: they always are where nobody updates them."""
 
-    def _add_stage(self, stage: int, draw_slice: DrawSlice) -> None:
-        config, tp_rank, tp = self.plan.config, self.coordinates.tp_rank, self.plan.topology.tp
-        layouts = self.plan.buffers(stage, tp_rank)
-        audit_buffers(self.plan.stage_specs[stage], layouts, tp_rank, tp)
+    def _add_stage(self, stage: int, draw_slice: DrawSlice, trains: bool) -> None:
+        plan, tp_rank, tp = self.plan, self.coordinates.tp_rank, self.plan.topology.tp
+        layouts = plan.buffers(stage, tp_rank)
+        audit_buffers(plan.stage_specs[stage], layouts, tp_rank, tp)
+        queue = WeightQueue() if trains else None
         module = GPTStage(
-            config.model,
-            self.plan.partition.stages[stage],
+            plan.config.model,
+            plan.partition.stages[stage],
             self.groups.tp,
-            sequence_parallel=config.parallel.sequence_parallel,
-            recompute=config.recompute,
-            loss=config.training,
+            sequence_parallel=plan.config.parallel.sequence_parallel,
+            recompute=plan.config.recompute,
+            loss=plan.config.training,
+            weight_queue=queue,
         )
-        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, grad_dtype=None)
-        lender = self.buffers[0] if self.plan.borrows_embedding(stage) else None
-        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), lender=lender)
-        self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module)
+        num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
+        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions)
+        lender = self.buffers[0] if plan.borrows_embedding(stage) else None
+        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), GradientSlot if trains else None, lender)
+        self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module, queue)
 
     def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         return draw(spec, tp_rank, tp, self.plan.config.training.seed, self.main_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class Evaluator:
             share = mine[first : first + at_once * replicas][machines.coordinates.dp_rank :: replicas]
             count = min(self._num_microbatches, -(-min(at_once * replicas, len(mine) - first) // (size * replicas)))
             reports = machines.forward_engine(count).run(
-                Step(_Batches(tokens, share, count, size, length, machines.device), machines.message_of(length), _sums)
+                Step(_Batches(tokens, share, count, size, length, machines.device), partial(machines.message, seq=length), _sums)
             )
             if machines.reports_loss:
                 sums += torch.stack(reports).sum(0)

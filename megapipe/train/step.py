@@ -153,7 +153,7 @@ class TrainStep:
         machines.gather.finish()
         count = len(microbatches)
         run = Step(microbatches, machines.message, self._average.objective(lambda: 1.0))
-        reports = machines.engine(count, training=False).run(run)
+        reports = machines.forward_engine(count).run(run)
         replicas, world = machines.groups.dp_cp.size, machines.groups.world
         return self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device).wait()
 

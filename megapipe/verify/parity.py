@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapipe.build.forward_machines import DrawSlice
 from megapipe.build.loss import StepLoss
-from megapipe.build.machines import DrawSlice, Machines
+from megapipe.build.machines import Machines
 from megapipe.comm.collectives import broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.model.microbatch import Microbatch

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import DrawSlice
+from megapipe.build.forward_machines import DrawSlice
 from megapipe.model.init import draw
 from megapipe.sharding.spec import Init, ParamSpec
 
