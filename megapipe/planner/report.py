@@ -91,7 +91,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     if copies:
         once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
     if plan.topology.mirrored_pipeline:
-        once += ", on two pipeline ranks each"
+        once = once.removesuffix(" once") + ", on two pipeline ranks"
     yield from _table([("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True)
 
 

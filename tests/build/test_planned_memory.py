@@ -38,6 +38,18 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe", "untie_embeddings_and_output_weights": False},
     ),
+    "dualpipe_tied": (
+        2,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "untie_embeddings_and_output_weights": False},
+    ),
+    "dualpipe_zero1": (
+        4,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "use_distributed_optimizer": True, "ddp_bucket_size": 500},
+    ),
+    "dualpipe_v": (
+        2,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe-v", "num_virtual_stages_per_pipeline_rank": 2},
+    ),
     "pipedream": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0}),
     "2bw_zero1": (
         4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -67,14 +68,11 @@ def machines_of(config: Config, rank: int, world_size: int) -> Machines:
     return Machines(plan, groups, torch.device("cpu"), drawn_slices(7, torch.float32))
 
 
-def evaluation_and_oracle(rank: int, world_size: int) -> tuple[float, float]:
-    """Losses of one batch without dropout, after two steps with it: of the grid and of the reference."""
-    config = configuration(
-        plain_grid(tp=2, pp=2, dp=2, **INTERLEAVED, hidden_dropout=0.2, attention_dropout=0.3, microbatches=3, **SHARDED)
-    )
+def evaluation_and_oracle(rank: int, world_size: int, config: Config, count: int) -> tuple[float, float]:
+    """Losses of one batch without dropout, after two steps of `count` microbatches with it: of the grid and of the reference."""
     machines = machines_of(config, rank, world_size)
     oracle = Oracle(machines.plan.config, whole_weights(machines.plan.specs, drawn_slices(7, torch.float32)))
-    batches = random_batches(machines.plan.config, 2, [3, 3, 2], seed=1)
+    batches = random_batches(machines.plan.config, 2, [count, count, count - 1], seed=1)
     step = TrainStep(machines)
     for number, batch in enumerate(batches[:2]):
         step.run(share_of(machines, batch, number), Rates(0.02, 0.0))
@@ -83,12 +81,18 @@ def evaluation_and_oracle(rank: int, world_size: int) -> tuple[float, float]:
     sums = [oracle.model(tokens, labels, torch.ones(tokens.shape))[0] for tokens, labels in parts]
     expected = torch.stack(sums).mean().item() / parts[0][0].numel()
     dp_rank = machines.coordinates.dp_rank
-    without_keys = Microbatches(2, lambda k: batches[2][2 * k + dp_rank], None, machines.device)
+    without_keys = Microbatches(count - 1, lambda k: batches[2][2 * k + dp_rank], None, machines.device)
     return step.evaluate(without_keys).loss, expected
 
 
-def test_evaluation_equals_reference_without_dropout(rank_pools: Pools) -> None:
-    for loss, expected in rank_pools(8).run(evaluation_and_oracle):
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [(INTERLEAVED, 3), ({"schedule": "dualpipe"}, 4), ({"schedule": "dualpipe-v", "chunks": 2}, 4)],
+    ids=["interleaved", "two directions, more microbatches in one", "V"],
+)
+def test_evaluation_equals_reference_without_dropout(rank_pools: Pools, schedule: dict[str, Any], count: int) -> None:
+    grid = plain_grid(tp=2, pp=2, dp=2, hidden_dropout=0.2, attention_dropout=0.3, **SHARDED) | schedule | {"microbatches": count}
+    for loss, expected in rank_pools(8).run(evaluation_and_oracle, configuration(grid), count):
         assert loss == pytest.approx(expected, rel=1e-10)
 
 

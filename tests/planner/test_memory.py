@@ -83,6 +83,18 @@ def test_the_whole_grid_holds_every_parameter_once_and_the_copy_of_the_tied_embe
     assert 4 * parameters <= held < 4.02 * parameters
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_directions_hold_every_parameter_twice_and_share_its_optimizer_state(tied: bool) -> None:
+    """6 + 12 / (2 dp) bytes for each held copy in bf16."""
+    changes = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 4, "dtype": "bf16", "global_batch_size": 32}
+    plan = resolve(wish(**changes, use_distributed_optimizer=True, untie_embeddings_and_output_weights=not tied), 8)
+    parameters = sum(spec.num_elements for spec in plan.specs)
+    held = {item: sum(rank.items[item] for rank in all_rank_memory(plan)) for item in ("weights", "gradients", "optimizer")}
+    assert 2 * 2 * parameters <= held["weights"] < 1.02 * 2 * 2 * parameters
+    assert 2 * 4 * parameters <= held["gradients"] < 1.02 * 2 * 4 * parameters
+    assert 12 * parameters / 2 <= held["optimizer"] < 1.02 * 12 * parameters / 2  # the other half is on the other dp rank
+
+
 @pytest.mark.parametrize(
     ("changes", "weight", "gradient", "optimizer"),
     [

@@ -53,6 +53,15 @@ def test_the_printed_parameters_of_the_stages_sum_to_the_model(tied: bool) -> No
         assert total == model
 
 
+def test_a_pipeline_in_two_directions_says_that_parameters_are_held_twice() -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=4, pipeline_schedule="dualpipe", global_batch_size=16), 4)
+    text = plan_text(plan)
+    assert "schedule dualpipe, every parameter on two pipeline ranks\n" in text
+    *stages, (_, total, note) = stage_rows(text)
+    assert [" ".join(words[1:]) for words, _, _ in stages] == ["0, 3", "1 to 2", "1 to 2", "0, 3"]
+    assert (total, note) == (sum(spec.num_elements for spec in plan.specs), "every element of the model, on two pipeline ranks")
+
+
 def test_an_uneven_cut_shows_its_layers() -> None:
     text = plan_text(resolve(wish(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettttttt|tL"), 2))
     assert [holds for _, _, holds in stage_rows(text)][:2] == ["embedding, layers 0 to 6", "layer 7, head"]

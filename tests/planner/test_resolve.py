@@ -105,6 +105,13 @@ def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> Non
     assert plan.head_start(4) == (1, 0)  # 0F0; the message it sends is first behind the border
 
 
+@pytest.mark.parametrize("pp", [2, 4, 6, 8])
+def test_both_holders_of_a_stage_gather_its_parameters_in_one_order(pp: int) -> None:
+    plan = resolve(wish(pipeline_schedule="dualpipe", pipeline_model_parallel_size=pp, num_layers=8, global_batch_size=4 * pp), pp)
+    for pp_rank in range(pp):
+        assert plan.order_of_first_use(pp_rank) == plan.order_of_first_use(pp - 1 - pp_rank)
+
+
 def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:
     plan = resolve(
         wish(pipeline_model_parallel_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 40), train_iters=None, train_samples=200), 4

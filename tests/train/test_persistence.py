@@ -65,6 +65,17 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "ddp_bucket_size": 500,
         },
     ),
+    "pp2_two_directions_dp2_zero_bf16": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe",
+            "global_batch_size": 16,
+            "use_distributed_optimizer": True,
+            "dtype": "bf16",
+            "ddp_bucket_size": 500,
+        },
+    ),
     "tp4_shared_kv_heads_untied": (
         4,
         {"tensor_model_parallel_size": 4, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
@@ -84,6 +95,14 @@ OTHERS = {
     "pp2_chunks2_dp2_zero_to_tp2": (
         GRIDS["pp2_chunks2_dp2_zero_bf16"],
         (2, {"tensor_model_parallel_size": 2, "dtype": "bf16", "make_vocab_size_divisible_by": 32}),
+    ),
+    "two_directions_zero_to_pp2_dp2": (
+        GRIDS["pp2_two_directions_dp2_zero_bf16"],
+        (4, {"pipeline_model_parallel_size": 2, "global_batch_size": 16, "dtype": "bf16"}),
+    ),
+    "tp2_to_two_directions": (
+        (2, {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 32}),
+        (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 8}),
     ),
     "tp4_fp32_to_dp2_zero_bf16": (
         (4, {"tensor_model_parallel_size": 4, "num_query_groups": 2, "make_vocab_size_divisible_by": 32}),

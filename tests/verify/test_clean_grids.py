@@ -18,6 +18,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "fp64",
         GPT2 | WIDE | {"chunks": 2, "global_batch_size": 6, "qk_layernorm": True, "num_query_groups": 1, "eod_mask_loss": True},
     ),
+    "two directions": (
+        8,
+        "fp64",
+        GPT2 | WIDE | {"pipeline_schedule": "dualpipe", "global_batch_size": 12, "calculate_per_token_loss": True, "eod_mask_loss": True},
+    ),
     "llama-documents": (
         4,
         "fp64",

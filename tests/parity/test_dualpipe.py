@@ -1,0 +1,87 @@
+"""DualPipe and DualPipeV against the plain reference; both copies of every parameter equal to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.build.machines import Machines
+from megapipe.comm.collectives import gather_objects
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.planner.resolve import resolve
+from megapipe.train.step import Rates, TrainStep
+from megapipe.verify.batches import random_batches, share_of
+from megapipe.verify.weights import drawn_slices
+from tests.harness import RankPool
+from tests.parity.comparison import assert_equals_reference
+from tests.parity.configuration import configuration
+from tests.parity.options import Grid, plain_grid, world_of
+
+Pools = Callable[[int], RankPool]
+
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
+EVERYTHING = {
+    "tp": 2,
+    "pp": 2,
+    "dp": 2,
+    "sequence_parallel": True,
+    "kv_heads": "one",
+    "qk_layernorm": True,
+    "recompute": "core_attn layernorm mlp",
+    "hidden_dropout": 0.2,
+    "attention_dropout": 0.3,
+    "clip_grad": 0.05,
+    **SHARDED,
+}
+
+
+def two_ways(microbatches: int, **changes: Any) -> Grid:
+    return plain_grid(**changes) | {"schedule": "dualpipe", "microbatches": microbatches}
+
+
+def folded(microbatches: int, **changes: Any) -> Grid:
+    return plain_grid(**changes) | {"schedule": "dualpipe-v", "chunks": 2, "microbatches": microbatches}
+
+
+GRIDS = {
+    "pp 2": two_ways(4, pp=2),
+    "pp 4, untied, per token": two_ways(10, pp=4, tied=False, calculate_per_token_loss=True, documents="all"),
+    "pp 4, dp 2, each with a gradient of its own": two_ways(8, pp=4, dp=2, overlap_grad_reduce=True, bucket="one parameter"),
+    "everything": two_ways(6, **EVERYTHING),
+    "embedding alone, head alone": two_ways(4, pp=2, dp=2, rank_order="tp-cp-pp-dp", cut="empty stages", **SHARDED),
+    "V of pp 2": folded(5, pp=2, tied=False),
+    "V of pp 4": folded(8, pp=4, dp=2, overlap_grad_reduce=True),
+    "V, everything": folded(4, **EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_dualpipe_equals_reference(rank_pools: Pools, name: str) -> None:
+    assert_equals_reference(rank_pools(world_of(GRIDS[name])), GRIDS[name])
+
+
+def different_copies(rank: int, world_size: int, config: Config) -> list[str]:
+    """Trains two steps; the parameters of which two ranks hold different bits."""
+    plan = resolve(config, world_size)
+    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"), drawn_slices(7, torch.float32))
+    step, dp = TrainStep(machines), plan.topology.dp
+    for number, batch in enumerate(random_batches(plan.config, dp, [4, 4], seed=1)):
+        step.run(share_of(machines, batch, number), Rates(0.02, 0.1))
+    machines.gather.finish()
+    mine = {(stage, name): buffers.parameter(name).detach() for stage, buffers in machines.buffers.items() for name in buffers.names}
+    every = gather_objects(mine, machines.groups.replicas)
+    assert len(every) == 2 * dp and all(other.keys() == mine.keys() for other in every)
+    return [
+        f"stage {stage} {name}" for other in every for (stage, name), values in other.items() if not torch.equal(values, mine[stage, name])
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated optimizer", "distributed optimizer"])
+def test_both_copies_of_every_parameter_are_the_same_to_the_bit_after_updates(rank_pools: Pools, dtype: str, sharded: bool) -> None:
+    config = configuration(two_ways(4, pp=2, dp=2, hidden_dropout=0.1, **(SHARDED if sharded else {})), dtype)
+    assert rank_pools(4).run(different_copies, config) == [[]] * 4
