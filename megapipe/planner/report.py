@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megapipe.planner.bubble import predicted_timeline
+from megapipe.planner.bubble import expected_bubble
 from megapipe.planner.flops import step_flops
 from megapipe.planner.memory import RankMemory, all_rank_memory, stage_activation_bytes
 from megapipe.planner.run_plan import RunPlan
@@ -200,11 +200,10 @@ def _batch(plan: RunPlan) -> Iterator[str]:
 def _bubble(plan: RunPlan) -> Iterator[str]:
     if plan.topology.pp == 1:
         return
-    timeline = predicted_timeline(plan, plan.batch.full // plan.batch.samples_per_microbatch)
-    yield (
-        f"  bubble   {timeline.barrier_bubble.share:.1%} of the ranks' time expected idle, from the first action of any rank to the last "
-        "(stages weighed by FLOPs, messages free)"
-    )
+    bubble = expected_bubble(plan, plan.batch.full // plan.batch.samples_per_microbatch)
+    ahead = plan.config.optimizer.optimizer_post_validation
+    span = "in steps that follow without a barrier" if ahead else "from the first action of any rank to the last"
+    yield f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, {span} (stages weighed by FLOPs, messages free)"
 
 
 def _tera(flops: float) -> str:

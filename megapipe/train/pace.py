@@ -13,7 +13,7 @@ import torch
 from megapipe.build.machines import Machines
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.trace import Event
-from megapipe.planner.bubble import predicted_timeline
+from megapipe.planner.bubble import expected_bubble
 from megapipe.planner.flops import step_flops
 from megapipe.planner.hardware import peak_flops
 from megapipe.schedule.action import BUSY_OPS, parse_action
@@ -92,9 +92,7 @@ class Pace:
     def _prediction(self) -> float:
         count = self._num_microbatches
         if count not in self._predicted:
-            timeline = predicted_timeline(self._machines.plan, count)
-            chained = self._machines.plan.config.optimizer.optimizer_post_validation
-            self._predicted[count] = (timeline.chained_bubble if chained else timeline.barrier_bubble).share
+            self._predicted[count] = expected_bubble(self._machines.plan, count).share
         return self._predicted[count]
 
     def _memory(self) -> int:
