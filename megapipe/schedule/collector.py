@@ -1,4 +1,4 @@
-"""Python's cycle collector, told to wait while a schedule's actions are made."""
+"""Python's cycle collector, told to wait while a schedule is made, proven or simulated."""
 
 from __future__ import annotations
 

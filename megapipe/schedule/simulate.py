@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
+from megapipe.schedule.collector import without_collector
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
@@ -155,6 +156,7 @@ class Timeline:
         return messages_sent(self.schedule)
 
 
+@without_collector
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run a valid schedule on paper. At zero latency and transfer time a lowered schedule takes exactly as long as its compute-only one.
 

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.collector import without_collector
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of, makes
 from megapipe.schedule.grid import rows_text
 from megapipe.schedule.lower import sends_of
@@ -49,6 +50,7 @@ class ValidationReport:
         )
 
 
+@without_collector
 def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationReport:
     """Prove `schedule` sound, or raise ScheduleError with the rank x slot grid and the culprit marked.
 
