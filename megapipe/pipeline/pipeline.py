@@ -22,6 +22,7 @@ from megapipe.schedule.validate import validate
 from megapipe.topology import Topology
 
 Message = Sequence[MessageSpec]
+PLAIN_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first")  # whole backwards, every stage on one rank
 
 
 @contextmanager
@@ -40,9 +41,9 @@ class Pipeline:
 
     make_stage: stage -> module, called for this rank's stages only; a module is called with the tensors of the message from the stage
     before (none for the first) and the microbatch. message: what crosses every boundary, one entry a tensor, or a function of the
-    boundary's number. loss: (last stage's output, microbatch) -> scalar. schedule: 'gpipe', '1f1b', 'interleaved' or 'auto' (interleaved
-    where a rank holds several stages). Replicas of the pipeline are the caller's: average gradients before the optimizer steps.
-    Raises ConfigError if the ranks do not divide the stages or the schedule does not take several stages a rank.
+    boundary's number. loss: (last stage's output, microbatch) -> scalar. schedule: one of PLAIN_SCHEDULES or 'auto' (interleaved where a
+    rank holds several stages, else 1f1b). Replicas of the pipeline are the caller's: average gradients before the optimizer steps.
+    Raises ConfigError if the ranks do not divide the stages or the schedule cannot run them.
     """
 
     def __init__(
@@ -64,12 +65,8 @@ class Pipeline:
         self._schedule = ("interleaved" if self._num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
         self._pp, self._loss, self._receive_depth, self._tracer = pp, loss, receive_depth, tracer
         self._message = message if callable(message) else lambda boundary: message
+        _check_schedule(self._schedule)
         self._placement = build_schedule(self._schedule, pp.size, self._num_chunks, num_microbatches=1).placement
-        if not SCHEDULES[self._schedule].is_synchronous:
-            raise ConfigError(
-                f"schedule {self._schedule} updates weights within a step, but train_step leaves that to you; use 1f1b, or give "
-                "pipeline.engine.Engine `weights` of your own"
-            )
         self.modules = {stage: make_stage(stage).to(device) for stage in self._placement.stages_of(pp.rank)}
         self._runners = {stage: StageRunner(module) for stage, module in self.modules.items()}
         self._channels = Channels.build(self._placement, pp, device)
@@ -113,3 +110,19 @@ class Pipeline:
                 channel.max_in_flight = max(depth, channel.max_in_flight or 0)
             self._engines[key] = Engine(schedule, self._pp.rank, self._runners, self._channels, tracer=self._tracer)
         return self._engines[key]
+
+
+def _check_schedule(name: str) -> None:
+    """ConfigError for schedules that ask more of a stage than to be a module. Unknown names are for `build_schedule`."""
+    family = SCHEDULES.get(name)
+    if family is None or name in PLAIN_SCHEDULES:
+        return
+    if not family.is_synchronous:
+        raise ConfigError(
+            f"schedule {name} updates weights within a step, but train_step leaves that to you; use 1f1b, or give "
+            "pipeline.engine.Engine `weights` of your own"
+        )
+    raise ConfigError(
+        f"schedule {name} splits the backward of a stage or holds it on two ranks, which plain modules do not know of; use one of "
+        f"{', '.join(PLAIN_SCHEDULES)}, or pipeline.engine.Engine with stages that queue their weight gradients"
+    )

@@ -22,12 +22,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 3, 4),
     "dp": (1, 2, 3, 4),
     "chunks": (1, 2, 3),
-    "schedule": ("auto", "whole backward", "split backward", "loop", "V"),
+    "schedule": ("auto", "whole backward", "split backward", "loop", "V", "pairs"),
     "family": (0, 1, 2),  # which of FAMILIES, counted round and round
     "memory_limit": ("pp", "pp + 1"),
     "cut": ("cost", "even", "layout", "empty stages", "first and last", "ends counted"),
     "microbatch_group": ("pp", "pp + 1"),
-    "microbatches": (1, 2, 5, "1, 2, 3"),
+    "microbatches": (1, 2, 5, 8, "1, 2, 3"),
     "micro_batch_size": (1, 2),
     "rank_order": ("tp-cp-dp-pp", "tp-cp-pp-dp", "pp-dp-cp-tp"),
     "sequence_parallel": (False, True),
@@ -99,8 +99,9 @@ FAMILIES = {
     "split backward": ("zb-h1", "zb-h2", "zb-auto"),
     "loop": ("interleaved", "breadth-first"),
     "V": ("zb-v", "v-half", "v-min"),
+    "pairs": ("dualpipe", "dualpipe-v"),
 }
-CHUNKS = {"auto": OPTIONS["chunks"], "whole backward": (1,), "split backward": (1,), "loop": (2, 3), "V": (2,)}
+CHUNKS = {"auto": OPTIONS["chunks"], "whole backward": (1,), "split backward": (1,), "loop": (2, 3), "V": (2,), "pairs": (1, 2)}
 
 
 def schedule_name(kind: str, number: int) -> str:
@@ -109,8 +110,18 @@ def schedule_name(kind: str, number: int) -> str:
     return families[number % len(families)]
 
 
+def _pairs_fit(kind: str, family: int, chunks: int, pp: int, microbatches: Any) -> bool:
+    """DualPipe(V) takes two microbatches for each rank, DualPipe an even number of both."""
+    if kind != "pairs":
+        return True
+    if schedule_name(kind, family) == "dualpipe":
+        return chunks == 1 and pp % 2 == 0 and microbatches == 8
+    return chunks == 2 and (microbatches == 8 or (microbatches == 5 and pp == 2))
+
+
 RULES = (
     Rule(("chunks", "pp"), lambda chunks, pp: chunks == 1 or pp > 1),
+    Rule(("schedule", "family", "chunks", "pp", "microbatches"), _pairs_fit),
     Rule(("schedule", "chunks"), lambda kind, chunks: chunks in CHUNKS[kind]),
     Rule(
         ("microbatch_group", "chunks", "schedule", "family"),

@@ -35,7 +35,7 @@ from tests.parity.options import (
 
 Pools = Callable[[int], RankPool]
 
-NUM_COVERING = 90
+NUM_COVERING = 93
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_DRAWN = 8
 NUM_SHARDS, SHARD_SIZE = 25, 23  # hypothesis draws some of them twice
