@@ -152,8 +152,8 @@ def _check_microbatches(plan: RunPlan) -> None:
             flag = "--global-batch-size" if size == batch.full else f"--rampup-batch-size {batch.start} {batch.increment} reaches"
             ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
             raise ConfigError(
-                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatches of {training.micro_batch_size} x "
-                f"dp {plan.topology.dp}: use {ways} instead"
+                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatch(es) of "
+                f"{training.micro_batch_size} x dp {plan.topology.dp}: use {ways} instead"
             )
         plan.schedule(count)
 

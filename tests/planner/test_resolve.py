@@ -66,7 +66,7 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         (
             DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64), "train_iters": None, "train_samples": 200},
             4,
-            r"from either end; --rampup-batch-size 16 4 reaches 20, 5 microbatches of 2 x dp 2: use 16 or 24 instead",
+            r"from either end; --rampup-batch-size 16 4 reaches 20, 5 microbatch.es. of 2 x dp 2: use 16 or 24 instead",
         ),
         ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, r"a world of 6 ranks .* multiple of 4"),
         ({"num_query_groups": 4, "tensor_model_parallel_size": 8, "global_batch_size": 3}, 8, r"--global-batch-size 3"),
