@@ -14,19 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import multiprocessing
-import os
-import platform
-import socket
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
+from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
 from plain_loop import Shape
 
 from megapipe.errors import MegapipeError
@@ -40,10 +35,6 @@ GRIDS = {
 }
 LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in another order
 ONE_PROCESS_BAR, PIPELINE_BAR = 0.97, 0.93
-
-
-class BenchError(Exception):
-    """A run that cannot give figures."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +55,19 @@ class Job:
         self.grid = GRIDS.get(name)
         self.plan = None if self.grid is None else make_plan(shape, self.grid)
         world = 1 if self.grid is None else self.grid.world
-        port = _free_port()
-        self._ranks = [_spawn(serve, shape, self.grid, rank, port) for rank in range(world)]
+        port = free_port()
+        self._ranks = [spawn(serve, shape, self.grid, rank, port) for rank in range(world)]
 
     def wait(self) -> None:
         """Return when all ranks are there."""
         for _, connection in self._ranks:
-            _answer(connection, self.name)
+            answer(connection, f"row {self.name}", TIMEOUT_SECONDS)
 
     def turn(self, steps: int) -> Turn:
         """Run some steps; every other row waits meanwhile."""
         for _, connection in self._ranks:
             connection.send(steps)
-        found: list[Measured] = [_answer(connection, self.name) for _, connection in self._ranks]
+        found: list[Measured] = [answer(connection, f"row {self.name}", TIMEOUT_SECONDS) for _, connection in self._ranks]
         simulated = 0.0
         if self.grid is not None and self.grid.pp > 1:
             assert self.plan is not None
@@ -99,35 +90,10 @@ class Job:
             process.kill()
 
 
-def _spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there, *arguments), daemon=True)
-    process.start()
-    there.close()
-    return process, here
-
-
-def _answer(connection: Connection, name: str) -> Any:
-    try:
-        if not connection.poll(TIMEOUT_SECONDS):
-            raise BenchError(f"row {name}: no answer for {TIMEOUT_SECONDS:g} s")
-        return connection.recv()
-    except EOFError:
-        raise BenchError(f"row {name}: a rank died; its error stands above") from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def check_agreement(shape: Shape) -> float:
     """That both loops train the same model: relative difference of losses and gradient norms. Raises BenchError."""
-    process, connection = _spawn(check, dataclasses.replace(shape, microbatches=min(2, shape.microbatches)))
-    worst: float = _answer(connection, "check")
+    process, connection = spawn(check, dataclasses.replace(shape, microbatches=min(2, shape.microbatches)))
+    worst: float = answer(connection, "check", TIMEOUT_SECONDS)
     process.join()
     if not worst <= LARGEST_DIFFERENCE:
         raise BenchError(f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the same model")
@@ -268,11 +234,11 @@ def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, st
     """What the figures were taken on, and whether the machine was free for them."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     said = [
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, sequence {shape.seq}, vocabulary {shape.vocab}, fp32, tied; "
         f"{shape.microbatches} microbatches of {shape.micro_batch} sequences a step; AdamW and clipping included",
-        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {_processor()}, {cores} cores; torch "
+        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {processor()}, {cores} cores; torch "
         f"{torch.__version__}",
         f"both loops agree within {difference:.0e} in loss and gradient norm over three steps",
     ]
@@ -285,12 +251,6 @@ def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, st
                 f"{name}: on a core for only {mine['on_core'].median:.0%} of the time: the machine was busy, these figures are no result"
             )
     return said
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
-    return names[0] if names else platform.machine()
 
 
 def build_parser() -> argparse.ArgumentParser:

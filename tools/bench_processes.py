@@ -1,0 +1,56 @@
+"""Processes that answer orders: what the benchmarks start their ranks with."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import socket
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class BenchError(Exception):
+    """A run that cannot give figures."""
+
+
+def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """Start target(connection, *arguments) in a process of its own; returns the process and our end of the connection."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, *arguments), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def answer(connection: Connection, who: str, timeout_seconds: float) -> Any:
+    """What the process sends next. Raises BenchError if it is silent for too long, or has ended."""
+    try:
+        if not connection.poll(timeout_seconds):
+            raise BenchError(f"{who}: no answer for {timeout_seconds:g} s")
+        return connection.recv()
+    except EOFError:
+        raise BenchError(f"{who}: a rank died; its error stands above") from None
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    return names[0] if names else platform.machine()

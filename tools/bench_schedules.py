@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+"""Pipeline schedules on emulated and on real devices: megapipe's engine, torch.distributed.pipelining, and a bare gloo loop.
+
+python tools/bench_schedules.py                              everything
+python tools/bench_schedules.py --part p4-m8 --part zero     some tables
+python tools/bench_schedules.py --page docs/schedules_benchmark.md --check   put the tables into the page; exit code 1 if a bar is missed
+
+docs/schedules_benchmark.md says what is emulated and how to read it. Needs an otherwise idle machine, and root for SCHED_FIFO.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_processes import BenchError
+from schedule_bench.cases import PARTS, QUICK
+from schedule_bench.page import bars, insert, line_of, machine, tables
+from schedule_bench.run import Result, run_cases
+
+from megapipe.errors import MegapipeError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--part", action="append", choices=tuple(PARTS), help="only this table; may be given again (default: all)")
+    parser.add_argument("--schedule", action="append", metavar="NAME", help="only this schedule; may be given again (default: all)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="counted steps of each contender (default: 10)")
+    parser.add_argument("--receive-depth", type=int, default=1, metavar="N", help="compute actions a receive is posted ahead (default: 1)")
+    parser.add_argument("--no-real-time", action="store_true", help="do not ask for SCHED_FIFO")
+    parser.add_argument("--quick", action="store_true", help="two tiny ranks for a few seconds: shows that it runs, its times mean nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's numbers")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="replace the tables between the markers of this Markdown page")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    parts = arguments.part or list(PARTS)
+    cases = list(QUICK) if arguments.quick else [case for name in PARTS if name in parts for case in PARTS[name]]
+    if arguments.schedule:
+        cases = [case for case in cases if case.schedule in arguments.schedule]
+    steps = 2 if arguments.quick else arguments.steps
+
+    def report(result: Result) -> None:
+        print(line_of(result), flush=True)
+
+    try:
+        results = run_cases(cases, steps, arguments.receive_depth, not arguments.no_real_time, report)
+    except (BenchError, MegapipeError) as error:
+        print(f"bench_schedules: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbench_schedules: interrupted", file=sys.stderr)
+        return 130
+    text = tables(results)
+    verdicts = bars(results)
+    print("\n".join(["", *text.values(), "", machine(results, steps), *(f"- {line}" for line, _ in verdicts)]))
+    if arguments.page is not None:
+        insert(arguments.page, text, machine(results, steps))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+    return int(arguments.check and not all(met for _, met in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""What is measured: a schedule at (p, m, v) with equal durations, or with real computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TORCH_HAS = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
+FAMILIES = {  # in the order of the tables: chunks a rank
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": 2,
+    "breadth-first": 2,
+    "zb-h1": 1,
+    "zb-h2": 1,
+    "zb-v": 2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table. seconds: of F, of I and of W of one stage, each; message_bytes: of an activation and of a gradient."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    seconds: float = 0.010
+    message_bytes: int = 65536
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """Who runs it: torch only where it has the family."""
+        return ("megapipe", "torch", "floor") if self.schedule in TORCH_HAS else ("megapipe", "floor")
+
+    def __str__(self) -> str:
+        return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}"
+
+
+@dataclass(frozen=True)
+class RealCase:
+    """One schedule with real computation: `layers` blocks over all stages, fp32, one thread a rank."""
+
+    schedule: str
+    ranks: int = 2
+    microbatches: int = 8
+    chunks: int = 1
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 4
+    seq: int = 256
+    vocab: int = 256
+    micro_batch: int = 1
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """Who runs it; 'alone' is one process without a pipeline, on rank 0."""
+        return ("alone", "megapipe", "torch") if self.schedule in TORCH_HAS else ("alone", "megapipe")
+
+    def __str__(self) -> str:
+        return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}, real computation"
+
+
+def _all(ranks: int, microbatches: int, seconds: float = 0.010, names: tuple[str, ...] = tuple(FAMILIES)) -> tuple[Case, ...]:
+    return tuple(Case(name, ranks, microbatches, FAMILIES[name], seconds) for name in names)
+
+
+PARTS: dict[str, tuple[Case | RealCase, ...]] = {
+    "p4-m8": _all(4, 8),
+    "p4-m32": _all(4, 32),
+    "p8-m16": _all(8, 16, names=("1f1b", "interleaved", "zb-h1", "zb-v")),
+    "zero": _all(2, 32, seconds=0.0),
+    "real": tuple(RealCase(name, chunks=FAMILIES[name]) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+}
+QUICK: tuple[Case | RealCase, ...] = (
+    Case("1f1b", 2, 3, 1, 0.002, 1024),
+    Case("zb-v", 2, 4, 2, 0.002, 1024),
+    RealCase("1f1b", microbatches=2, layers=2, hidden=16, heads=2, seq=8, vocab=16),
+)

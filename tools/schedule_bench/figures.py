@@ -1,0 +1,120 @@
+"""From what the ranks noted to figures: the replay of a schedule with the durations that really were, and what was lost beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.simulate import Costs, simulate
+
+Spans = Sequence[tuple[int, str, int, int, int]]  # devices.Span: stage, op, microbatch, start_ns, end_ns
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step of one contender, all ranks. measured: from the common start to the end of the last action."""
+
+    measured_seconds: float
+    replay_seconds: float
+    cpu_seconds: float
+
+    @property
+    def loss(self) -> float:
+        """What the step took beyond its own durations in a perfect replay, as a share of that."""
+        return self.measured_seconds / self.replay_seconds - 1
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One contender in one case. Times are lower quartiles over steps; actions: the most computing actions of a rank (a B is one)."""
+
+    steps: tuple[StepFigures, ...]
+    actions: int
+    all_actions: int
+    peak: tuple[int, ...]  # by rank: microbatches of a stage live at once, from the start of F to the end of I and W
+    delayed: int  # weight gradients that were not computed right after their input gradient
+
+    @property
+    def loss(self) -> float:
+        return lower_quartile([step.loss for step in self.steps])
+
+    @property
+    def measured_seconds(self) -> float:
+        return lower_quartile([step.measured_seconds for step in self.steps])
+
+    @property
+    def replay_seconds(self) -> float:
+        return statistics.median(step.replay_seconds for step in self.steps)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Of a step, beyond its replay."""
+        return lower_quartile([step.measured_seconds - step.replay_seconds for step in self.steps])
+
+    @property
+    def cpu_seconds_an_action(self) -> float:
+        return lower_quartile([step.cpu_seconds for step in self.steps]) / self.all_actions
+
+    @property
+    def seconds_an_action(self) -> float:
+        """Of a rank: for stages that cost nothing."""
+        return self.measured_seconds / self.actions
+
+
+def lower_quartile(values: Sequence[float]) -> float:
+    return values[0] if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def mean_durations(ranks: Iterable[Spans]) -> dict[tuple[int, Op], float]:
+    """Seconds of F, I and W of each stage, and of B as both."""
+    seconds: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    for spans in ranks:
+        for stage, op, _, start_ns, end_ns in spans:
+            seconds[stage, Op(op)].append((end_ns - start_ns) / 1e9)
+    means = {key: sum(found) / len(found) for key, found in seconds.items()}
+    for stage in {stage for stage, _ in means}:
+        means[stage, Op.B] = means.get((stage, Op.I), 0.0) + means.get((stage, Op.W), 0.0)
+    return means
+
+
+def replay_seconds(schedule: Schedule, seconds: dict[tuple[int, Op], float]) -> float:
+    """The schedule's makespan with these durations, messages free."""
+    return simulate(schedule, Costs(seconds)).makespan_seconds
+
+
+def count_actions(schedule: Schedule) -> list[int]:
+    """Of each rank: F, B, I and W."""
+    return [sum(action.op in COMPUTE_OPS for action in row) for row in schedule.rows]
+
+
+def peak_live(spans: Spans) -> int:
+    """The most microbatches of a stage that were live at once on one rank, counted from what it did."""
+    left: dict[tuple[int, int], set[str]] = {}
+    most = 0
+    for stage, op, microbatch, _, _ in spans:
+        if op == "F":
+            left[stage, microbatch] = {"I", "W"}
+            most = max(most, len(left))
+        else:
+            rest = left[stage, microbatch]
+            rest.remove(op)
+            if not rest:
+                del left[stage, microbatch]
+    return most
+
+
+def count_delayed(spans: Spans) -> int:
+    """Weight gradients of one rank that did not come right after their input gradient, but later."""
+    delayed, seen = 0, set()
+    last: tuple[int, int] | None = None  # stage and microbatch of an I that has just ended
+    for stage, op, microbatch, _, _ in spans:
+        key = stage, microbatch
+        delayed += op == "W" and key in seen and key != last
+        last = key if op == "I" else None
+        if op == "I":
+            seen.add(key)
+    return delayed

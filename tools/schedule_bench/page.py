@@ -1,0 +1,181 @@
+"""Tables of results, the bars they are held against, and their place in a Markdown page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_processes import BenchError, num_cores, processor
+
+from schedule_bench.cases import Case, RealCase
+from schedule_bench.figures import Figures, lower_quartile
+from schedule_bench.run import Result
+
+WORSE_THAN_TORCH = 0.005  # of the makespan, at four ranks
+TO_FLOOR = 1.25
+ZERO_COST_SECONDS = 300e-6
+REAL_TO_SIMULATED, REAL_BEST = 0.97, 1.83
+
+
+def part_of(case: Case | RealCase) -> str:
+    """Which table a case stands in."""
+    if isinstance(case, RealCase):
+        return "real"
+    return f"p{case.ranks}-m{case.microbatches}" if case.seconds else "zero"
+
+
+def tables(results: Sequence[Result]) -> dict[str, str]:
+    """Markdown tables by part."""
+    by_part: dict[str, list[Result]] = {}
+    for result in results:
+        by_part.setdefault(part_of(result.case), []).append(result)
+    return {part: _markdown(HEADS[_kind(part)], [ROWS[_kind(part)](result) for result in rows]) for part, rows in by_part.items()}
+
+
+def line_of(result: Result) -> str:
+    """One result as it comes."""
+    return f"{result.case}: " + " | ".join(ROWS[_kind(part_of(result.case))](result)[1:])
+
+
+def _kind(part: str) -> str:
+    return part if part in ("zero", "real") else "emulated"
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _emulated_row(result: Result) -> list[str]:
+    case, found = result.case, result.figures
+    ours, torch, floor = found["megapipe"], found.get("torch"), found["floor"]
+    return [
+        case.schedule,
+        f"{ours.replay_seconds * 1e3:.1f}",
+        f"{ours.measured_seconds * 1e3:.1f}",
+        f"**{ours.loss:.2%}**",
+        "" if torch is None else f"{torch.loss:.2%}",
+        f"{floor.loss:.2%}",
+        f"{ours.loss / floor.loss:.2f}",
+        "" if torch is None else f"{torch.measured_seconds * 1e3:.1f}",
+        " ".join(map(str, ours.peak)),
+        str(ours.delayed),
+        _microseconds(f"{f.cpu_seconds_an_action * 1e6:.0f}" for f in (ours, torch, floor) if f),
+    ]
+
+
+def _zero_row(result: Result) -> list[str]:
+    found = [result.figures.get(name) for name in ("megapipe", "torch", "floor")]
+    walls = ["" if f is None else f"{f.seconds_an_action * 1e6:.0f}" for f in found]
+    return [result.case.schedule, *walls, *("" if f is None else f"{f.cpu_seconds_an_action * 1e6:.0f}" for f in found)]
+
+
+def _real_row(result: Result) -> list[str]:
+    alone, ours, torch = (result.figures.get(name) for name in ("alone", "megapipe", "torch"))
+    assert alone is not None and ours is not None
+    return [
+        result.case.schedule,
+        f"{alone.measured_seconds * 1e3:.0f}",
+        f"{ours.measured_seconds * 1e3:.0f}",
+        f"**{_speed(alone, ours):.3f}**",
+        "" if torch is None else f"{_speed(alone, torch):.3f}",
+        f"{_to_simulated(ours):.3f}",
+    ]
+
+
+def _microseconds(values: object) -> str:
+    return " / ".join(values)  # type: ignore[call-overload]
+
+
+def _speed(alone: Figures, other: Figures) -> float:
+    """Round by round, the middle."""
+    ratios = sorted(a.measured_seconds / b.measured_seconds for a, b in zip(alone.steps, other.steps, strict=True))
+    return ratios[len(ratios) // 2]
+
+
+def _to_simulated(ours: Figures) -> float:
+    """Simulated to measured step."""
+    return 1 / (1 + lower_quartile([step.loss for step in ours.steps]))
+
+
+HEADS = {
+    "emulated": (
+        "schedule",
+        "replay ms",
+        "step ms",
+        "loss",
+        "torch's loss",
+        "floor's loss",
+        "to the floor",
+        "torch's step ms",
+        "peak by rank",
+        "W delayed",
+        "CPU us an action (megapipe / torch / floor)",
+    ),
+    "zero": ("schedule", "us an action", "torch", "floor", "CPU us an action", "torch", "floor"),
+    "real": ("schedule", "one process ms", "step ms", "to one process", "torch to one process", "simulated / measured"),
+}
+ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row}
+
+
+def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
+    """What was asked for, row by row where it is missed, and whether it is met."""
+    said: list[tuple[str, bool]] = []
+    emulated = [r for r in results if isinstance(r.case, Case) and r.case.seconds]
+    for ranks in sorted({r.case.ranks for r in emulated}):
+        rows = [r for r in emulated if r.case.ranks == ranks and "torch" in r.figures]
+        allowed = WORSE_THAN_TORCH if ranks <= 4 else 0.0
+        said += _verdict(
+            f"p {ranks}: never more than {allowed:.1%} worse than torch",
+            [(str(r.case), r.figures["megapipe"].loss - r.figures["torch"].loss <= allowed) for r in rows],
+        )
+    rows = [r for r in emulated if r.case.ranks == 4]
+    in_torch = [r for r in rows if "torch" in r.figures]
+    if in_torch:
+        better = sum(r.figures["megapipe"].loss < r.figures["torch"].loss for r in in_torch)
+        said.append((f"p 4: better than torch in {better} of {len(in_torch)} rows", 2 * better > len(in_torch)))
+    said += _verdict(
+        f"p 4: at most {TO_FLOOR} times the floor's loss",
+        [(str(r.case), r.figures["megapipe"].loss <= TO_FLOOR * r.figures["floor"].loss) for r in rows],
+    )
+    zero = [r for r in results if isinstance(r.case, Case) and not r.case.seconds]
+    said += _verdict(
+        f"p 2, stages that cost nothing: at most {ZERO_COST_SECONDS * 1e6:.0f} us a rank and action",
+        [(str(r.case), r.figures["megapipe"].seconds_an_action <= ZERO_COST_SECONDS) for r in zero],
+    )
+    real = [r for r in results if isinstance(r.case, RealCase)]
+    said += _verdict(
+        f"real computation: 1f1b at {REAL_TO_SIMULATED} of its own simulation",
+        [(str(r.case), _to_simulated(r.figures["megapipe"]) >= REAL_TO_SIMULATED) for r in real if r.case.schedule == "1f1b"],
+    )
+    if real:
+        best = max(_speed(r.figures["alone"], r.figures["megapipe"]) for r in real)
+        said.append((f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} asked for)", best >= REAL_BEST))
+    return said
+
+
+def _verdict(rule: str, rows: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    missed = [name for name, met in rows if not met]
+    return [(f"{rule}: {'missed by ' + ', '.join(missed) if missed else 'met'}", not missed)] if rows else []
+
+
+def machine(results: Sequence[Result], steps: int) -> str:
+    """What the figures were taken on."""
+    import torch
+
+    policy = "SCHED_FIFO" if all(r.real_time for r in results if isinstance(r.case, Case)) else "the default scheduling policy"
+    return (
+        f"{processor()}, {num_cores()} cores; torch {torch.__version__}; one thread a rank; emulated devices under {policy}; "
+        f"lower quartile of {steps} steps of each contender in turn."
+    )
+
+
+def insert(page: Path, found: dict[str, str], on: str) -> None:
+    """Replace what stands between `<!-- PART -->` and `<!-- /PART -->`; other parts stay. Raises BenchError for a part without markers."""
+    text = page.read_text()
+    for part, table in found.items():
+        pattern = re.compile(rf"(<!-- {part} -->\n).*?(<!-- /{part} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise BenchError(f"{page} has no markers <!-- {part} --> and <!-- /{part} -->")
+        text = pattern.sub(lambda match, table=table: f"{match[1]}\n{on}\n\n{table}\n\n{match[2]}", text)
+    page.write_text(text)

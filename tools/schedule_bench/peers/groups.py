@@ -1,0 +1,13 @@
+"""Process groups of the peers: each has one of its own, with its own connections and threads."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+def new_group(num_ranks: int, timeout_seconds: float) -> Any:
+    """A gloo group of all ranks; to be called by all of them in one order."""
+    return dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_seconds), backend="gloo")

@@ -1,0 +1,122 @@
+"""Runs cases: starts the ranks, gives them orders, turns their notes into figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench_processes import answer, free_port, spawn
+
+from megapipe.schedule.action import Op
+from megapipe.schedule.schedule import Schedule
+from schedule_bench.cases import Case, RealCase
+from schedule_bench.figures import (
+    Figures,
+    StepFigures,
+    count_actions,
+    count_delayed,
+    mean_durations,
+    peak_live,
+    replay_seconds,
+)
+
+TIMEOUT_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case by contender. real_time: whether it ran under SCHED_FIFO."""
+
+    case: Case | RealCase
+    figures: dict[str, Figures]
+    real_time: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return {"case": asdict(self.case), "real_time": self.real_time, "contenders": {name: asdict(f) for name, f in self.figures.items()}}
+
+
+class Ranks:
+    """Processes that run cases for one number of ranks."""
+
+    def __init__(self, count: int, real_time: bool) -> None:
+        from schedule_bench.rank import serve  # brings torch
+
+        port = free_port()
+        self._ranks = [spawn(serve, rank, count, port, real_time) for rank in range(count)]
+        self.real_time = all(answer(connection, "start", TIMEOUT_SECONDS) for _, connection in self._ranks)
+
+    def run(self, case: Case | RealCase, steps: int, receive_depth: int) -> Result:
+        from schedule_bench.rank import Order, RankCase
+
+        for _, connection in self._ranks:
+            connection.send(Order(case, steps, receive_depth))
+        found: list[RankCase] = [answer(connection, str(case), TIMEOUT_SECONDS) for _, connection in self._ranks]
+        figures = {}
+        for name in case.contenders:
+            schedule = found[0].schedules[name]
+            by_step = list(zip(*(rank.steps[name] for rank in found), strict=True))
+            figures[name] = (_real_figures if isinstance(case, RealCase) else _emulated_figures)(schedule, by_step)
+        return Result(case, figures, self.real_time)
+
+    def close(self) -> None:
+        for _, connection in self._ranks:
+            connection.send(None)
+        for process, _ in self._ranks:
+            process.join(20)
+
+    def kill(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+
+
+def _emulated_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Figures:
+    steps = []
+    for ranks in by_step:
+        end = max(span.end_ns for rank in ranks for span in rank.spans)
+        replay = replay_seconds(schedule, mean_durations(rank.spans for rank in ranks))
+        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
+    last = by_step[-1]
+    actions = count_actions(schedule)
+    delayed = sum(count_delayed(rank.spans) for rank in last)
+    return Figures(tuple(steps), max(actions), sum(actions), tuple(peak_live(rank.spans) for rank in last), delayed)
+
+
+def _real_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Figures:
+    """replay: where action times are known (megapipe), else 0."""
+    steps = []
+    for ranks in by_step:
+        seconds = {(stage, Op(op)): sum(t) / len(t) for rank in ranks for (stage, op), t in rank.action_seconds.items()}
+        replay = replay_seconds(schedule, seconds) if seconds else 0.0
+        end = max(rank.end_ns for rank in ranks)
+        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
+    actions = count_actions(schedule)
+    return Figures(tuple(steps), max(actions), sum(actions), (), 0)
+
+
+def run_cases(
+    cases: Iterable[Case | RealCase], steps: int, receive_depth: int, real_time: bool, report: Callable[[Result], None]
+) -> list[Result]:
+    """All cases in order, neighbours of one size on the same processes; `report` sees each result as it comes.
+
+    Real computation never runs under SCHED_FIFO: two busy ranks would be throttled.
+    """
+    results: list[Result] = []
+    ranks: Ranks | None = None
+    key: tuple[int, bool] | None = None
+    try:
+        for case in cases:
+            wanted = case.ranks, real_time and isinstance(case, Case)
+            if wanted != key or ranks is None:
+                if ranks is not None:
+                    ranks.close()
+                ranks, key = Ranks(*wanted), wanted
+            results.append(ranks.run(case, steps, receive_depth))
+            report(results[-1])
+        if ranks is not None:
+            ranks.close()
+    except BaseException:
+        if ranks is not None:
+            ranks.kill()
+        raise
+    return results

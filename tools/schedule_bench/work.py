@@ -1,0 +1,71 @@
+"""What the contenders of a case are given alike: stages, one step's batch, the loss, the shape of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megapipe.comm.channels import MessageSpec
+from megapipe.schedule.build import build_schedule
+from megapipe.schedule.schedule import Schedule
+from schedule_bench.cases import Case, RealCase
+from schedule_bench.devices import WIDTH, EmulatedStage, Stages, Stopwatch
+from schedule_bench.model import TransformerStage, draw_batch, loss_of
+
+
+class Contender(Protocol):
+    """One way to run a step. `schedule`: the actions that it really runs, without messages, for the replay."""
+
+    schedule: Schedule
+
+    def begin_step(self) -> None:
+        """Before the clock starts."""
+
+    def step(self) -> None:
+        """What is timed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """inputs, labels: of the whole step, cut into microbatches along their first axis. output: of the last stage, for one
+    microbatch. watch: of an emulated device, else idle."""
+
+    case: Case | RealCase
+    message: MessageSpec
+    output: MessageSpec
+    inputs: Tensor
+    labels: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    watch: Stopwatch
+
+    def schedule(self) -> Schedule:
+        """The schedule of the case as megapipe has it."""
+        return build_schedule(self.case.schedule, self.case.ranks, self.case.chunks, self.case.microbatches)
+
+    def stages(self, numbers: tuple[int, ...], num_stages: int) -> Stages:
+        """Fresh modules for some stages."""
+        case = self.case
+        if isinstance(case, Case):
+            return Stages(numbers, lambda stage, queue: EmulatedStage(stage, self.watch, queue))
+        return Stages(numbers, lambda stage, queue: TransformerStage(case, stage, num_stages, queue))
+
+    def microbatches(self) -> list[tuple[Tensor, Tensor]]:
+        """(input, label) of each."""
+        count = self.case.microbatches
+        return list(zip(self.inputs.chunk(count), self.labels.chunk(count), strict=True))
+
+
+def make_work(case: Case | RealCase) -> Work:
+    """What one contender is given; every call makes its own."""
+    if isinstance(case, RealCase):
+        message = MessageSpec((case.micro_batch, case.seq, case.hidden), torch.float32)
+        output = MessageSpec((case.micro_batch, case.seq, case.vocab), torch.float32)
+        return Work(case, message, output, *draw_batch(case), loss_of, Stopwatch(0.0))
+    rows = case.message_bytes // 4 // WIDTH
+    inputs = torch.ones(case.microbatches * rows, WIDTH)
+    message = MessageSpec((rows, WIDTH), torch.float32)
+    return Work(case, message, message, inputs, torch.zeros(case.microbatches), lambda output, label: output.sum(), Stopwatch(case.seconds))
