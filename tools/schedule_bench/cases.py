@@ -30,7 +30,7 @@ class Case:
     @property
     def contenders(self) -> tuple[str, ...]:
         """Who runs it: torch only where it has the family."""
-        return ("megapipe", "torch", "floor") if self.schedule in TORCH_HAS else ("megapipe", "floor")
+        return ("megapipe", "torch", "floor", "wire") if self.schedule in TORCH_HAS else ("megapipe", "floor", "wire")
 
     def __str__(self) -> str:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}"

@@ -24,7 +24,7 @@ from megapipe.topology import Topology
 from schedule_bench.cases import Case, RealCase
 from schedule_bench.devices import Span
 from schedule_bench.megapipe_side import Alone, MegapipeSide
-from schedule_bench.peers.floor import Floor
+from schedule_bench.peers.floor import Floor, Wire
 from schedule_bench.peers.groups import new_group
 from schedule_bench.peers.torch_side import TorchSide
 from schedule_bench.work import Contender, Work, make_work
@@ -74,7 +74,7 @@ def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: b
     here = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
     start(here, "gloo", TIMEOUT_SECONDS, "cpu")
     groups = build_process_groups(Topology(pp=ranks), rank, "gloo", TIMEOUT_SECONDS)
-    others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor")}
+    others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor", "wire")}
     gc.collect()
     gc.freeze()  # what is there now is no garbage: no step pays for looking at it
     while (order := connection.recv()) is not None:
@@ -96,6 +96,7 @@ def _run_case(order: Order, rank: int, groups: ProcessGroups, others: dict[str, 
     makers: dict[str, Callable[[Work], Contender]] = {
         "megapipe": lambda work: MegapipeSide(work, groups.pp, order.receive_depth, tracer if is_real else None),
         "torch": lambda work: TorchSide(work, rank, others["torch"]),
+        "wire": lambda work: Wire(work, rank, others["wire"]),
         "floor": lambda work: Floor(work, rank, others["floor"]),
         "alone": lambda work: Alone(work, rank),
     }

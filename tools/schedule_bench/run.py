@@ -16,6 +16,7 @@ from schedule_bench.figures import (
     StepFigures,
     count_actions,
     count_delayed,
+    critical_path,
     mean_durations,
     peak_live,
     replay_seconds,
@@ -75,7 +76,8 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Fig
     for ranks in by_step:
         end = max(span.end_ns for rank in ranks for span in rank.spans)
         replay = replay_seconds(schedule, mean_durations(rank.spans for rank in ranks))
-        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
+        path = critical_path(schedule, [rank.spans for rank in ranks])
+        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks), path))
     last = by_step[-1]
     actions = count_actions(schedule)
     delayed = sum(count_delayed(rank.spans) for rank in last)

@@ -1,64 +1,133 @@
-"""The floor: the schedule's sleeps and messages in a bare gloo loop. What it loses, no engine over gloo gets back."""
+"""The floor: the schedule in a bare gloo loop. What it loses, no engine on these stages and over gloo gets back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 from schedule_bench.work import Work
 
+Key = tuple[int, int | None]  # stage, microbatch
 
-class Floor:
-    """All receives are posted when the step starts, what is made is sent at once, and nothing else is done: no autograd, no buffers."""
+
+class Wire:
+    """Sleeps and messages alone: all receives are posted when the step starts, what is made is sent at once, and nothing else is done."""
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
         self.schedule: Schedule = work.schedule()
-        self._rank, self._group, self._watch = rank, group, work.watch
-        self._row = self.schedule.rows[rank]
-        self._outgoing = torch.ones(work.message.shape, dtype=work.message.dtype)
-        self._incoming = [message for action in self._row if (message := self._message(action.stage, action.op, action.microbatch))]
-        self._buffers = {message: torch.empty_like(self._outgoing) for message in self._incoming}
+        self._rank, self._group, self.work = rank, group, work
+        self._row = [action for action in self.schedule.rows[rank] if action.op in COMPUTE_OPS]
+        self._routes = {action: (self._comes_from(action), self._goes_to(action)) for action in self._row}
+        self._buffers = {
+            action: torch.empty(work.message.shape, dtype=work.message.dtype) for action in self._row if self._routes[action][0] is not None
+        }
+        self._tensor = torch.ones(work.message.shape, dtype=work.message.dtype)
+        self._numbers: dict[tuple[int, str], int] = {}
 
     def begin_step(self) -> None:
-        pass
+        self._numbers.clear()
 
     def step(self) -> None:
-        placement, last = self.schedule.placement, self.schedule.num_stages - 1
-        receives = {
-            message: dist.irecv(self._buffers[message], group=self._group, group_src=message[0], tag=message[1])
-            for message in self._incoming
-        }
+        receives = {}
+        for action, buffer in self._buffers.items():
+            peer, tag = self._routes[action][0]  # type: ignore[misc]
+            receives[action] = dist.irecv(buffer, group=self._group, group_src=peer, tag=tag)
         sends = []
-        numbers: dict[tuple[int, str], int] = {}
-        for stage, op, microbatch in self._row:
-            if op is Op.OVERLAP:
-                continue
-            message = self._message(stage, op, microbatch)
-            if message is not None:
-                receives[message].wait()
-            for part in ("I", "W") if op is Op.B else (op.value,):
-                number = numbers[stage, part] = numbers.get((stage, part), -1) + 1
-                self._watch.pass_time(stage, part, number)
-            to_stage = stage + 1 if op is Op.F else stage - 1
-            if op is not Op.W and 0 <= to_stage <= last:
-                peer = placement.rank_of(to_stage, microbatch)
-                if peer != self._rank:
-                    tag = self._tag(to_stage, op, microbatch)
-                    sends.append(dist.isend(self._outgoing, group=self._group, group_dst=peer, tag=tag))
-        for send in sends:
-            send.wait()
+        for action in self._row:
+            if action in receives:
+                receives[action].wait()
+            made = self.compute(action, self._buffers.get(action))
+            route = self._routes[action][1]
+            if route is not None:
+                sends.append((dist.isend(made, group=self._group, group_dst=route[0], tag=route[1]), made))
+        for handle, _ in sends:
+            handle.wait()
 
-    def _message(self, stage: int, op: Op, microbatch: Any) -> tuple[int, int] | None:
-        """(sender, tag) of what an action waits for from another rank."""
-        from_stage = {Op.F: stage - 1, Op.B: stage + 1, Op.I: stage + 1}.get(op, -1)
-        if not 0 <= from_stage < self.schedule.num_stages:
+    def compute(self, action: Action, received: Tensor | None) -> Tensor:
+        """What an action does between its messages; returns what is sent."""
+        for part in ("W", "I") if action.op is Op.B else (action.op.value,):
+            key = action.stage, part
+            self._numbers[key] = number = self._numbers.get(key, -1) + 1
+            self.work.watch.pass_time(action.stage, part, number)
+        return self._tensor
+
+    def _comes_from(self, action: Action) -> tuple[int, int] | None:
+        step = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op)
+        return None if step is None else self._route(action.stage + step, action.microbatch, action.stage, action.op is Op.F)
+
+    def _goes_to(self, action: Action) -> tuple[int, int] | None:
+        step = {Op.F: 1, Op.B: -1, Op.I: -1}.get(action.op)
+        return None if step is None else self._route(action.stage + step, action.microbatch, action.stage + step, action.op is Op.F)
+
+    def _route(self, other: int, microbatch: int | None, to_stage: int, is_forward: bool) -> tuple[int, int] | None:
+        """(peer, tag) of the message between an action and `other`, the stage before or behind it; None within the rank or at an end."""
+        assert microbatch is not None
+        if not 0 <= other < self.schedule.num_stages:
             return None
-        peer = self.schedule.placement.rank_of(from_stage, microbatch)
-        return None if peer == self._rank else (peer, self._tag(stage, op, microbatch))
+        peer = self.schedule.placement.rank_of(other, microbatch)
+        return None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
 
-    def _tag(self, to_stage: int, op: Op, microbatch: int) -> int:
-        return (microbatch * self.schedule.num_stages + to_stage) * 2 + (op is Op.F)
+
+class Floor(Wire):
+    """The same loop around the stages themselves: autograd runs, and no more is done for it than a dictionary of what F leaves for I."""
+
+    def __init__(self, work: Work, rank: int, group: Any) -> None:
+        super().__init__(work, rank, group)
+        placement = self.schedule.placement
+        self.stages = work.stages(placement.stages_of(rank), placement.num_stages)
+        self._microbatches = work.microbatches()
+        self._last = placement.num_stages - 1
+        self._kept: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._local: dict[tuple[Key, bool], Tensor] = {}  # what a stage of this rank made for another of them
+        self._parts: dict[Op, Callable[[Action, Tensor | None], Tensor]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward_input,
+            Op.W: self._backward_weight,
+        }
+
+    def begin_step(self) -> None:
+        self.stages.begin_step()
+
+    def compute(self, action: Action, received: Tensor | None) -> Tensor:
+        return self._parts[action.op](action, received)
+
+    def _forward(self, action: Action, received: Tensor | None) -> Tensor:
+        stage, microbatch = key = action.stage, action.microbatch
+        inputs, label = self._microbatches[microbatch]  # type: ignore[index]
+        if stage > 0:
+            inputs = (self._local.pop((key, True)) if received is None else received).detach().requires_grad_()
+        output = self.stages[stage](inputs)
+        if stage == self._last:
+            output = self.work.loss(output, label)
+        self._kept[key] = inputs, output
+        made = output.detach()
+        self._local[(stage + 1, microbatch), True] = made
+        return made
+
+    def _backward(self, action: Action, received: Tensor | None) -> Tensor:
+        stage, microbatch = key = action.stage, action.microbatch
+        inputs, output = self._kept.pop(key)
+        gradient = None if stage == self._last else self._local.pop((key, False)) if received is None else received
+        torch.autograd.backward(output, gradient)
+        made = inputs.grad if stage > 0 else inputs
+        assert made is not None
+        self._local[(stage - 1, microbatch), False] = made
+        return made
+
+    def _backward_input(self, action: Action, received: Tensor | None) -> Tensor:
+        queue = self.stages.queues[action.stage]
+        queue.defer(action.microbatch)
+        made = self._backward(action, received)
+        queue.immediate()
+        return made
+
+    def _backward_weight(self, action: Action, received: Tensor | None) -> Tensor:
+        self.stages.queues[action.stage].run(action.microbatch)
+        return self._tensor
