@@ -54,7 +54,7 @@ class ForwardMachines:
         self.buffers: dict[int, StageBuffers] = {}
         for stage in plan.placement.stages_of(self.coordinates.pp_rank):
             self._add_stage(stage, draw_slice or self._draw, trains)
-        self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=max(2, plan.send_depth))
+        self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
         self._forward_engines: dict[int, Engine] = {}
 
     @property

@@ -103,6 +103,20 @@ class PendingReceive:
         return self._tensors
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What both ends declared last: every message is like the one before it, so this is worked out once."""
+
+    messages: tuple[MessageSpec, ...]
+    text: str
+    tag: int  # of the channel and the declaration, without a number
+
+    def fits(self, tensors: tuple[Tensor, ...]) -> bool:
+        return len(tensors) == len(self.messages) and all(
+            tensor.shape == message.shape and tensor.dtype is message.dtype for tensor, message in zip(tensors, self.messages, strict=True)
+        )
+
+
 @dataclass
 class _Header:
     """The sender's declaration under way, and what is expected here."""
@@ -149,7 +163,7 @@ class Channel:
         self._handle_peer = handle_peer  # the peer's index in the handle's group
         self._index = index
         self._number = 0
-        self._declared: str | None = None
+        self._form: _Form | None = None
         self._headers: list[_Header] = []  # not yet compared
         self._in_flight: deque[PendingSend] = deque()
 
@@ -166,15 +180,13 @@ class Channel:
             self._in_flight.popleft().wait()
         start_ns = perf_counter_ns()
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
-        text = _declaration(tuple(MessageSpec.of(tensor) for tensor in tensors))
-        handles = []
-        kept = tensors
-        if text != self._declared:
-            self._declared = text
-            header = _encode(text).to(self.device)
-            handles.append(self._post(dist.isend, header, "", header=True))
+        form, handles, kept = self._form, [], tensors
+        if form is None or not form.fits(tensors):
+            form = self._declare(tuple(MessageSpec.of(tensor) for tensor in tensors))
+            header = _encode(form.text).to(self.device)
+            handles.append(self._post(header, self._tag("", header=True)))
             kept = (*tensors, header)
-        handles += [self._post(dist.isend, tensor, text) for tensor in tensors]
+        handles += [self._post(tensor, form.tag) for tensor in tensors]
         pending = PendingSend(self, kept, handles, start_ns)
         self._in_flight.append(pending)
         return pending
@@ -183,14 +195,15 @@ class Channel:
         """Start to receive one message into new tensors. On a GPU it occupies the device until the peer sends."""
         self._check_end("post_receive", sends=False)
         start_ns = perf_counter_ns()
-        text = _declaration(messages)
-        self._headers = [header for header in self._headers if not header.compared]
-        if text != self._declared:
-            self._declared = text
+        form = self._form
+        if self._headers:
+            self._headers = [header for header in self._headers if not header.compared]
+        if form is None or form.messages != messages:
+            form = self._declare(messages)
             buffer = torch.zeros(DECLARATION_BYTES, dtype=torch.uint8, device=self.device)
-            self._headers.append(_Header(buffer, text, self._post(dist.irecv, buffer, "", header=True)))
+            self._headers.append(_Header(buffer, form.text, self._post(buffer, self._tag("", header=True))))
         tensors = tuple(torch.empty(message.shape, dtype=message.dtype, device=self.device) for message in messages)
-        handles = [self._post(dist.irecv, tensor, text) for tensor in tensors]
+        handles = [self._post(tensor, form.tag) for tensor in tensors]
         return PendingReceive(self, tensors, handles, list(self._headers), start_ns)
 
     def drain(self) -> None:
@@ -225,20 +238,28 @@ class Channel:
     def _direction_text(self) -> str:
         return f", direction {self.direction}" if self.direction else ""
 
-    def _post(self, operation: Any, tensor: Tensor, text: str, header: bool = False) -> Any:
-        end = "group_dst" if operation is dist.isend else "group_src"
+    def _declare(self, messages: tuple[MessageSpec, ...]) -> _Form:
+        text = _declaration(messages)
+        self._form = form = _Form(messages, text, self._tag(text))
+        return form
+
+    def _post(self, tensor: Tensor, tag: int) -> Any:
+        """Start one tensor's way; the peer and this rank count alike. NCCL ignores tags.
+
+        The group is asked itself: what dist.isend does before that costs as much again and checks what holds here by construction.
+        """
+        tag |= self._number & (1 << NUMBER_BITS) - 1
+        self._number += 1
+        operation = self._handle.send if self.sends else self._handle.recv
         try:
-            return operation(tensor, group=self._handle, tag=self._tag(text, header), **{end: self._handle_peer})
+            return operation([tensor], self._handle_peer, tag)
         except RuntimeError as error:
             raise self._failed(error, perf_counter_ns(), (tensor,)) from error
 
-    def _tag(self, text: str, header: bool) -> int:
-        """The tag of the next tensor: both ends count alike. NCCL ignores it."""
-        number = self._number
-        self._number += 1
+    def _tag(self, text: str, header: bool = False) -> int:
+        """The part of a tag that its messages have in common."""
         tag = self._index << FINGERPRINT_BITS | zlib.crc32(text.encode()) & (1 << FINGERPRINT_BITS) - 1
-        tag = tag << HEADER_BITS | header
-        return tag << NUMBER_BITS | number & (1 << NUMBER_BITS) - 1
+        return (tag << HEADER_BITS | header) << NUMBER_BITS
 
     def _failed(self, error: Exception, start_ns: int, tensors: tuple[Tensor, ...]) -> CommunicationError:
         verb = "sending" if self.sends else "receiving"
@@ -303,8 +324,7 @@ class Channels(Mapping[Path, Channel]):
         """Make NCCL's connections in one order on all ranks: left to the first messages they block, in an order that may circle."""
         for channel in self._channels.values():
             token = torch.zeros(1, device=channel.device)
-            operation = dist.isend if channel.sends else dist.irecv
-            channel.wait_for(channel._post(operation, token, ""), perf_counter_ns(), (token,))
+            channel.wait_for(channel._post(token, channel._tag("")), perf_counter_ns(), (token,))
         torch.cuda.synchronize()
 
     def __getitem__(self, key: Path) -> Channel:

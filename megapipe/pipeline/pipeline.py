@@ -18,7 +18,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered, build_schedule
-from megapipe.schedule.validate import validate
+from megapipe.schedule.flow import unhindered_send_depth
 from megapipe.topology import Topology
 
 Message = Sequence[MessageSpec]
@@ -105,7 +105,7 @@ class Pipeline:
                 schedule = build_lowered(self._schedule, self._pp.size, self._num_chunks, count, receive_depth=self._receive_depth)
             else:
                 schedule = build_forward_only(self._placement, count, self._receive_depth)
-            depth = max(2, validate(schedule).send_depth)
+            depth = 1 + unhindered_send_depth(schedule)
             for channel in self._channels.values():
                 channel.max_in_flight = max(depth, channel.max_in_flight or 0)
             self._engines[key] = Engine(schedule, self._pp.rank, self._runners, self._channels, tracer=self._tracer)

@@ -77,7 +77,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages},
         {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages},
         sizes.hidden_states,
-        max(2, plan.send_depth),
+        plan.send_depth,
     )
     layer_counts = plan.partition.layer_counts
     items = {

@@ -10,6 +10,7 @@ from megapipe.planner.batch import BatchSchedule
 from megapipe.planner.costs import stage_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
+from megapipe.schedule.flow import unhindered_send_depth
 from megapipe.schedule.generate.shape import Wish
 from megapipe.schedule.head_start import give_head_start
 from megapipe.schedule.partition import Partition
@@ -92,9 +93,9 @@ class RunPlan:
 
     @cached_property
     def send_depth(self) -> int:
-        """Sends a channel must be able to have under way, for every number of microbatches of the run; proven by `validate`."""
+        """Sends that a channel may have under way: for no number of microbatches of the run does one wait for room, with one to spare."""
         schedules = [made for m in self._microbatch_counts for made in (self.schedule(m), self.forward_schedule(m))]
-        return max(validate(schedule).send_depth for schedule in schedules)
+        return 1 + max(unhindered_send_depth(schedule) for schedule in schedules)
 
     @property
     def _microbatch_counts(self) -> set[int]:

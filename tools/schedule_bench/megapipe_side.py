@@ -12,8 +12,8 @@ from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.flow import unhindered_send_depth
 from megapipe.schedule.lower import lower
-from megapipe.schedule.validate import validate
 from schedule_bench.devices import Stages
 from schedule_bench.work import Work
 
@@ -25,7 +25,7 @@ class MegapipeSide:
         self.schedule = work.schedule()
         placement = self.schedule.placement
         lowered = lower(self.schedule, receive_depth)
-        depth = max(2, validate(lowered).send_depth)
+        depth = 1 + unhindered_send_depth(lowered)
         self.stages: Stages = work.stages(placement.stages_of(pp.rank), placement.num_stages)
         runners = {stage: StageRunner(_Picked(module, stage == 0), self.stages.queues[stage]) for stage, module in self.stages.items()}
         self._engine = Engine(lowered, pp.rank, runners, Channels.build(placement, pp, max_in_flight=depth), tracer=tracer)

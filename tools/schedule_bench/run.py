@@ -45,7 +45,8 @@ class Ranks:
 
         port = free_port()
         self._ranks = [spawn(serve, rank, count, port, real_time) for rank in range(count)]
-        self.real_time = all(answer(connection, "start", TIMEOUT_SECONDS) for _, connection in self._ranks)
+        permitted = [answer(connection, "start", TIMEOUT_SECONDS) for _, connection in self._ranks]
+        self.real_time = all(permitted)
 
     def run(self, case: Case | RealCase, steps: int, receive_depth: int) -> Result:
         from schedule_bench.rank import Order, RankCase

@@ -1,0 +1,41 @@
+"""With room for the depth that is named no send waits; with less, schedules that run ahead stand still."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.flow import unhindered_send_depth
+from megapipe.schedule.lower import lower
+from megapipe.schedule.machine import Machine
+from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.simulate import Costs
+from megapipe.schedule.validate import validate
+
+FAMILIES = [(name, family.chunks or (2 if family.takes_chunks else 1)) for name, family in SCHEDULES.items()]
+
+
+def makespan(schedule: Schedule, send_depth: int | None) -> float:
+    """Of a machine whose senders wait for a posted receive once `send_depth` of their messages have none."""
+    machine = Machine(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0).seconds, send_depth=send_depth)
+    assert machine.run()
+    return max(machine.clocks)
+
+
+@pytest.mark.parametrize(("name", "chunks"), FAMILIES, ids=lambda value: str(value))
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=lambda depth: f"receives {depth} ahead")
+def test_no_send_waits_for_room(name: str, chunks: int, depth: int) -> None:
+    schedule = lower(build_schedule(name, 4, chunks, 12), depth)
+    room = unhindered_send_depth(schedule)
+    assert makespan(schedule, room) == makespan(schedule, None)
+    assert room >= validate(schedule).send_depth
+
+
+def test_breadth_first_keeps_what_its_next_chunk_has_not_asked_for() -> None:
+    schedule = lower(build_schedule("breadth-first", 4, 2, 32), 1)
+    assert unhindered_send_depth(schedule) == 32 - 4
+    assert makespan(schedule, 8) > makespan(schedule, None)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert unhindered_send_depth(lower(build_schedule("1f1b", 1, 1, 4), 1)) == 0

@@ -1,0 +1,78 @@
+"""The benchmark of schedules runs, counts what it says, and puts its tables where they belong. Its times are not tested."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TOOLS = REPOSITORY / "tools"
+PAGE = "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- /real -->\nend\n"
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(TOOLS)])}
+    return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100)
+
+
+def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -> None:
+    figures, page = tmp_path / "figures.json", tmp_path / "page.md"
+    page.write_text(PAGE)
+    done = run(str(TOOLS / "bench_schedules.py"), "--quick", "--no-real-time", "--json", str(figures), "--page", str(page))
+    assert done.returncode == 0, done.stderr
+    emulated, v_shape, real = json.loads(figures.read_text())
+    assert list(emulated["contenders"]) == ["megapipe", "torch", "floor", "wire"]
+    assert [found["peak"] for found in emulated["contenders"].values()] == [[2, 1]] * 4  # 1F1B keeps p - r microbatches
+    assert {found["delayed"] for found in emulated["contenders"].values()} == {0}
+    assert v_shape["contenders"]["megapipe"]["delayed"] == v_shape["contenders"]["floor"]["delayed"] > 0
+    for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
+        assert len(found["steps"]) == 2
+        assert all(step["cpu_seconds"] > 0 for step in found["steps"])
+    for found in emulated["contenders"].values():  # 2 ms of sleep cannot be undercut: (m + p - 1) (F + I + W)
+        assert all(step["replay_seconds"] >= 4 * 0.006 for step in found["steps"])
+    assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
+    text = page.read_text()
+    assert "old" not in text and text.startswith("# Title\n<!-- p2-m3 -->\n") and "\nbetween\n" in text
+    assert text.count("| 1f1b |") == 2 and text.count("| zb-v |") == 1
+
+
+SPANS = """
+from schedule_bench.devices import Span
+from schedule_bench.figures import count_delayed, critical_path, mean_durations, peak_live, replay_seconds
+from megapipe.schedule.build import build_schedule
+
+ms = 1_000_000
+# one stage: F0 F1, B0 (W then I), then I1, something between, W1
+row = [(0, "F", 0), (0, "F", 1), (0, "W", 0), (0, "I", 0), (0, "I", 1), (0, "F", 2), (0, "W", 1)]
+print(peak_live([Span(*what, i * ms, (i + 1) * ms) for i, what in enumerate(row)]), count_delayed([Span(*what, 0, 1) for what in row]))
+
+# two ranks, one microbatch: F 1 ms, message 0.5 ms, F, own pause 0.25 ms, B 2 ms, message 0.5 ms, B
+def spans(stage, *parts):
+    return [Span(stage, op, 0, int(start * ms), int(end * ms)) for op, start, end in parts]
+ranks = [
+    spans(0, ("F", 0, 1), ("W", 5.25, 6.25), ("I", 6.25, 7.25)),
+    spans(1, ("F", 1.5, 2.5), ("W", 2.75, 3.75), ("I", 3.75, 4.75)),
+]
+schedule = build_schedule("1f1b", 2, 1, 1)
+path = critical_path(schedule, ranks)
+print(path.local_gaps, round(path.local_seconds * 1e6), path.message_gaps, round(path.message_seconds * 1e6))
+print(round(replay_seconds(schedule, mean_durations(ranks)) * 1e6))
+"""
+
+
+def test_peaks_delays_replay_and_gaps_are_those_of_a_row_written_by_hand() -> None:
+    done = run("-c", SPANS)
+    assert done.returncode == 0, done.stderr
+    # F2 comes while microbatch 1 waits for its W; of three weight gradients one is late
+    assert done.stdout.splitlines() == ["2 1", "1 250 2 1000", "6000"]
+
+
+def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here\n")
+    code = f"from pathlib import Path; from schedule_bench.page import insert; insert(Path({str(page)!r}), {{'zero': 'table'}}, 'here')"
+    done = run("-c", code)
+    assert "has no markers <!-- zero --> and <!-- /zero -->" in done.stderr
