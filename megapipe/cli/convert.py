@@ -56,6 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
     writing.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file, in GB (default: 5)")
     writing.add_argument("--tensor-model-parallel-size", type=int, default=1, help="Megatron: tp of the ranks to write for")
     writing.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="Megatron: pp of the ranks to write for")
+    writing.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="Megatron: whose names its norms have (default: transformer_engine)",
+    )
     return parser
 
 
@@ -86,6 +92,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         int(arguments.max_shard_size * 1e9),
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
+        arguments.transformer_impl == "transformer_engine",
     )
     snapshot = formats.READERS[source_format](arguments.source, wishes)
     if arguments.like is not None:

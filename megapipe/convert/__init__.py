@@ -11,4 +11,8 @@ Reading order:
 - `families`:      the architectures of Hugging Face: names and settings of each, and those that cannot be expressed
 - `safetensors_file`, `hugging_face`: a folder with config.json, safetensors files, tokenizer
 - `own`:           megapipe's checkpoints
+- `pickled`, `dcp_folder`: what Megatron's files are made of, read without running anything that is in them
+- `megatron_settings`, `megatron_ranks`, `megatron_optimizer`: its args, the slices of its ranks, its optimizers' state
+- `megatron_run`, `megatron_legacy`, `megatron_dist`, `megatron_write`: its checkpoints, `torch` and `torch_dist`, as runs that go on; back
+- `formats`:       all of them by name
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
-from megapipe.convert import hugging_face, own
+from megapipe.convert import hugging_face, megatron_dist, megatron_legacy, megatron_write, own
 from megapipe.convert.hugging_face import with_settings_of
 from megapipe.convert.snapshot import Snapshot
 from megapipe.errors import CheckpointError
@@ -29,6 +29,7 @@ class Wishes:
     max_file_bytes: int = 5 * 10**9
     tp: int = 1
     pp: int = 1
+    transformer_engine: bool = True
 
 
 def _write_own(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
@@ -41,14 +42,31 @@ def _write_hugging_face(snapshot: Snapshot, target: Path, wishes: Wishes) -> str
     return f"{target} ({architecture})"
 
 
+def _read_megatron(source: Path, wishes: Wishes) -> Snapshot:
+    folder = megatron_legacy.iteration_folder(source, wishes.step)
+    module = megatron_dist if megatron_dist.looks_distributed(folder) else megatron_legacy
+    return module.read(source, wishes.step, wishes.vocab_size, wishes.weights_only)
+
+
+def _write_megatron(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
+    folder = megatron_write.write(snapshot, target, megatron_write.Grid(wishes.tp, wishes.pp, wishes.transformer_engine))
+    return f"{folder}: in Megatron --load {target} --finetune --ckpt-format torch"
+
+
 READERS: dict[str, Callable[[Path, Wishes], Snapshot]] = {
     "hugging-face": lambda source, wishes: hugging_face.read(source, wishes.ignored_keys),
     "megapipe": lambda source, wishes: own.read(source, wishes.step),
+    "megatron": _read_megatron,
 }
-WRITERS: dict[str, Callable[[Snapshot, Path, Wishes], str]] = {"hugging-face": _write_hugging_face, "megapipe": _write_own}
+WRITERS: dict[str, Callable[[Snapshot, Path, Wishes], str]] = {
+    "hugging-face": _write_hugging_face,
+    "megapipe": _write_own,
+    "megatron": _write_megatron,
+}
 
 LOOKS: dict[str, Callable[[Path], bool]] = {
     "megapipe": lambda folder: (folder / MANIFEST_NAME).exists() or bool(steps_in(folder)),
+    "megatron": lambda folder: megatron_legacy.looks_legacy(folder) or megatron_dist.looks_distributed(folder),
     "hugging-face": lambda folder: (folder / hugging_face.CONFIG).exists(),
 }
 
