@@ -4,8 +4,8 @@
 python tools/bench_checkpoint.py --folder /some/disk
 python tools/bench_checkpoint.py --folder /some/disk --check --markdown
 
-Rounds alternate: dd writes and syncs as many bytes (`conv=fsync`), the ranks save; dd reads its file and the ranks load theirs, both after
-their pages were dropped from the cache. --check ends with 1 where saving or loading reaches less than 80 % of dd (medians).
+dd writes and syncs as many bytes (`conv=fsync`) and reads them, the ranks save and load, all reading after the pages were dropped from the
+cache; in every other round the ranks come first. --check ends with 1 where saving or loading reaches less than 80 % of dd (medians).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ COLUMNS = 1024  # of a large tensor, fp32
 LARGE_BYTES = 64 << 20  # of one large tensor over all ranks
 SMALL_SHAPE = (64, 32)
 TIMEOUT_SECONDS = 300.0
+SETTLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -166,20 +167,37 @@ class World:
             process.join(30)
 
 
-def one_round(world: World, folder: Path, state_bytes: int, figures: Figures) -> None:
+def one_round(world: World, folder: Path, state_bytes: int, figures: Figures, dd_first: bool) -> None:
+    """Who comes second finds a disk that has just been written to, so that they take turns."""
     raw, saved, small = folder / "dd", folder / "saved", folder / "small"
-    figures.add("dd write", dd(f"if=/dev/zero of={raw}", state_bytes, "conv=fsync"))
-    timed(world, figures, "save", Task("save", saved))
-    drop(raw)
-    figures.add("dd read", dd(f"if={raw} of=/dev/null", state_bytes))
-    timed(world, figures, "load", Task("load", saved))
-    raw.unlink()
-    shutil.rmtree(saved)
+
+    def of_dd() -> None:
+        figures.add("dd write", dd(f"if=/dev/zero of={raw}", state_bytes, "conv=fsync"))
+        drop(raw)
+        figures.add("dd read", dd(f"if={raw} of=/dev/null", state_bytes))
+        raw.unlink()
+        settle()
+
+    def of_ranks() -> None:
+        timed(world, figures, "save", Task("save", saved))
+        timed(world, figures, "load", Task("load", saved))
+        shutil.rmtree(saved)
+        settle()
+
+    for turn in (of_dd, of_ranks) if dd_first else (of_ranks, of_dd):
+        turn()
     figures.add("wait", timed(world, figures, "save beside", Task("beside", saved)).waited_seconds)
     shutil.rmtree(saved)
     timed(world, figures, "save small", Task("save", small, is_small=True))
     timed(world, figures, "load small", Task("load", small, is_small=True))
     shutil.rmtree(small)
+    settle()
+
+
+def settle() -> None:
+    """Let the disk come to rest."""
+    os.sync()
+    time.sleep(SETTLE_SECONDS)
 
 
 def timed(world: World, figures: Figures, row: str, task: Task) -> Answer:
@@ -268,8 +286,8 @@ def main(argv: Sequence[str]) -> int:
     world = World(arguments.ranks, (state_bytes, arguments.tensors))
     figures = Figures()
     try:
-        for _ in range(arguments.rounds):
-            one_round(world, folder, state_bytes, figures)
+        for number in range(arguments.rounds):
+            one_round(world, folder, state_bytes, figures, dd_first=number % 2 == 0)
     finally:
         world.end()
         shutil.rmtree(folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.manifest import SavedTensor
 from megapipe.checkpoint.shard_file import DTYPES
-from megapipe.checkpoint.shard_reader import ShardReader
+from megapipe.checkpoint.shard_reader import ShardReader, Wanted
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
@@ -87,7 +87,7 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 def _read(name: str, reader: ShardReader, saved: SavedTensor, box: Box) -> Tensor:
     target = TensorBox(name, saved.shape, box, torch.empty(box.num_elements, dtype=DTYPES[saved.dtype]))
-    copied = sum(reader.copy(name, saved.dtype, other, [target]) for other in saved.boxes if other.box.intersect(box))
+    copied = sum(reader.copy(Wanted(name, saved.dtype, other, [target])) for other in saved.boxes if other.box.intersect(box))
     if copied != box.num_elements:
         raise CheckpointError(f"{name}: {box.num_elements - copied} elements from row {box.offset[0]} on are in no file")
     return target.values

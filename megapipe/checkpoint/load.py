@@ -8,9 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from megapipe.checkpoint.folder import CheckpointFolder
-from megapipe.checkpoint.manifest import SavedBox
 from megapipe.checkpoint.shard_file import DTYPES
-from megapipe.checkpoint.shard_reader import ShardReader
+from megapipe.checkpoint.shard_reader import ShardReader, Wanted
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import Group
@@ -42,25 +41,25 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) ->
         by_name.setdefault(target.name, []).append(target)
     for name, targets in by_name.items():
         _check(folder, name, targets, may_round)
-    copied = dict.fromkeys(by_name, 0)
     with ShardReader(folder.path, folder.manifest.block_bytes) as reader:
-        for name, dtype, box in _in_file_order(folder, by_name):
-            copied[name] += reader.copy(name, dtype, box, by_name[name])
+        copied = reader.copy_all(_in_file_order(folder, by_name))
     for name, targets in by_name.items():
-        missing = sum(target.box.num_elements for target in targets) - copied[name]
+        missing = sum(target.box.num_elements for target in targets) - copied.get(name, 0)
         if missing:
             shape = folder.manifest.tensors[name].shape
             raise CheckpointError(f"{folder.path}: {name} of shape {list(shape)} ({math.prod(shape)} elements) lacks {missing}")
     return sum(target.values.numel() * target.values.dtype.itemsize for target in wanted)
 
 
-def _in_file_order(folder: CheckpointFolder, wanted: dict[str, list[TensorBox]]) -> list[tuple[str, str, SavedBox]]:
-    """(tensor, dtype, saved box) of all that is to be read."""
+def _in_file_order(folder: CheckpointFolder, wanted: dict[str, list[TensorBox]]) -> list[Wanted]:
     found = []
     for name, targets in wanted.items():
         saved = folder.manifest.tensors[name]
-        found += [(name, saved.dtype, box) for box in saved.boxes if any(target.box.intersect(box.box) for target in targets)]
-    return sorted(found, key=lambda entry: (entry[2].file, entry[2].start))
+        for box in saved.boxes:
+            sharing = [target for target in targets if target.box.intersect(box.box)]
+            if sharing:
+                found.append(Wanted(name, saved.dtype, box, sharing))
+    return sorted(found, key=lambda one: (one.saved.file, one.saved.start))
 
 
 def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox], may_round: bool) -> None:

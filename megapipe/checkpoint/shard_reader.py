@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +21,33 @@ from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box, rectangles
 
 READ_BYTES = 1 << 24  # of one call, at least one block; the most memory that reading takes beside the tensors themselves
+READS_AHEAD = 2
+ANNOUNCED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A saved box of a tensor, and what shares elements with it. dtype: as in the manifest."""
+
+    name: str
+    dtype: str
+    saved: SavedBox
+    targets: Sequence[TensorBox]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Bytes [low, high) of a saved box, which begin with its block `first_block`. common: each target with what it shares with the box."""
+
+    wanted: Wanted
+    common: tuple[tuple[TensorBox, Box], ...]
+    first_block: int
+    low: int
+    high: int
+
+    def where(self, folder: Path) -> str:
+        saved = self.wanted.saved
+        return f"{folder / saved.file}, tensor {self.wanted.name}@{offset_text(saved.box)}"
 
 
 class ShardReader:
@@ -37,29 +67,58 @@ class ShardReader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def copy(self, tensor_name: str, dtype: str, saved: SavedBox, targets: Sequence[TensorBox]) -> int:
-        """Copy what `targets` have in common with a saved box; returns the number of elements copied.
+    def copy_all(self, wanted: Iterable[Wanted]) -> dict[str, int]:
+        """Copy everything that `wanted` asks for, in its order; returns the number of elements copied, by tensor.
 
-        Only the blocks that hold something of it are read. Raises CheckpointError naming file and tensor.
+        Only the blocks that hold something of it are read; the disk is told of the next ones while these are checked.
+        Raises CheckpointError naming file and tensor.
         """
-        where = f"{self._folder / saved.file}, tensor {tensor_name}@{offset_text(saved.box)}"
-        item, block_bytes = ITEM_BYTES[dtype], self._block_bytes
-        common = [(target, box) for target in targets if (box := target.box.intersect(saved.box)) is not None]
-        spans = [_span(saved.box, box) for _, box in common]
-        wanted = {block for first, last in spans for block in range(first * item // block_bytes, (last * item - 1) // block_bytes + 1)}
-        copied = 0
-        for first, stop in _runs(sorted(wanted), self._blocks_at_once):
-            low, high = first * block_bytes, min(stop * block_bytes, saved.box.num_elements * item)
-            whole = self._target_memory(saved, DTYPES[dtype], common, (low // item, high // item))
-            into = self._memory(high - low) if whole is None else whole.view(torch.uint8)
-            self._read(where, saved, into, (first, low))
-            if whole is not None:
-                copied += whole.numel()
-                continue
-            values = into.view(DTYPES[dtype])
-            for box, at in _boxes_of(saved.box, low // item, high // item):
-                copied += sum(_copy(target, box, at - low // item, values) for target, _ in common)
+        copied: dict[str, int] = {}
+        ahead: deque[_Read] = deque()
+        for read in itertools.chain((read for one in wanted for read in self._reads(one)), [None]):
+            if read is not None:
+                self._announce(read)
+                ahead.append(read)
+            while ahead and (read is None or len(ahead) > READS_AHEAD):
+                first = ahead.popleft()
+                name = first.wanted.name
+                copied[name] = copied.get(name, 0) + self._copy(first)
         return copied
+
+    def copy(self, wanted: Wanted) -> int:
+        """The same for one box of one tensor; returns the number of elements."""
+        return sum(self._copy(read) for read in self._reads(wanted))
+
+    def _reads(self, wanted: Wanted) -> Iterator[_Read]:
+        item, block_bytes, saved = ITEM_BYTES[wanted.dtype], self._block_bytes, wanted.saved
+        common = tuple((target, box) for target in wanted.targets if (box := target.box.intersect(saved.box)) is not None)
+        blocks: set[int] = set()
+        for _, box in common:
+            first, last = _span(saved.box, box)
+            blocks.update(range(first * item // block_bytes, (last * item - 1) // block_bytes + 1))
+        for start, stop in _runs(sorted(blocks), self._blocks_at_once):
+            yield _Read(wanted, common, start, start * block_bytes, min(stop * block_bytes, saved.box.num_elements * item))
+
+    def _announce(self, read: _Read) -> None:
+        """Have the kernel begin to read; it takes no more than about a mebibyte from one call."""
+        if hasattr(os, "posix_fadvise"):
+            saved = read.wanted.saved
+            descriptor = self._open(saved.file, read.where(self._folder))
+            for start in range(saved.start + read.low, saved.start + read.high, ANNOUNCED_BYTES):
+                length = min(ANNOUNCED_BYTES, saved.start + read.high - start)
+                os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+
+    def _copy(self, read: _Read) -> int:
+        saved, dtype = read.wanted.saved, DTYPES[read.wanted.dtype]
+        first, last = read.low // dtype.itemsize, read.high // dtype.itemsize
+        whole = self._target_memory(saved, dtype, read.common, (first, last))
+        into = self._memory(read.high - read.low) if whole is None else whole.view(torch.uint8)
+        self._read(read, into)
+        if whole is not None:
+            return whole.numel()
+        values = into.view(dtype)
+        boxes = _boxes_of(saved.box, first, last)
+        return sum(_copy(target, box, at - first, values) for box, at in boxes for target, _ in read.common)
 
     def _target_memory(
         self, saved: SavedBox, dtype: torch.dtype, common: Sequence[tuple[TensorBox, Box]], elements: tuple[int, int]
@@ -86,29 +145,28 @@ class ShardReader:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes]
 
-    def _read(self, where: str, saved: SavedBox, into: Tensor, begin: tuple[int, int]) -> None:
-        """Fill `into` from block number begin[0], which is byte begin[1] of the box, on."""
-        number, low = begin
-        content = into.numpy().data
+    def _read(self, read: _Read, into: Tensor) -> None:
+        content, saved, where = into.numpy().data, read.wanted.saved, read.where(self._folder)
+        begin = saved.start + read.low
         try:
-            _read_fully(self._open(saved.file), content, saved.start + low, where)
+            _read_fully(self._open(saved.file, where), content, begin, where)
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from None
         for start in range(0, len(content), self._block_bytes):
             block = content[start : start + self._block_bytes]
-            found, written = zlib.crc32(block), saved.crc32[number + start // self._block_bytes]
+            found, written = zlib.crc32(block), saved.crc32[read.first_block + start // self._block_bytes]
             if found != written:
                 raise CheckpointError(
-                    f"{where} is damaged: the {len(block)} bytes from byte {saved.start + low + start} of the file on have checksum "
+                    f"{where} is damaged: the {len(block)} bytes from byte {begin + start} of the file on have checksum "
                     f"{found:08x}, they were written with {written:08x}"
                 )
 
-    def _open(self, name: str) -> int:
+    def _open(self, name: str, where: str) -> int:
         if name not in self._descriptors:
-            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            self._descriptors[name] = descriptor
+            try:
+                self._descriptors[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from None
         return self._descriptors[name]
 
 

@@ -1,0 +1,154 @@
+"""Twelve layouts of up to eight ranks: a checkpoint of each loads on each, to the bit, and training goes on there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.build.machines import Machines
+from megapipe.checkpoint.attempt import Attempt, Extras
+from megapipe.checkpoint.compare import compare
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import open_folder
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.retention import KEEP_ALL
+from megapipe.checkpoint.tensor_box import tensor_box
+from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.config.yaml_file import to_yaml
+from megapipe.planner.resolve import resolve
+from megapipe.topology import GROUP_NAMES, Topology
+from megapipe.train.persistence import boxes_to_save, load, save
+from megapipe.train.schedules import Schedules
+from megapipe.train.state import TrainingState
+from tests.harness import RankPool
+from tests.train.runs import expected, machines_of, tiny
+from tests.train.test_resume import train
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+ZERO = {"use_distributed_optimizer": True, "ddp_bucket_size": 700}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "dp4_zero": (4, ZERO),
+    "tp2": (2, {TP: 2}),
+    "tp2_sequence_dp2_zero": (4, {TP: 2, "sequence_parallel": True} | ZERO),
+    "pp2": (2, {PP: 2}),
+    "pp4_cut_by_hand": (4, {PP: 4, "pipeline_model_parallel_layout": "Et|ttt|t|tttL"}),
+    "pp2_chunks2_dp2_zero": (4, {PP: 2, "num_virtual_stages_per_pipeline_rank": 2} | ZERO),
+    "tp2_pp2_dp2_zero": (8, {TP: 2, PP: 2} | ZERO),
+    "zb_v_pp2_dp2_zero": (4, {PP: 2, "pipeline_schedule": "zb-v"} | ZERO),
+    "dualpipe_pp4_zero": (4, {PP: 4, "pipeline_schedule": "dualpipe"} | ZERO),
+    "tp4_dp2_zero_more_padding": (8, {TP: 4, "make_vocab_size_divisible_by": 32} | ZERO),
+}
+MODEL: dict[str, Any] = {
+    "num_layers": 8,
+    "num_query_groups": 2,
+    "activation": "swiglu",
+    "micro_batch_size": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+Pools = Callable[[int], RankPool]
+
+
+# --- all pairs, without processes
+
+
+def simulated(world: int, changes: dict[str, Any]) -> list[Machines]:
+    """The machines of every rank, in one process: they hold tensors and cannot communicate."""
+    plan = resolve(tiny(**MODEL, **changes), world)
+    return [Machines(plan, groups_of(plan.topology, rank), torch.device("cpu")) for rank in range(world)]
+
+
+def groups_of(topology: Topology, rank: int) -> ProcessGroups:
+    made: dict[str, Group | None] = {}
+    for name in GROUP_NAMES:
+        siblings = topology.groups(name)
+        mine = next((ranks for ranks in siblings if rank in ranks), None)
+        made[name] = None if mine is None else Group(name, mine, mine.index(rank), siblings=siblings)
+    return ProcessGroups(**made)  # type: ignore[arg-type]
+
+
+@cache
+def whole(key: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    return expected(key, name, shape)
+
+
+@pytest.fixture(scope="module")
+def all_machines() -> dict[str, list[Machines]]:
+    return {name: simulated(*layout) for name, layout in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_every_layout_loads_what_every_other_saved(tmp_path: Path, all_machines: dict[str, list[Machines]], writer: str) -> None:
+    attempt = Attempt(Disk(), tmp_path, 1, Extras({}, ""), KEEP_ALL, 1 << 22)
+    temporary = attempt.begin().temporary
+    assert temporary is not None
+    written = []
+    for rank, machines in enumerate(all_machines[writer]):
+        for held in machines.optimizer.state():
+            held.values.copy_(whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices].reshape(-1))
+        written.append(attempt.write(temporary, list(boxes_to_save(machines)), rank))
+    report = attempt.finish(temporary, written).report
+    assert report is not None, attempt.finish(temporary, written).error
+    folder = open_folder(report.path)
+    for reader, ranks in all_machines.items():
+        for machines in ranks:
+            boxes = [box for held in machines.optimizer.state() if (box := tensor_box(held.key, held.piece, held.values)) is not None]
+            for box in boxes:
+                box.values.fill_(math.nan)
+            load_tensors(folder, boxes, Group.alone("world"))
+            for box in boxes:
+                key, name = box.name.split("/", 1)
+                there = whole(key, name, box.shape)[box.box.slices].reshape(-1)
+                assert torch.equal(box.values, there), (writer, reader, box.name, box.box)
+
+
+# --- pairs with processes: there, on, and back
+
+
+def begun(rank: int, world: int, changes: dict[str, Any], root: str) -> list[float]:
+    """Two steps, a save, and the losses of the next three."""
+    machines, state = machines_of(rank, world, **MODEL, **changes), TrainingState()
+    schedules = Schedules.of(machines.plan.config)
+    train(machines, state, schedules, 2)
+    save(machines, state, schedules, Path(root), to_yaml(machines.plan.config))
+    return train(machines, state, schedules, 5)
+
+
+def taken_over(rank: int, world: int, changes: dict[str, Any], there: str, root: str) -> list[float]:
+    """Load, save the same elsewhere, and the losses of the next three steps."""
+    machines = machines_of(rank, world, **MODEL, **changes)
+    resumed = load(machines, Path(there))
+    assert resumed.schedules is not None and resumed.state.step == 2
+    save(machines, resumed.state, resumed.schedules, Path(root), to_yaml(machines.plan.config))
+    return train(machines, resumed.state, resumed.schedules, 5)
+
+
+NAMES = list(LAYOUTS)
+PAIRS = [(name, NAMES[(index * 5 + 1) % 12]) for index, name in enumerate(NAMES)]  # each once on each side
+QUICK = {"dp2", "tp2", "pp4_cut_by_hand", "zb_v_pp2_dp2_zero"}
+CASES = [pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in QUICK else pytest.mark.slow) for pair in PAIRS]
+
+
+@pytest.mark.parametrize(("first", "second"), CASES)
+def test_there_and_back_changes_no_bit_and_training_goes_on(rank_pools: Pools, tmp_path: Path, first: str, second: str) -> None:
+    here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))
+    (world, changes), (other_world, other_changes) = LAYOUTS[first], LAYOUTS[second]
+    losses = rank_pools(world).run(begun, changes, here)[0]
+    other_losses = rank_pools(other_world).run(taken_over, other_changes, here, there)[0]
+    again = rank_pools(world).run(taken_over, changes, there, back)[0]
+    assert again == losses
+    assert other_losses == pytest.approx(losses, rel=1e-6, abs=0)
+    assert len(set(losses)) == 3
+    folders = [open_folder(Path(root) / "step_00000002") for root in (here, there, back)]
+    for other in folders[1:]:
+        found = list(compare(folders[0], other))
+        assert len(found) > 60 and [one.name for one in found if not one.is_equal] == []
