@@ -1,0 +1,150 @@
+"""Every schedule trains what one process trains: against the reference, and bit for bit against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.comm.trace import Event, Tracer
+from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
+from megapipe.schedule.build import SCHEDULES
+from megapipe.train.step import Rates
+from tests.harness import RankPool
+from tests.parity.comparison import assert_equals_reference
+from tests.parity.options import FAMILIES, Grid, plain_grid, world_of
+from tests.train.grids import machines_of, step_microbatches, trainer, whole_parameters
+from tests.train.runs import tiny
+
+Pools = Callable[[int], RankPool]
+
+SPLIT, LOOPS, VS = FAMILIES["split backward"], FAMILIES["loop"], FAMILIES["V"]
+NAMES = (*FAMILIES["whole backward"], *SPLIT, *LOOPS, *VS)
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+
+
+def grid_of(name: str, **changes: Any) -> Grid:
+    return plain_grid(schedule=name, chunks=2 if name in LOOPS + VS else 1, **changes)
+
+
+GRIDS = {
+    **{f"{name} p2 tied": grid_of(name, pp=2, microbatches=5, **DROPOUT) for name in NAMES},
+    **{f"{name} p4 untied": grid_of(name, pp=4, tied=False, microbatches=5) for name in NAMES},
+    **{f"{name} p4 tied": grid_of(name, pp=4, microbatches="1, 2, 3", optimizer="sgd", clip_grad=0.05) for name in VS},
+    **{
+        f"{name} p2 tp2 dp2 {'tied' if tied else 'untied'}": grid_of(
+            name, tp=2, pp=2, dp=2, tied=tied, microbatches=5, sequence_parallel=True, recompute=recompute, **SHARDED
+        )
+        for name in ("zb-h1", "zb-v")
+        for tied, recompute in ((True, "none"), (False, "uniform 1"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_family_equals_reference(rank_pools: Pools, name: str) -> None:
+    assert_equals_reference(rank_pools(world_of(GRIDS[name])), GRIDS[name])
+
+
+def test_no_family_is_left_out() -> None:
+    elsewhere = {name for name in SCHEDULES if "pipe" in name and name != "gpipe"}  # DualPipe and PipeDream have files of their own
+    assert set(NAMES) == {name for name, family in SCHEDULES.items() if family.engine_ready} - elsewhere
+
+
+def weights_after(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's parameters after three steps with dropout, fp32."""
+    machines = machines_of(tiny(**changes), rank, world_size)
+    step = trainer(machines)
+    rows = np.random.RandomState(0).randint(0, 29, (10, 9))
+    for number in range(3):
+        step.run(step_microbatches(machines, rows, number), Rates(1e-2, 0.1))
+    return {name: tensor.clone() for name, tensor in whole_parameters(machines)}
+
+
+# layers and vocabulary such that flat buffers start and end at odd places, another on each rank
+BITS = {"num_layers": 9, "ffn_hidden_size": 23, "global_batch_size": 10, "hidden_dropout": 0.2, "attention_dropout": 0.2}
+IN_ORDER = {
+    "one chunk": [(name, {}) for name in ("1f1b", "gpipe", "naive", "zb-h1", "zb-h2", "zb-auto")],
+    "loop": [(name, {"num_virtual_stages_per_pipeline_rank": 2}) for name in LOOPS],
+    # tied, the embedding and the head of a V add to one gradient, in an order of its own in each schedule
+    "V": [(name, {"untie_embeddings_and_output_weights": True}) for name in VS],
+}
+
+
+@pytest.mark.parametrize("kind", IN_ORDER)
+def test_schedules_that_add_up_in_order_of_microbatches_agree_to_the_bit(rank_pools: Pools, kind: str) -> None:
+    """The same stages in another order of actions, with dropout and clipping: no sum is formed in another order."""
+    runs = {}
+    for name, changes in IN_ORDER[kind]:
+        changes = BITS | changes | {"pipeline_model_parallel_size": 2, "pipeline_schedule": name}
+        runs[name] = rank_pools(2).run(weights_after, changes)
+    first, *others = runs
+    for other in others:
+        for one, another in zip(runs[first], runs[other], strict=True):
+            assert one.keys() == another.keys()
+            assert [name for name in one if not torch.equal(one[name], another[name])] == [], f"{other} against {first}"
+
+
+def test_the_whole_model_agrees_to_the_bit_over_loop_v_and_line(rank_pools: Pools) -> None:
+    """Other stages on other ranks: without clipping nothing is summed over ranks but the loss."""
+    changes = BITS | {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True, "clip_grad": 0.0}
+    models = []
+    for kind in ("one chunk", "loop", "V"):
+        name, own = IN_ORDER[kind][-1]
+        held: dict[str, Tensor] = {}
+        for part in rank_pools(2).run(weights_after, changes | own | {"pipeline_schedule": name}):
+            held |= part
+        models.append(held)
+    assert len(models[0]) > 100
+    for other in models[1:]:
+        assert other.keys() == models[0].keys()
+        assert [name for name in other if not torch.equal(other[name], models[0][name])] == []
+
+
+def events_of_a_step(rank: int, world_size: int, name: str) -> list[Event]:
+    """Of the second step, in which nothing is made for the first time."""
+    tracer = Tracer()
+    config = tiny(
+        num_layers=8,
+        pipeline_model_parallel_size=2,
+        pipeline_schedule=name,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        ddp_bucket_size=400,
+        global_batch_size=32,
+    )
+    machines = machines_of(config, rank, world_size, tracer=tracer)
+    step = trainer(machines)
+    rows = np.random.RandomState(0).randint(0, 29, (32, 9))
+    step.run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
+    start = tracer.now()
+    step.run(step_microbatches(machines, rows, 1), Rates(1e-2, 0.0))
+    return [event for event in tracer.events if event.start_ns >= start]
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
+def test_a_stage_is_reduced_under_what_remains_once_its_last_weight_gradient_is_there(rank_pools: Pools, name: str) -> None:
+    for events in rank_pools(4).run(events_of_a_step, name):
+        actions = [(parse_action(event.name), event) for event in events if event.kind == "action"]
+        last_weight = {action.stage: event for action, event in actions if action.op is Op.W}  # the last of each stage
+        first, second = sorted(last_weight.values(), key=lambda event: event.end_ns)
+        end = max(event.end_ns for action, event in actions if action.op in COMPUTE_OPS)
+        reductions = [event for event in events if event.name.startswith("replicas reduce_scatter")]
+        # nothing leaves before its sum is complete, and the first stage's leave while the other stage still computes
+        assert all(event.start_ns > first.start_ns for event in reductions)
+        assert sum(first.start_ns < event.start_ns < second.start_ns for event in reductions) > 2
+        assert second.end_ns == end
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-auto"])
+def test_a_bucket_leaves_within_the_last_weight_gradient(rank_pools: Pools, name: str) -> None:
+    for events in rank_pools(4).run(events_of_a_step, name):
+        last = max((event for event in events if event.kind == "action" and event.name.endswith("W7")), key=lambda event: event.end_ns)
+        reductions = [event for event in events if event.name.startswith("replicas reduce_scatter")]
+        assert sum(last.start_ns < event.start_ns < last.end_ns for event in reductions) > 2
+        assert all(event.start_ns > last.start_ns for event in reductions)
