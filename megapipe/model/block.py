@@ -11,6 +11,7 @@ from megapipe.model.context import LayerContext
 from megapipe.model.mlp import MLP
 from megapipe.model.norm import Norm
 from megapipe.tensor_parallel.random import DropoutKey, keyed_dropout
+from megapipe.tensor_parallel.weight_gradient import Remake
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 
 
@@ -30,7 +31,7 @@ class Block(nn.Module):
         self.mlp = MLP(config, tp, sequence_parallel=sequence_parallel, recompute=recompute, queue=queue)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        remake = (self.input_layernorm.again, (hidden,)) if self.recompute_norm else None
+        remake = Remake(self.input_layernorm.again, (hidden,)) if self.recompute_norm else None
         update = self.self_attention(self.input_layernorm(hidden), context, remake)
         # in place: the update is the output of a linear or of a dropout, which nothing keeps
         hidden = self.dropout(update, context.dropout_key, self.layer, "attention_output").add_(hidden)

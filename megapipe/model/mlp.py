@@ -37,8 +37,8 @@ class MLP(nn.Module):
         if "mlp" in self.recompute:
             return self._replayed(x, norm)
         normed = norm(x)
-        middle = self.linear_fc1(normed, remake=(norm.again, (x,)) if "layernorm" in self.recompute else None)
-        remake: Remake | None = (self._activate_again, (middle,)) if self.recompute_activation else None
+        middle = self.linear_fc1(normed, remake=Remake(norm.again, (x,)) if "layernorm" in self.recompute else None)
+        remake: Remake | None = Remake(self._activate_again, (middle,)) if self.recompute_activation else None
         return self.linear_fc2(self.activation(middle), remake=remake)
 
     def _replayed(self, x: Tensor, norm: Norm) -> Tensor:

@@ -64,9 +64,9 @@ class Replay:
         return _Replayed.apply(self, *inputs)
 
     def remake(self, *inputs: Tensor) -> Remake:
-        """How the one linear that consumes the output makes it again."""
+        """How the one linear that consumes the output makes it again; without the inputs once the backward has been through here."""
         self._has_consumer = True
-        return self._again, inputs
+        return Remake(self._again, inputs, is_made_in_backward=True)
 
     def _again(self, *inputs: Tensor) -> Tensor:
         self._has_consumer = False

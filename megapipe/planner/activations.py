@@ -158,18 +158,14 @@ def replay_bytes(
 def deferred_bytes(model: ModelConfig, sizes: LocalSizes, layers: StageLayers, recompute: RecomputeConfig) -> int:
     """What a stage holds for one microbatch between I and W of a split backward: input and output gradient of each linear.
 
-    Inputs that selective recompute makes again are held as what they are made from; attention and MLP, replayed in I, hold that and
-    their output. Full recompute is over by then.
+    Inputs that selective recompute makes again are held as what they are made from; those that a replay makes, which happens in I, as they
+    are. Full recompute is over by then.
     """
     modules = frozenset(recompute.recompute_modules if recompute.recompute_granularity == "selective" else ())
     gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     width = sizes.tokens * sizes.ffn * sizes.element
     qkv = sizes.query + 2 * sizes.key
     inputs = 2 * sizes.hidden_states + sizes.query + width  # of linear_qkv and linear_fc1, linear_proj, linear_fc2
-    if "core_attn" in modules:
-        inputs += qkv + (sizes.query + sizes.key if model.qk_layernorm else 0)
-    if {"layernorm", "mlp"} <= modules:
-        inputs += sizes.hidden_states  # the replay's start, beside the norm's output that it made
     if "activation" in modules and "mlp" not in modules and model.activation != "relu":
         inputs += gates * width - width
     gradients = 2 * sizes.hidden_states + qkv + gates * width  # of the outputs of linear_proj and linear_fc2, linear_qkv, linear_fc1

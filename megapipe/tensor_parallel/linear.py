@@ -16,7 +16,6 @@ Under the GEMMs: column's second gather of x runs under dgrad, its all-reduce or
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,15 +38,14 @@ NO_SLOTS: Slots = {}
 class _Kept:
     """What a linear's Function keeps besides tensors: its options, and the recipe to make its input again."""
 
-    __slots__ = ("arguments", "function", "queue", "sequence_parallel", "slots", "tensors_at", "tp")
+    __slots__ = ("queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
 
     def __init__(self, tp: Group, sequence_parallel: bool, slots: Slots, queue: WeightQueue | None, remake: Remake | None) -> None:
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.slots = slots
         self.queue = queue
-        self.function: Callable[..., Tensor] | None = None if remake is None else remake[0]
-        self.arguments: tuple[Any, ...] = () if remake is None else remake[1]
+        self.remake = remake
         self.tensors_at: tuple[int, ...] = ()
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -56,12 +54,14 @@ class _Kept:
         ctx.has_bias = bias is not None
         inputs: list[Tensor | None] = []
         if ctx.needs_input_grad[1]:
-            if self.function is None:
+            if self.remake is None:
                 inputs = [x]
             else:
-                self.tensors_at = tuple(i for i, argument in enumerate(self.arguments) if isinstance(argument, Tensor))
-                inputs = [self.arguments[i] for i in self.tensors_at]
-                self.arguments = tuple(None if isinstance(argument, Tensor) else argument for argument in self.arguments)
+                arguments = self.remake.arguments
+                self.tensors_at = tuple(i for i, argument in enumerate(arguments) if isinstance(argument, Tensor))
+                inputs = [arguments[i] for i in self.tensors_at]
+                rest = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
+                self.remake = self.remake._replace(arguments=rest)
         ctx.save_for_backward(weight, bias if ctx.needs_input_grad[2] else None, *inputs)
 
     def weight_gradient(self, ctx: Any, grad_output: Gathering, grad_bias_from: Tensor, gather_input: Group | None) -> LinearWeightGradient:
@@ -69,11 +69,13 @@ class _Kept:
         weight, bias, *inputs = ctx.saved_tensors
         inputs = [tensor.detach() for tensor in inputs]  # what waits for W must not hold the graph
         remake = None
-        if self.function is not None and ctx.needs_input_grad[1]:
-            arguments = list(self.arguments)
+        if self.remake is not None and ctx.needs_input_grad[1]:
+            arguments = list(self.remake.arguments)
             for i, tensor in zip(self.tensors_at, inputs, strict=True):
                 arguments[i] = tensor
-            remake, inputs = (self.function, tuple(arguments)), []
+            if self.defers and self.remake.is_made_in_backward:
+                arguments = []
+            remake, inputs = self.remake._replace(arguments=tuple(arguments)), []
         return LinearWeightGradient(
             weight if ctx.needs_input_grad[1] else None,
             bias,
@@ -185,8 +187,8 @@ def column_parallel_linear(
 ) -> Tensor:
     """A column-parallel linear over a given weight (the tied head's is the embedding's). Returns [s, b, out / tp]; see the module's table.
 
-    slots: keys "weight" and "bias"; without one the gradient goes through autograd. remake: (fn, args), where fn(*args) equals x bit for
-    bit: x is not kept, its maker's arguments are.
+    slots: keys "weight" and "bias"; without one the gradient goes through autograd. remake: fn(*args) equals x bit
+    for bit: x is not kept, its maker's arguments are.
     """
     return _ColumnParallel.apply(x, weight, bias, _Kept(tp, sequence_parallel, slots, queue, remake))
 

@@ -7,7 +7,7 @@ sequence parallelism: what waits costs 1 / tp of its bytes and is gathered when 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,18 @@ from megapipe.comm.groups import Group
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 
 Slots = Mapping[str, GradientSlot]
-Remake = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+class Remake(NamedTuple):
+    """How a linear's input, which was not kept, is made again: function(*arguments), bit for bit.
+
+    is_made_in_backward: the backward makes it anyway, right behind the linear's own (the output of a replay); what waits for W then asks
+    the function without arguments, and holds none.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    is_made_in_backward: bool = False
 
 
 class Gathering:
@@ -81,8 +92,7 @@ class LinearWeightGradient:
             self.grad_output.launch()
             if self.inputs is None:
                 assert self.remake is not None
-                function, arguments = self.remake
-                self.inputs = function(*arguments)
+                self.inputs = self.remake.function(*self.remake.arguments)
             self._gathered_input = Gathering(self.inputs, self.gather_input)
             self._gathered_input.launch()
 

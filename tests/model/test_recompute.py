@@ -81,10 +81,10 @@ def test_in_a_split_backward_the_replay_happens_at_the_input_gradient() -> None:
 
     replay, x = Replay(double), torch.ones(2, requires_grad=True)
     y = replay(x)
-    again, inputs = replay.remake(x.detach())
+    recipe = replay.remake(x.detach())
     y.sum().backward()
     assert calls == ["run", "run"]
-    assert torch.equal(again(*inputs), torch.full((2,), 2.0))
+    assert torch.equal(recipe.function(), torch.full((2,), 2.0))
     assert calls == ["run", "run"]
     assert replay._output is None
     assert replay._graph is None

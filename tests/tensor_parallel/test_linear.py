@@ -15,6 +15,7 @@ from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, row_parallel_linear
+from megapipe.tensor_parallel.weight_gradient import Remake
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
@@ -83,7 +84,7 @@ def run_case(rank: int, world_size: int, kind: str, sequence_parallel: bool, bia
     outputs, input_gradients, weight_gradient, bias_gradient = case.whole()
     for microbatch in range(2):
         before = case.input_part(case.before[microbatch]).requires_grad_()
-        recipe = (lambda t, function: function(t), (before, torch.tanh)) if remake else None
+        recipe = Remake(lambda t, function: function(t), (before, torch.tanh)) if remake else None
         y = layer(torch.tanh(before), remake=recipe)
         close(y, outputs[microbatch])
         if split:
@@ -177,7 +178,7 @@ def run_saved(rank: int, world_size: int, kind: str, remake: bool) -> list[tuple
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        case.layer(x, remake=(torch.tanh, (before,)) if remake else None)
+        case.layer(x, remake=Remake(torch.tanh, (before,)) if remake else None)
     return saved
 
 
