@@ -1,7 +1,7 @@
 """`megapipe quickstart`: from text on this machine to a small trained GPT; launch/quickstart.sh installs and calls it.
 
-Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary. What exists is used again; a second run goes on
-from the checkpoint of the first for as many steps again.
+Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. What exists is used again; a
+second run goes on from the checkpoint of the first for as many steps again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.cli.quickstart_corpus import SPLIT, TOKENIZER, Prepared, prepare
+from megapipe.cli.report import write_report
 from megapipe.config.config import Config
 from megapipe.config.fields import fields_by_key
 from megapipe.config.load import load_config
@@ -27,7 +28,7 @@ SCRIPT = REPOSITORY / "pretrain_gpt.py"
 CPU_CONFIG, GPU_CONFIG = REPOSITORY / "configs" / "quickstart.yaml", REPOSITORY / "configs" / "quickstart_gpu.yaml"
 CPU_RANKS = 8
 DEFAULT_STEPS, DEFAULT_VOCAB_SIZE, DEFAULT_MEGABYTES = 350, 2048, 8.0
-SAVE_INTERVAL, WARMUP_STEPS = 100, 20
+SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
 OWN_BUSINESS = {  # fields that the quickstart sets itself -> what to use instead
     "data.data_path": "--corpus",
@@ -61,7 +62,9 @@ def quickstart(arguments: list[str]) -> int:
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
     job = pretrain_arguments(prepared, checkpoints, grid.configs, done, wishes.steps)
-    words = ["--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *job, *grid.flags, *flags]
+    # over NCCL a profile has not been run yet
+    profile = () if GPU_CONFIG in grid.configs else profile_flags(done, wishes.steps)
+    words = ["--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *job, *grid.flags, *profile, *flags]
     _say("training", f"{grid.reason}; {f'going on after step {done}, ' if done else ''}{wishes.steps} steps")
     print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
     from megapipe.cli.launch import launch  # torch
@@ -70,6 +73,7 @@ def quickstart(arguments: list[str]) -> int:
     reached = steps_done(checkpoints)
     if code == 0 and reached >= done + wishes.steps:
         summarize(prepared, checkpoints, reached, time.monotonic() - began)
+        _say("report", f"{write_report(checkpoints)}: curves, plan and measured timeline, configuration; open it in any browser")
     elif code == 0:
         _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command goes on from there")
     return code
@@ -176,6 +180,12 @@ def pretrain_arguments(prepared: Prepared, checkpoints: Path, configs: Sequence[
     words = [word for path in configs for word in ("--config", str(path))]
     words += [word for pair in settings.items() for word in pair]
     return [*words, "--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
+
+
+def profile_flags(done: int, steps: int) -> tuple[str, ...]:
+    """Record two steps of the pipeline, for the report; early in the run, but not its first ones."""
+    start = done + max(0, min(PROFILE_STEP, steps - 2))
+    return "--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(min(start + 2, done + steps))
 
 
 def summarize(prepared: Prepared, checkpoints: Path, step: int, seconds: float) -> None:

@@ -71,8 +71,14 @@ def _setting_row(setting: Setting) -> str:
     return (
         f'<tr><td class="section soft">{setting.section}</td><td><code>{setting.flag}</code></td>'
         f'<td class="v"><b>{escape(setting.value)}</b></td><td class="soft v">{escape(setting.default)}</td>'
-        f'<td class="soft v">{escape(setting.origin)}</td></tr>'
+        f'<td class="soft v" title="{escape(setting.origin)}">{escape(_short(setting.origin))}</td></tr>'
     )
+
+
+def _short(origin: str) -> str:
+    """Where a value came from, with the file's name for its path."""
+    kind, _, rest = origin.partition(" ")
+    return f"{kind} {rest.rpartition('/')[2]}" if kind == "yaml" else origin
 
 
 def course_html(run: Run) -> str:

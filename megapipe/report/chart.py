@@ -135,7 +135,7 @@ def _curve(curve: Curve, frame: _Frame) -> str:
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     drawn = f'<path class="curve c{curve.colour} {curve.kind}" d="{path}"/>'
     if curve.kind == "dots" or len(points) == 1:
-        drawn += "".join(f'<circle class="dot c{curve.colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in points)
+        drawn += "".join(f'<circle class="dot c{curve.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.8"/>' for x, y in points)
     return drawn
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import quickstart as door
-from megapipe.cli.quickstart import choose_grid, gpu_grid, last_validation_loss, parse, pretrain_arguments, quickstart
+from megapipe.cli.quickstart import choose_grid, gpu_grid, last_validation_loss, parse, pretrain_arguments, profile_flags, quickstart
 from megapipe.cli.quickstart_corpus import Prepared, prepare
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.planner.resolve import resolve
+
+PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
 
 
 def grid(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int | None = None) -> tuple[int, int, int, int]:
@@ -106,8 +108,7 @@ def test_a_half_made_folder_is_made_anew(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
-    prepared = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
-    words = pretrain_arguments(prepared, Path("f/checkpoints"), [door.CPU_CONFIG], done=260, steps=100)
+    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done=260, steps=100)
     config = load_config(words, is_job=True).config
     assert (config.training.train_iters, config.optimizer.lr_wsd_decay_iters) == (360, 35)
     assert config.optimizer.override_opt_param_scheduler and config.checkpoint.load == config.checkpoint.save == "f/checkpoints"
@@ -134,3 +135,12 @@ def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch
     assert quickstart(["--corpus", str(text), "--out", str(tmp_path), "--vocab-size", "500", "--steps", "3", "--lr", "1e-3"]) == 7
     (words,) = started
     assert words[:2] == ["--nproc-per-node", "8"] and words[-2:] == ["--lr", "1e-3"] and words[words.index("--train-iters") + 1] == "3"
+
+
+@pytest.mark.parametrize(("done", "steps", "span"), [(0, 350, (20, 22)), (350, 350, (370, 372)), (0, 10, (8, 10)), (5, 1, (5, 6))])
+def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tuple[int, int]) -> None:
+    words = profile_flags(done, steps)
+    config = load_config([*pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done, steps), *words]).config
+    assert config.logging.profile_pipeline
+    assert (config.logging.profile_step_start, config.logging.profile_step_end) == span
+    assert done <= span[0] < span[1] <= done + steps

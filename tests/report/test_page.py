@@ -102,6 +102,8 @@ def test_every_number_of_the_run_stands_in_the_page(recorded: Path) -> None:
 
 
 def test_the_profile_is_shown_with_its_sums(recorded: Path) -> None:
+    assert main([str(recorded), "--svg", str(recorded / "drawing.svg")]) == 0
+    ElementTree.parse(recorded / "drawing.svg")
     text = shown(recorded)
     summary = summarize(read_profile(next(profiles_in(recorded))))
     shares = (summary.measured_share, summary.predicted_share)
@@ -188,6 +190,7 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
 def test_a_run_without_a_profile_says_how_to_get_one(recorded: Path) -> None:
     next(profiles_in(recorded)).unlink()
     text = shown(recorded)
+    assert main([str(recorded), "--svg", str(recorded / "drawing.svg")]) == 2
     assert "No step of this run was profiled" in text and "--profile-pipeline --profile-step-start 14 --profile-step-end 16" in text
 
 

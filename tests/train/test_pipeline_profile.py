@@ -21,6 +21,7 @@ from megapipe.measured.summary import profile_text, summarize
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.pipeline_profile import PipelineProfiler
+from megapipe.visualize.beside import beside
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank
 
@@ -67,6 +68,20 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
     events = json.loads(trace_path(path).read_text())["traceEvents"]
     threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     assert {(rank, name) for rank in range(4) for name in ("plan", "measured")} <= threads
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "dualpipe-v", "pipedream-2bw"])
+def test_split_backwards_two_directions_and_updates_are_profiled_too(schedule: str, rank_pools: Pools, tmp_path: Path) -> None:
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --micro-batch-size 1 --train-iters 1 --profile-pipeline"
+    flags += f" --clip-grad 0 --untie-embeddings-and-output-weights --profile-step-start 0 --metrics-file {tmp_path}/m.jsonl"
+    outcomes = rank_pools(2).run(job_on_rank, flags)
+    assert [outcome[1:] for outcome in outcomes] == [("", None)] * 2, outcomes
+    profile = read_profile(next(profiles_in(tmp_path)))
+    (comparison,) = summarize(profile).comparisons
+    assert add(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
+    # a stage of DualPipe has one mean over the two ranks that hold it
+    assert sum(comparison.plan.work_seconds) == pytest.approx(sum(comparison.measured.work_seconds), abs=1e-9)
+    assert "plan ends" in beside(comparison, (0, 1))
 
 
 def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_path: Path) -> None:
