@@ -262,7 +262,7 @@ def _check(arguments: argparse.Namespace) -> int:
         )
     ]
     if arguments.json:
-        summary = {"schedule": report.schedule, "valid": True, "num_actions": report.num_actions, "send_depth": report.send_depth}
+        summary = {"schedule": str(report.schedule), "valid": True, "num_actions": report.num_actions, "send_depth": report.send_depth}
         print(json.dumps({**summary, "is_synchronous": schedule.is_synchronous, "channels": channels}))
         return 0
     print(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import NoReturn
 
@@ -26,14 +27,19 @@ class ValidationReport:
 
     least_send_depth: for each channel of a lowered schedule, how many sends must be allowed under way without a posted receive; 0: even a
     blocking send would do. The largest of them is the least depth that suffices when all channels get the same.
-    most_posted: for each channel, the most receives posted and not yet used.
     """
 
-    schedule: str
-    num_actions: int
-    is_lowered: bool
+    schedule: Schedule
     least_send_depth: Mapping[Channel, int]
-    most_posted: Mapping[Channel, int]
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.schedule.rows))
+
+    @cached_property
+    def most_posted(self) -> Mapping[Channel, int]:
+        """For each channel, the most receives posted and not yet used."""
+        return _most_posted(self.schedule)
 
     @property
     def send_depth(self) -> int:
@@ -42,7 +48,7 @@ class ValidationReport:
 
     def __str__(self) -> str:
         text = f"{self.schedule}: {self.num_actions} actions, valid"
-        if not self.is_lowered:
+        if not self.schedule.is_lowered:
             return text
         posted = max(self.most_posted.values(), default=0)
         return (
@@ -68,13 +74,7 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
     used = {channel: depth for channel, depth, sent in zip(machine.channels, machine.depths, machine.sent, strict=True) if sent}
-    return ValidationReport(
-        schedule=str(schedule),
-        num_actions=sum(map(len, schedule.rows)),
-        is_lowered=schedule.is_lowered,
-        least_send_depth=used,
-        most_posted=_most_posted(schedule),
-    )
+    return ValidationReport(schedule, used)
 
 
 def _fail(schedule: Schedule, message: str, marks: Sequence[Place] = ()) -> NoReturn:

@@ -9,7 +9,6 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.build import build_forward_only, build_schedule
 from megapipe.schedule.generate.interleaved import microbatch_groups
 from megapipe.schedule.simulate import Costs, peak_live_chunks, simulate
-from megapipe.schedule.validate import validate
 from tests.schedule.strategies import placements
 
 ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
@@ -111,7 +110,7 @@ def test_hops(p, v, m):
 def test_forward_only_rows_are_valid_on_every_placement(placement, m):
     schedule = build_forward_only(placement, m)
     assert not schedule.has_backward
-    assert validate(schedule).is_lowered is any(a.op is not Op.F for row in schedule.rows for a in row)
+    assert schedule.is_lowered is any(a.op is not Op.F for row in schedule.rows for a in row)
     assert sum(a.op is Op.F for row in schedule.rows for a in row) == m * placement.num_stages
     assert max(peak_live_chunks(schedule)) == 1
 

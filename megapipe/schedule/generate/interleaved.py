@@ -16,11 +16,11 @@ def interleaved(shape: Shape) -> tuple[Row, ...]:
     p = shape.num_ranks
     groups = microbatch_groups(shape.num_microbatches, shape.group_size, p)
     largest = max(len(group) for group in groups)
-    chunks = range(shape.num_chunks)
+    chunks, forward, backward = range(shape.num_chunks), Op.F, Op.B
     rows = []
     for rank in range(p):
-        forwards = [Action(chunk * p + rank, Op.F, m) for group in groups for chunk in chunks for m in group]
-        backwards = [Action(chunk * p + rank, Op.B, m) for group in groups for chunk in reversed(chunks) for m in group]
+        forwards = [Action(chunk * p + rank, forward, m) for group in groups for chunk in chunks for m in group]
+        backwards = [Action(chunk * p + rank, backward, m) for group in groups for chunk in reversed(chunks) for m in group]
         rows.append(alternate(forwards, backwards, warm_up=2 * (p - rank - 1) + (shape.num_chunks - 1) * largest))
     return tuple(rows)
 
