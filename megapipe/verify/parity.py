@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megapipe.build.forward_machines import DrawSlice
-from megapipe.build.loss import StepLoss
+from megapipe.build.loss import PendingLoss
 from megapipe.build.machines import Machines
 from megapipe.comm.collectives import broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups
@@ -109,9 +109,12 @@ class RecordingStep(TrainStep):
         super().__init__(machines)
         self.averaged: list[HeldPiece] = []
 
-    def gradients(self, microbatches: Sequence[Microbatch], timers: Timers = NO_TIMERS) -> StepLoss:
-        loss = super().gradients(microbatches, timers)
-        self.averaged = _copies(self._machines, 1.0 / (loss.denominator * self._machines.optimizer.loss_scale))
+    def _reduced_gradients(
+        self, microbatches: Sequence[Microbatch], timers: Timers, settled: Callable[[StepResult], bool]
+    ) -> PendingLoss | None:
+        loss = super()._reduced_gradients(microbatches, timers, settled)
+        if loss is not None:
+            self.averaged = _copies(self._machines, 1.0 / (loss.denominator * self._machines.optimizer.loss_scale))
         return loss
 
 
@@ -156,7 +159,7 @@ def compare_with_oracle(
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights = compare(weight_pieces(machines), plain.weights, tolerance.weight)
         mine = RankStep.of(groups.world.global_rank, result, gradients, weights)
-        ranks = tuple(gather_objects(mine, groups.world))
+        ranks = _from_all(mine, [difference.name for difference in gradients], plan.specs, groups.world)
         count = len(batch) // plan.topology.dp
         found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
     return found
@@ -172,6 +175,15 @@ def _step(
         if repeats == MOST_REPEATS or not (result.update.skipped and machines.optimizer.scaler.is_dynamic):
             return result, repeats
         repeats += 1
+
+
+def _from_all(mine: RankStep, compared: Sequence[str], specs: Sequence[ParamSpec], world: Group) -> tuple[RankStep, ...]:
+    """What all ranks found. compared: names of this rank's gradients. Raises RuntimeError if a gradient of the model was seen by none."""
+    found = gather_objects((mine, compared), world)
+    missing = {spec.name for spec in specs}.difference(*(names for _, names in found))
+    if missing:
+        raise RuntimeError(f"no rank has compared the gradients of {', '.join(sorted(missing))}: nothing is proven of them")
+    return tuple(rank for rank, _ in found)
 
 
 def _shared(plain: OracleStep | None, specs: Sequence[ParamSpec], world: Group, device: torch.device) -> OracleStep:

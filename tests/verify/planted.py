@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from megapipe.build.loss import LossAverage, StepLoss
+from megapipe.build.loss import LossAverage, PendingLoss
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.pipeline.engine import Engine
@@ -70,22 +69,18 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Gradients are sums over dp, divided as if there were one replica."""
-    average = LossAverage.over
-
-    def planted(self: LossAverage, reports: Any, counts: bool, num_microbatches: int, num_replicas: int, *rest: Any) -> StepLoss:
-        loss = average(self, reports, counts, num_microbatches, num_replicas, *rest)
-        return dataclasses.replace(loss, denominator=loss.denominator / num_replicas)
-
-    patch.setattr(LossAverage, "over", planted)
+    """Gradients are sums over dp, which is the world, divided as if there were one replica."""
+    denominator = PendingLoss.denominator.fget
+    assert denominator is not None
+    patch.setattr(PendingLoss, "denominator", property(lambda self: denominator(self) / torch.distributed.get_world_size()))
 
 
 def loss_scale_misread(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Losses are multiplied with half of the scale that the optimizer divides by."""
     scale = LossAverage.objective
 
-    def planted(self: LossAverage, loss_scale: float) -> Any:
-        return scale(self, 0.5 * loss_scale)
+    def planted(self: LossAverage, loss_scale: Callable[[], float]) -> Any:
+        return scale(self, lambda: 0.5 * loss_scale())
 
     patch.setattr(LossAverage, "objective", planted)
 
