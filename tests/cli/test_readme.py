@@ -27,6 +27,7 @@ FLAGS_OF_OTHERS = {
     *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
     "--nproc-per-node",  # torchrun
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
+    "--to",  # megapipe convert
 }
 
 

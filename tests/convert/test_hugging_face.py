@@ -230,3 +230,26 @@ def pretrain(flags: str) -> tuple[int, str]:
         return job(flags)
     finally:
         jobs.TINY = before
+
+
+def test_greedy_text_of_a_converted_model_is_that_of_transformers(tmp_path: Path) -> None:
+    """megapipe generate finds model, precision and tokenizer beside the converted checkpoint."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from megapipe.cli.command import main as megapipe
+
+    model = make(CASES["mistral_window"])
+    theirs = save(model, tmp_path / "theirs")
+    letters = {chr(ord("0") + number): number for number in range(61)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(theirs / "tokenizer.json"))
+    assert main([str(theirs), str(tmp_path / "ours"), "--no-check"]) == 0
+    prompt = "A7b"
+    line = f"generate --load {tmp_path / 'ours'} --prompt {prompt} --max-new-tokens 12 --temperature 0 --ignore-eod"
+    assert megapipe([*line.split(), "--output", str(tmp_path / "out")]) == 0
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=False, eos_token_id=None, pad_token_id=0)
+    text = json.loads((tmp_path / "out").read_text())["text"]
+    assert text == tokenizer.decode(expected[0, ids.shape[1] :].tolist())
+    assert len(text) == 12
