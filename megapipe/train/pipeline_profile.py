@@ -110,7 +110,7 @@ class PipelineProfiler:
         links = objects_at(self._links, self._machines.groups.world)
         self._recorded = []
         if recorded:
-            self._write(recorded, sorted({link for some in links for link in some}), after)
+            self._write(recorded, sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks), after)
 
     def _write(self, recorded: list[list[_Recorded]], links: list[Link], after: dict[int, Reading]) -> None:
         clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._kept()}

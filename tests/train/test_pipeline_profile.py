@@ -70,18 +70,22 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
     assert {(rank, name) for rank in range(4) for name in ("plan", "measured")} <= threads
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe", "dualpipe-v", "pipedream-2bw"])
-def test_split_backwards_two_directions_and_updates_are_profiled_too(schedule: str, rank_pools: Pools, tmp_path: Path) -> None:
-    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --micro-batch-size 1 --train-iters 1 --profile-pipeline"
-    flags += f" --clip-grad 0 --untie-embeddings-and-output-weights --profile-step-start 0 --metrics-file {tmp_path}/m.jsonl"
-    outcomes = rank_pools(2).run(job_on_rank, flags)
-    assert [outcome[1:] for outcome in outcomes] == [("", None)] * 2, outcomes
+@pytest.mark.parametrize(
+    ("schedule", "pp"), [("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2), ("pipedream-2bw", 2), ("zb-h1 --optimizer-post-validation", 4)]
+)
+def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: Pools, tmp_path: Path) -> None:
+    flags = f"--pipeline-model-parallel-size {pp} --pipeline-schedule {schedule} --micro-batch-size 1 --train-iters 3 --profile-pipeline"
+    flags += " --clip-grad 0 --untie-embeddings-and-output-weights --profile-step-start 1 --profile-step-end 2"
+    flags += f" --metrics-file {tmp_path}/m.jsonl"
+    outcomes = rank_pools(pp).run(job_on_rank, flags)
+    assert [outcome[1:] for outcome in outcomes] == [("", None)] * pp, outcomes
     profile = read_profile(next(profiles_in(tmp_path)))
+    assert len(profile.links) == pp - 1
     (comparison,) = summarize(profile).comparisons
     assert add(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
     # a stage of DualPipe has one mean over the two ranks that hold it
     assert sum(comparison.plan.work_seconds) == pytest.approx(sum(comparison.measured.work_seconds), abs=1e-9)
-    assert "plan ends" in beside(comparison, (0, 1))
+    assert "plan ends" in beside(comparison, tuple(range(pp)))
 
 
 def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_path: Path) -> None:
