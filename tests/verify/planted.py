@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megapipe.build.loss import LossAverage, PendingLoss
+from megapipe.comm.groups import ProcessGroups
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.pipeline.engine import Engine
@@ -66,6 +68,16 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
         self.row = tuple(action for action in self.row if action.microbatch != self.num_microbatches - 1)
 
     patch.setattr(Engine, "__init__", planted)
+
+
+def second_holder_forgotten(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """With two directions a rank keeps the gradients of its own direction to itself."""
+    build = GradientReducer.__init__
+
+    def planted(self: GradientReducer, stages: Any, groups: ProcessGroups, **kwargs: Any) -> None:
+        build(self, stages, dataclasses.replace(groups, replicas=groups.dp_cp), **kwargs)
+
+    patch.setattr(GradientReducer, "__init__", planted)
 
 
 def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -74,6 +74,13 @@ CASES = {
         loss_is_right=False,
         report=("which microbatches run",),
     ),
+    "second holder": Case(
+        planted.second_holder_forgotten,
+        2,
+        {"pp": 2, "pipeline_schedule": "dualpipe", "overlap_grad_reduce": True},
+        "word_embeddings.weight",
+        EVERYTHING,
+    ),
     "divisor": Case(
         planted.divisor_without_dp,
         2,
