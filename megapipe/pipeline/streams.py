@@ -1,6 +1,6 @@
 """`StageStreams`: on a GPU a stream for each stage of a rank, so that the two halves of an overlapped pair run at one time (DualPipe).
 
-Never run on a GPU so far: read it as a proposal. Used by `engine`.
+Used by `engine`. It has not run on a GPU so far.
 """
 
 from __future__ import annotations
