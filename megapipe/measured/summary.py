@@ -158,12 +158,13 @@ def _measured_share(profile: Profile, pipeline: PipelineSteps) -> float:
 
 
 def _phases(pipeline: PipelineSteps) -> dict[str, float]:
-    longest: dict[str, list[float]] = {}
+    """Mean seconds over the steps: of a phase on the rank where it took longest, of 'step' from the first rank's start to the last's end."""
+    samples: dict[str, list[float]] = {}
     for step in pipeline.steps:
-        of_step: dict[str, float] = {}
-        for row in step.rows:
-            for name, start, end in row.phases:
-                of_step[name] = max(of_step.get(name, 0.0), (end - start) / 1e9)
-        for name, seconds in of_step.items():
-            longest.setdefault(name, []).append(seconds)
-    return {name: fmean(values) for name, values in longest.items()}
+        phases = [phase for row in step.rows for phase in row.phases]
+        for name in dict.fromkeys(name for name, _, _ in phases):
+            spans = [(start, end) for other, start, end in phases if other == name]
+            whole = max(end for _, end in spans) - min(start for start, _ in spans)
+            longest = max(end - start for start, end in spans)
+            samples.setdefault(name, []).append((whole if name == "step" else longest) / 1e9)
+    return {name: fmean(values) for name, values in samples.items()}

@@ -10,7 +10,7 @@ from megapipe.measured.difference import CAUSES, PREDICTED, Idle, OpTime
 from megapipe.measured.profile import Profile, trace_path
 from megapipe.measured.summary import AFTER, Summary, clock_text, crowd_text, milliseconds, summarize
 from megapipe.schedule.action import Op
-from megapipe.visualize.beside import NAMES, beside, labels
+from megapipe.visualize.beside import NAMES, NARROWEST, beside, labels
 
 SHORT = {  # cause -> (title, explanation)
     "equal stages": ("equal stages", "the schedule's own bubble: every op as long as the mean of its stages, messages that take no time"),
@@ -109,7 +109,9 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
 def _drawing(summary: Summary) -> str:
     ranks = summary.pipeline.global_ranks
     drawn = beside(summary.typical, ranks, with_labels=False)
-    return f'<div class="timeline"><div class="ranks">{labels(ranks)}</div><div class="scroll" tabindex="0">{drawn}</div></div>'
+    width = int(drawn.split('width="', 1)[1].split('"', 1)[0])
+    hint = '<p class="soft">The drawing goes on to the right: scroll it sideways.</p>' if width > NARROWEST else ""
+    return f'<div class="timeline"><div class="ranks">{labels(ranks)}</div><div class="scroll" tabindex="0">{drawn}</div></div>{hint}'
 
 
 def _causes(summary: Summary) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,3 +142,12 @@ def test_the_summary_is_the_mean_of_its_steps_and_says_both_clocks() -> None:
 def test_nothing_is_called_a_difference_where_a_pipeline_of_one_rank_ran() -> None:
     comparison = compared(lowered("1f1b", 1, 4))
     assert parts(comparison) == dict.fromkeys(CAUSES, 0.0)
+
+
+def test_a_whole_step_lasts_from_the_first_rank_that_starts_to_the_last_that_ends() -> None:
+    schedule = lowered("1f1b", 2, 4)
+    step = step_of(schedule)
+    phases = ((("step", 0, 80), ("optimizer", 60, 80)), (("step", 20, 100), ("optimizer", 90, 100)))
+    rows = tuple(replace(row, phases=each) for row, each in zip(step.rows, phases, strict=True))
+    summary = summarize(profile_of(schedule, (replace(step, rows=rows),)))
+    assert summary.phases == pytest.approx({"step": 100e-9, "optimizer": 20e-9})
