@@ -158,7 +158,7 @@ def _measured_share(profile: Profile, pipeline: PipelineSteps) -> float:
 
 
 def _phases(pipeline: PipelineSteps) -> dict[str, float]:
-    """Mean seconds over the steps: of a phase on the rank where it took longest, of 'step' from the first rank's start to the last's end."""
+    """Mean seconds a step: of a phase where it took longest, of 'step' from the first rank's start to the last's end."""
     samples: dict[str, list[float]] = {}
     for step in pipeline.steps:
         phases = [phase for row in step.rows for phase in row.phases]
