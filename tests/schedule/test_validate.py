@@ -142,6 +142,18 @@ def test_a_channel_that_receives_in_another_order_is_rejected():
     assert ">1RECV_F1<" in str(caught.value)
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_two_holders_that_reduce_their_stages_in_different_orders_are_rejected(rank: int) -> None:
+    """Each rank of DualPipe may delay a reduction to its row's end, but then its opposite waits in another one."""
+    schedule = build_lowered("dualpipe", 4, 1, 8)
+    validate(schedule)
+    rows = [list(row) for row in schedule.rows]
+    first = next(slot for slot, a in enumerate(rows[rank]) if a.op is Op.REDUCE_GRAD)
+    rows[rank].append(rows[rank].pop(first))
+    with pytest.raises(ScheduleError, match="reduced in this order here and in another order on another rank of their groups"):
+        validate(Schedule("crossed", schedule.placement, 8, tuple(map(tuple, rows))))
+
+
 def test_the_grid_of_a_large_schedule_fits_a_screen_and_marks_the_culprit():
     rows = [list(row) for row in build_schedule("1f1b", 64, 1, 256).rows]
     slot = next(slot for slot, a in enumerate(rows[40]) if a.op is Op.B)
