@@ -16,8 +16,9 @@ Reading order:
 - `configuration`: the configuration a checkpoint was written with (no torch)
 - `tensor_box`:    a box of a global tensor and the memory that holds it
 - `disk`:          every write, sync, rename and removal, observable
-- `shard_file`:    one rank's safetensors file, written with checksums and read by rows
-- `save`, `load`:  the two collectives
-- `verify`:        every checksum computed again (no torch)
-- `retention`:     which checkpoints are kept
+- `shard_file`:    one rank's safetensors file, written with checksums; `shard_reader`: read in the blocks that are needed
+- `attempt`:       the steps of one save on a rank, in the order that survives a crash
+- `save`, `load`:  the collectives; a save that training waits for, or beside it over copies in `staging`
+- `verify`:        every checksum computed again (no torch); `compare`: two checkpoints tensor by tensor
+- `retention`:     which checkpoints are kept (no torch)
 """

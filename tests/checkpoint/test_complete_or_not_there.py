@@ -210,6 +210,18 @@ def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     assert value_of(small_disk) == 2
 
 
+def test_a_read_only_disk_is_named_and_can_be_loaded_from(small_disk: Path) -> None:
+    save_one(small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(
+        CheckpointError, match=r"cannot save in .*disk: Read-only file system \(errno 30\); checkpoints saved earlier are intact"
+    ):
+        save_one(small_disk, 2)
+    with pytest.raises(CheckpointError, match=r"--save .*disk cannot be written to: Read-only file system \(errno 30\)"):
+        prepare_root(small_disk, 1)
+    assert value_of(small_disk) == 1
+
+
 # --- several ranks
 
 
