@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.convert import formats
+from megapipe.convert import formats, hugging_face
 from megapipe.convert.formats import Wishes
 from megapipe.convert.snapshot import DTYPES, Snapshot
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"convert: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nconvert: interrupted; nothing was written", file=sys.stderr)
+        print("\nconvert: interrupted; no checkpoint was written", file=sys.stderr)
         return 130
 
 
@@ -96,7 +96,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     )
     snapshot = formats.READERS[source_format](arguments.source, wishes)
     if arguments.like is not None:
-        snapshot = formats.with_settings_of(snapshot, arguments.like)
+        snapshot = hugging_face.with_settings_of(snapshot, arguments.like)
     if arguments.seq_length is not None:
         snapshot = snapshot.with_seq_length(arguments.seq_length)
     if arguments.dtype is not None:

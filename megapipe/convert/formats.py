@@ -10,11 +10,8 @@ from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.convert import hugging_face, megatron_dist, megatron_legacy, megatron_write, own
-from megapipe.convert.hugging_face import with_settings_of
 from megapipe.convert.snapshot import Snapshot
 from megapipe.errors import CheckpointError
-
-__all__ = ["READERS", "WRITERS", "Wishes", "config_text", "guess", "with_settings_of"]
 
 
 @dataclass(frozen=True)

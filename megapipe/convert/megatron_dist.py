@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megapipe.convert.dcp_folder import METADATA, StoredTensor, read_folder
 from megapipe.convert.megatron_legacy import iteration_folder
-from megapipe.convert.megatron_optimizer import MOMENTS, OptimizerState, one_step
+from megapipe.convert.megatron_optimizer import MASTER, MOMENTS, OptimizerState, one_step
 from megapipe.convert.megatron_ranks import FUSED_NORMS, NOT_WEIGHTS
-from megapipe.convert.megatron_run import snapshot
+from megapipe.convert.megatron_run import run_snapshot
 from megapipe.convert.megatron_settings import read_config
 from megapipe.convert.pickled import load_pickled
 from megapipe.convert.snapshot import LazyTensor, Snapshot, unpadded
@@ -46,29 +46,25 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     stored, others = read_folder(folder)
     config = read_config(args, vocab_size)
     optimizer = None if weights_only else _optimizer(folder, common, stored, others)
-    keys = {"weights": ""} if optimizer is None else _optimizer_keys(stored)
-    tensors: dict[str, LazyTensor] = {}
-    used: set[str] = set()
-    specs = {spec.name: spec for spec in model_specs(unpadded(config.model), sequence_parallel=False)}
-    for spec in specs.values():
-        for key, prefix in keys.items():
-            entry, layer = _find(folder, stored, prefix, spec)
-            used.add(entry.name)
-            shape = entry.shape if layer is None else entry.shape[1:]
-            rows = spec.shape[0] if spec.true_rows is not None else shape[0]
-            if (min(rows, shape[0]), *shape[1:]) != spec.shape:
-                raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args ask for {list(spec.shape)}")
-            tensors[f"{key}/{spec.name}"] = LazyTensor(spec.shape, entry.dtype, partial(_read, entry, layer, spec.shape))
-    left = sorted(name for name in stored.keys() - used if not name.startswith("optimizer.") and not _is_extra(name))
-    if left and not (keys.keys() != {"weights"} and _weights_of(used) >= set(left)):
+    keys = {MASTER: ""} if optimizer is None else _optimizer_keys(stored)
+    specs = model_specs(unpadded(config.model), sequence_parallel=False)
+    tensors = {f"{key}/{spec.name}": _lazy(folder, stored, prefix, spec) for spec in specs for key, prefix in keys.items()}
+    placed = {_find(folder, stored, prefix, spec)[0].name for spec in specs for prefix in ("", *keys.values())}
+    passed_over = () if optimizer is not None else ("optimizer.",)
+    left = sorted(name for name in stored.keys() - placed if not name.startswith(passed_over) and not _is_extra(name))
+    if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise CheckpointError(f"{folder}: the tensor {left[0]}{more} has no place in the model that its args describe")
-    return snapshot(config, tensors, args, common, optimizer)
+    return run_snapshot(config, tensors, args, common, optimizer)
 
 
-def _weights_of(used: set[str]) -> set[str]:
-    """The weights whose optimizer state was used: masters stand for them."""
-    return {name.removeprefix(OPTIMIZER).partition(".")[2] for name in used}
+def _lazy(folder: Path, stored: Mapping[str, StoredTensor], prefix: str, spec: ParamSpec) -> LazyTensor:
+    entry, layer = _find(folder, stored, prefix, spec)
+    shape = entry.shape if layer is None else entry.shape[1:]
+    rows = spec.shape[0] if spec.true_rows is not None else shape[0]  # of a vocabulary the padding is left behind
+    if (min(rows, shape[0]), *shape[1:]) != spec.shape:
+        raise CheckpointError(f"{folder}: {entry.name} has shape {list(shape)}, its args ask for {list(spec.shape)}")
+    return LazyTensor(spec.shape, entry.dtype, partial(_read, entry, layer, spec.shape))
 
 
 def _is_extra(name: str) -> bool:
@@ -100,7 +96,7 @@ def _optimizer_keys(stored: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Our keys -> prefixes of their names."""
     keys = {key: f"{OPTIMIZER}{key}." for key in MOMENTS}
     master = next((name for name in MASTERS if f"{OPTIMIZER}{name}.{WORD_EMBEDDING}" in stored), None)
-    return {"weights": "" if master is None else f"{OPTIMIZER}{master}.", **keys}
+    return {MASTER: "" if master is None else f"{OPTIMIZER}{master}.", **keys}
 
 
 def _optimizer(

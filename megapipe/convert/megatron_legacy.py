@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megapipe.convert.megatron_optimizer import MOMENTS, OptimizerState, read_distributed, read_plain
+from megapipe.convert.megatron_optimizer import MASTER, MOMENTS, OptimizerState, read_distributed, read_plain
 from megapipe.convert.megatron_ranks import NOT_WEIGHTS, WEIGHTS, Chunk, Ranks
-from megapipe.convert.megatron_run import as_snapshot
+from megapipe.convert.megatron_run import run_snapshot
+from megapipe.convert.megatron_settings import read_config
 from megapipe.convert.pickled import load_pickled
 from megapipe.convert.snapshot import Snapshot
 from megapipe.errors import CheckpointError
@@ -44,35 +45,42 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
 
     Raises ConfigError, CheckpointError.
     """
-    folder = iteration_folder(root, step)
-    files = _rank_folders(folder)
-    contents = {place: load_pickled(path / MODEL_FILE) for place, path in files.items()}
+    folders = _rank_folders(iteration_folder(root, step))
+    contents = {place: load_pickled(path / MODEL_FILE) for place, path in folders.items()}
     first = contents[0, 0]
     if "args" not in first:
-        raise CheckpointError(f"{files[0, 0] / MODEL_FILE} holds no args, so that nothing says what the model is")
+        raise CheckpointError(f"{folders[0, 0] / MODEL_FILE} holds no args, so that nothing says what the model is")
     args = vars(first["args"])
-    with_optimizer = not weights_only and "optimizer" in first and not args.get("no_save_optim")
-    tp, pp = 1 + max(tp for _, tp in files), 1 + max(pp for pp, _ in files)
+    models = {place: _models(folders[place], content) for place, content in contents.items()}
     states: dict[tuple[int, int], OptimizerState] = {}
-    num_chunks = len(_models(files[0, 0], first))
+    if not weights_only and "optimizer" in first:
+        states = {place: _optimizer(folders[place], content, models[place]) for place, content in contents.items()}
+    ranks = Ranks(_stages(folders, models, states))
+    keys = {MASTER: MASTER if MASTER in ranks.chunks[0][0].tensors else WEIGHTS}
+    keys |= {key: key for key in MOMENTS} if states else {}
+    config = read_config(args, vocab_size)
+    tensors = ranks.whole(config.model, int(args["padded_vocab_size"]), keys)
+    return run_snapshot(config, tensors, args, first, states.get((0, 0)))
+
+
+def _stages(
+    folders: Mapping[tuple[int, int], Path],
+    models: Mapping[tuple[int, int], list[dict[str, Tensor]]],
+    states: Mapping[tuple[int, int], OptimizerState],
+) -> list[list[Chunk]]:
+    """The chunks of all ranks by stage and tp_rank."""
+    tp, pp = 1 + max(tp for _, tp in folders), 1 + max(pp for pp, _ in folders)
+    num_chunks = len(models[0, 0])
     stages: list[list[Chunk]] = [[] for _ in range(pp * num_chunks)]
-    for (pp_rank, tp_rank), path in sorted(files.items()):
-        models = _models(path, contents[pp_rank, tp_rank])
-        if with_optimizer:
-            states[pp_rank, tp_rank] = _optimizer(path, contents[pp_rank, tp_rank], models)
-        for number, model in enumerate(models):
-            tensors: dict[str, Mapping[str, Tensor]] = {WEIGHTS: model}
-            if with_optimizer:
-                tensors |= states[pp_rank, tp_rank].tensors[number]
-            stages[number * pp + pp_rank].append(Chunk(path / MODEL_FILE, tensors))
+    for place in sorted(folders):
+        for number, weights in enumerate(models[place][:num_chunks]):
+            tensors: dict[str, Mapping[str, Tensor]] = {WEIGHTS: weights}
+            tensors |= states[place].tensors[number] if place in states else {}
+            stages[number * pp + place[0]].append(Chunk(folders[place] / MODEL_FILE, tensors))
     if any(len(members) != tp for members in stages):
-        raise CheckpointError(
-            f"{folder} holds {[len(members) for members in stages]} tensor-parallel ranks of its stages, not {tp} of each"
-        )
-    keys: tuple[str, ...] = (WEIGHTS,)
-    if with_optimizer:
-        keys = ("master" if "master" in stages[0][0].tensors else WEIGHTS, *MOMENTS)
-    return as_snapshot(Ranks(stages), keys, args, first, states.get((0, 0)), vocab_size)
+        counts = [len(members) for members in stages]
+        raise CheckpointError(f"{folders[0, 0].parent} holds {counts} tensor-parallel ranks of its stages, not {tp} of each")
+    return stages
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megapipe.errors import CheckpointError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 ALIGNMENT = 64
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -50,7 +50,7 @@ def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Mappin
                 raise CheckpointError(f"{path}: the optimizer has no {' and '.join(MOMENTS)} of {name}; only Adam's state can be converted")
             tensors = {key: state[key] for key in MOMENTS}
             if masters is not None:
-                tensors["master"] = masters[number][place]
+                tensors[MASTER] = masters[number][place]
             for key, tensor in tensors.items():
                 found[chunk].setdefault(key, {})[name] = _fitting(path, name, key, tensor.detach(), chunks[chunk][name])
             steps.add(int(state.get("step", group.get("step", 0))))
@@ -104,9 +104,9 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Mapping[str, Tens
         ends = [start + weights[name].numel() for name, start in starts.items()]
         if not ends or max(ends) != total:
             continue
-        words = {"master": "param"} | {key: key for key in MOMENTS}
+        words = {MASTER: "param"} | {key: key for key in MOMENTS}
         views = {ours: _views(buffer[theirs], weights, starts) for ours, theirs in words.items()}
-        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in views["master"].items()):
+        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in views[MASTER].items()):
             return views
     raise CheckpointError(
         f"{path}: the flat buffer of {total} elements is not this model's parameters end to end: it depends on the buckets of the run "
@@ -142,7 +142,7 @@ def _starts(weights: Mapping[str, Tensor], names: Iterable[str], apart: tuple[st
 def _fitting(path: Path, name: str, key: str, tensor: Tensor, weight: Tensor) -> Tensor:
     if tensor.shape != weight.shape:
         raise CheckpointError(f"{path}: the optimizer's {key} of {name} has shape {list(tensor.shape)}, the weight {list(weight.shape)}")
-    if key == "master" and not torch.equal(tensor.to(weight.dtype), weight):
+    if key == MASTER and not torch.equal(tensor.to(weight.dtype), weight):
         raise CheckpointError(f"{path}: the optimizer's master of {name} is not its weight: the order of its parameters is another one")
     return tensor
 

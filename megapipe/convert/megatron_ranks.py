@@ -60,8 +60,8 @@ class Ranks:
     def tp(self) -> int:
         return len(self.chunks[0])
 
-    def whole(self, model: ModelConfig, padded_vocab_size: int, keys: tuple[str, ...]) -> dict[str, LazyTensor]:
-        """All tensors of the model, by our `key/parameter` names; every tensor of the files has a place.
+    def whole(self, model: ModelConfig, padded_vocab_size: int, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
+        """All tensors of the model, by our `key/parameter` names; every tensor of the files has a place. keys: ours -> those of the chunks.
 
         Raises CheckpointError naming the tensor that is missing, too much or of another shape.
         """
@@ -73,8 +73,8 @@ class Ranks:
             if spec.name not in located:
                 raise CheckpointError(f"{self.chunks[0][0].path.parent.parent} lacks the tensor {spec.name}, which its args ask for")
             stage, name = located.pop(spec.name)
-            for key in keys:
-                parts = [self._part(chunk, key, name) for chunk in self.chunks[stage]]
+            for key, theirs in keys.items():
+                parts = [self._part(chunk, theirs, name) for chunk in self.chunks[stage]]
                 self._check_shapes(spec, stage, name, parts)
                 read = partial(assemble, spec, tuple(parts), true_shapes[spec.name])
                 found[f"{key}/{spec.name}"] = LazyTensor(true_shapes[spec.name], parts[0].dtype, read)

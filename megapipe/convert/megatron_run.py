@@ -5,33 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megapipe.config.config import Config
 from megapipe.convert.megatron_optimizer import OptimizerState
-from megapipe.convert.megatron_ranks import WEIGHTS, Ranks
-from megapipe.convert.megatron_settings import read_config, read_schedules
+from megapipe.convert.megatron_settings import read_schedules
 from megapipe.convert.snapshot import LazyTensor, Snapshot, fresh_state
 
 
-def as_snapshot(
-    ranks: Ranks,
-    keys: tuple[str, ...],
-    args: Mapping[str, Any],
-    content: Mapping[str, Any],
-    optimizer: OptimizerState | None,
-    vocab_size: int | None,
+def run_snapshot(
+    config: Config, tensors: Mapping[str, LazyTensor], args: Mapping[str, Any], content: Mapping[str, Any], optimizer: OptimizerState | None
 ) -> Snapshot:
-    """keys: of the tensors to take. content: of a rank's file, for what is no tensor."""
-    config = read_config(args, vocab_size)
-    tensors = ranks.whole(config.model, int(args["padded_vocab_size"]), keys)
-    return snapshot(config, tensors, args, content, optimizer)
-
-
-def snapshot(
-    config: Any, tensors: Mapping[str, LazyTensor], args: Mapping[str, Any], content: Mapping[str, Any], optimizer: OptimizerState | None
-) -> Snapshot:
-    """The Snapshot of tensors under our names; without an optimizer, of a model at step 0."""
-    named = {
-        f"master/{name.removeprefix(f'{WEIGHTS}/')}" if name.startswith(f"{WEIGHTS}/") else name: tensor for name, tensor in tensors.items()
-    }
+    """The Snapshot of tensors under our names; without an optimizer, of a model at step 0. content: of a file, for what is no tensor."""
     state = fresh_state(config.precision.dtype)
     if optimizer is not None:
         step, samples = int(content.get("iteration", args.get("iteration", 0))), int(args.get("consumed_train_samples") or 0)
@@ -49,7 +32,7 @@ def snapshot(
         state["random"] = {"seed": config.training.seed}
         if content.get("opt_param_scheduler") is not None:
             state["schedules"] = read_schedules(content["opt_param_scheduler"], args)
-    return Snapshot(config, named, state)
+    return Snapshot(config, tensors, state)
 
 
 def _loss_scaler(theirs: Mapping[str, Any] | None) -> dict[str, float | int]:

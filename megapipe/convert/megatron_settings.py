@@ -12,6 +12,7 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.rules.check import check
 from megapipe.config.training import TrainingConfig
+from megapipe.convert.families import NOT_THE_MODEL, meaning
 from megapipe.convert.settings import Fixed, Key, Part, Settings
 from megapipe.errors import CheckpointError, ConfigError
 
@@ -103,9 +104,12 @@ class Window:
 
     def read(self, theirs: Settings) -> dict[str, Any]:
         window = theirs.get("window_size")
-        if window is not None and tuple(window)[1] != 0:
+        if window is None or tuple(window) in ((-1, 0), (-1, -1)):  # -1: no end; the causal mask hides what comes after
+            return {"window_size": None}
+        left, right = window
+        if right != 0:
             raise ConfigError(f"window_size {tuple(window)} cannot be expressed: no token sees those after it here")
-        return {"window_size": None if window is None else int(next(iter(window))) + 1}
+        return {"window_size": int(left) + 1}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {"window_size": None if model.window_size is None else (model.window_size - 1, 0)}
@@ -228,8 +232,6 @@ def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, An
 
 def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, tp: int, pp: int) -> dict[str, Any]:
     """args of a Megatron run of this configuration. Raises ConfigError naming what Megatron's args cannot express."""
-    from megapipe.convert.families import NOT_THE_MODEL, meaning
-
     model = config.model
     args: dict[str, Any] = {}
     for part in MODEL_PARTS:
