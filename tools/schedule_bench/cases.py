@@ -13,6 +13,8 @@ FAMILIES = {  # in the order of the tables: chunks a rank
     "zb-h1": 1,
     "zb-h2": 1,
     "zb-v": 2,
+    "dualpipe": 1,  # and one a direction
+    "dualpipe-v": 2,
 }
 
 
@@ -67,9 +69,9 @@ def _all(ranks: int, microbatches: int, seconds: float = 0.010, names: tuple[str
 PARTS: dict[str, tuple[Case | RealCase, ...]] = {
     "p4-m8": _all(4, 8),
     "p4-m32": _all(4, 32),
-    "p8-m16": _all(8, 16, names=("1f1b", "interleaved", "zb-h1", "zb-v")),
+    "p8-m16": _all(8, 16, names=("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
     "zero": _all(2, 32, seconds=0.0),
-    "real": tuple(RealCase(name, chunks=FAMILIES[name]) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+    "real": tuple(RealCase(name, chunks=FAMILIES[name]) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
 }
 QUICK: tuple[Case | RealCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),
