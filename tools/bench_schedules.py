@@ -14,10 +14,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench_processes import BenchError
-from schedule_bench.cases import PARTS, QUICK
+from schedule_bench.cases import PARTS, QUICK, Case
 from schedule_bench.page import bars, insert, line_of, machine, tables
 from schedule_bench.run import Result, run_cases
 
@@ -30,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--schedule", action="append", metavar="NAME", help="only this schedule; may be given again (default: all)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="counted steps of each contender (default: 10)")
     parser.add_argument("--receive-depth", type=int, default=1, metavar="N", help="compute actions a receive is posted ahead (default: 1)")
+    parser.add_argument("--wire", action="store_true", help="also run sleeps and messages alone, without autograd (in the JSON)")
     parser.add_argument("--no-real-time", action="store_true", help="do not ask for SCHED_FIFO")
     parser.add_argument("--quick", action="store_true", help="two tiny ranks for a few seconds: shows that it runs, its times mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's numbers")
@@ -44,10 +46,17 @@ def main(argv: Sequence[str]) -> int:
     cases = list(QUICK) if arguments.quick else [case for name in PARTS if name in parts for case in PARTS[name]]
     if arguments.schedule:
         cases = [case for case in cases if case.schedule in arguments.schedule]
+    if arguments.wire:
+        cases = [replace(case, wire=True) if isinstance(case, Case) else case for case in cases]
     steps = 2 if arguments.quick else arguments.steps
 
+    so_far: list[Result] = []
+
     def report(result: Result) -> None:
+        so_far.append(result)
         print(line_of(result), flush=True)
+        if arguments.page is not None:
+            insert(arguments.page, tables(so_far), machine(so_far, steps))
 
     try:
         results = run_cases(cases, steps, arguments.receive_depth, not arguments.no_real_time, report)
@@ -60,8 +69,6 @@ def main(argv: Sequence[str]) -> int:
     text = tables(results)
     verdicts = bars(results)
     print("\n".join(["", *text.values(), "", machine(results, steps), *(f"- {line}" for line, _ in verdicts)]))
-    if arguments.page is not None:
-        insert(arguments.page, text, machine(results, steps))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
     return int(arguments.check and not all(met for _, met in verdicts))

@@ -21,7 +21,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.md"
     page.write_text(PAGE)
-    done = run(str(TOOLS / "bench_schedules.py"), "--quick", "--no-real-time", "--json", str(figures), "--page", str(page))
+    done = run(str(TOOLS / "bench_schedules.py"), "--quick", "--wire", "--no-real-time", "--json", str(figures), "--page", str(page))
     assert done.returncode == 0, done.stderr
     emulated, v_shape, real = json.loads(figures.read_text())
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor", "wire"]

@@ -20,7 +20,10 @@ FAMILIES = {  # in the order of the tables: chunks a rank
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table. seconds: of F, of I and of W of one stage, each; message_bytes: of an activation and of a gradient."""
+    """One row of a table. seconds: of F, of I and of W of one stage, each; message_bytes: of an activation and of a gradient.
+
+    wire: also run the floor without its stages.
+    """
 
     schedule: str
     ranks: int
@@ -28,11 +31,12 @@ class Case:
     chunks: int = 1
     seconds: float = 0.010
     message_bytes: int = 65536
+    wire: bool = False
 
     @property
     def contenders(self) -> tuple[str, ...]:
         """Who runs it: torch only where it has the family."""
-        return ("megapipe", "torch", "floor", "wire") if self.schedule in TORCH_HAS else ("megapipe", "floor", "wire")
+        return ("megapipe", *(("torch",) if self.schedule in TORCH_HAS else ()), "floor", *(("wire",) if self.wire else ()))
 
     def __str__(self) -> str:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}"

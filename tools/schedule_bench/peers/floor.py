@@ -20,9 +20,9 @@ class Wire:
     """Sleeps and messages alone: all receives are posted when the step starts, what is made is sent at once, and nothing else is done."""
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
-        self.schedule: Schedule = work.schedule()
+        self.schedule = _without_pairs(work.schedule())
         self._rank, self._group, self.work = rank, group, work
-        self._row = [action for action in self.schedule.rows[rank] if action.op in COMPUTE_OPS]
+        self._row = self.schedule.rows[rank]
         self._routes = {action: (self._comes_from(action), self._goes_to(action)) for action in self._row}
         self._buffers = {
             action: torch.empty(work.message.shape, dtype=work.message.dtype) for action in self._row if self._routes[action][0] is not None
@@ -72,6 +72,12 @@ class Wire:
             return None
         peer = self.schedule.placement.rank_of(other, microbatch)
         return None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
+
+
+def _without_pairs(schedule: Schedule) -> Schedule:
+    """The same order without OVERLAP: each half of a pair waits for its own input and is sent when it is done."""
+    rows = tuple(tuple(action for action in row if action.op in COMPUTE_OPS) for row in schedule.rows)
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
 
 
 class Floor(Wire):
