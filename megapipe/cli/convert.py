@@ -17,7 +17,19 @@ from megapipe.convert.formats import Wishes
 from megapipe.convert.snapshot import DTYPES, Snapshot
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 
-HUGGING_FACE, OWN = "hugging-face", "megapipe"
+HUGGING_FACE, OWN, MEGATRON = "hugging-face", "megapipe", "megatron"
+# flags that mean something for some formats alone: argument -> (its side, formats)
+CONCERNS = {
+    "ignore_key": ("from", HUGGING_FACE),
+    "vocab_size": ("from", MEGATRON),
+    "weights_only": ("from", MEGATRON),
+    "architecture": ("to", HUGGING_FACE),
+    "max_shard_size": ("to", HUGGING_FACE),
+    "like": ("to", HUGGING_FACE, OWN),
+    "tensor_model_parallel_size": ("to", MEGATRON),
+    "pipeline_model_parallel_size": ("to", MEGATRON),
+    "transformer_impl": ("to", MEGATRON),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,6 +95,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     target_format = arguments.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
         raise ConfigError(f"{arguments.source} is already {source_format}; say with --to what to make of it")
+    _refuse_idle_flags(arguments, {"from": source_format, "to": target_format})
     wishes = Wishes(
         arguments.step,
         frozenset(arguments.ignore_key),
@@ -112,6 +125,16 @@ def _convert(arguments: argparse.Namespace) -> int:
     written = formats.WRITERS[target_format](snapshot, arguments.target, wishes)
     print(f"{arguments.source} ({source_format}) -> {written}")
     return _compare(snapshot, arguments, source_format, target_format) if check else 0
+
+
+def _refuse_idle_flags(arguments: argparse.Namespace, formats_by_side: dict[str, str]) -> None:
+    """Raises ConfigError for a flag that the formats at hand have no use for."""
+    parser = build_parser()
+    for name, (side, *meant) in CONCERNS.items():
+        if getattr(arguments, name) != parser.get_default(name) and formats_by_side[side] not in meant:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} concerns a conversion {side} {' or '.join(meant)}, this one is {side} {formats_by_side[side]}"
+            )
 
 
 def _shall_check(arguments: argparse.Namespace, pair: tuple[str, str]) -> bool:
