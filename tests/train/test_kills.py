@@ -58,14 +58,14 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
             os.kill(process, signal.SIGKILL)
 
     if kill.event is None:
-        run = TrainStep.run
+        launch = TrainStep.launch
 
         def first(self: TrainStep, *arguments: Any) -> Any:
-            TrainStep.run = run  # type: ignore[method-assign]
+            TrainStep.launch = launch  # type: ignore[method-assign]
             threading.Timer(kill.seconds, strike).start()
-            return run(self, *arguments)
+            return launch(self, *arguments)
 
-        TrainStep.run = first  # type: ignore[method-assign]
+        TrainStep.launch = first  # type: ignore[method-assign]
         return
     done, seen = Disk._done, 0
 
