@@ -60,10 +60,11 @@ def differing(snapshot: Snapshot, truth: dict[str, torch.Tensor]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["legacy", "dist"])
-def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, kind: str) -> None:
-    """pp 2 x 2 chunks, fp32: Megatron resharded the same state to one rank through its own torch_dist."""
-    truth = {name: t for name, t in load_file(real / GPT2 / "truth.safetensors").items() if not name.startswith("weights/")}
-    snapshot = formats.READERS["megatron"](real / GPT2 / kind, Wishes(vocab_size=VOCAB))
+@pytest.mark.parametrize("case", [GPT2, "llama_tp2_pp2"])
+def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, kind: str) -> None:
+    """pp 2 x 2 chunks in fp32, tp 2 x pp 2 with masters of bf16: Megatron resharded the same state to one rank through its torch_dist."""
+    truth = {name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")}
+    snapshot = formats.READERS["megatron"](real / case / kind, Wishes(vocab_size=VOCAB))
     assert differing(snapshot, truth) == []
     assert len(snapshot.tensors) == 3 * len(model_specs(unpadded(snapshot.config.model), sequence_parallel=False))
 
