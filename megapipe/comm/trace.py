@@ -29,7 +29,6 @@ class Tracer:
 
     events: list[Event] = field(default_factory=list)
     settle: Callable[[], None] | None = None
-    keep_from: int | None = None
 
     def now(self) -> int:
         """Nanoseconds, for starts and ends of actions."""
@@ -57,5 +56,5 @@ class Tracer:
             self.events.extend(later)
 
     def clear(self) -> None:
-        """Forget all events, but those that started at keep_from or later: of a step that is still to be looked at."""
-        self.events[:] = [] if self.keep_from is None else [event for event in self.events if event.start_ns >= self.keep_from]
+        """Forget all events."""
+        self.events.clear()

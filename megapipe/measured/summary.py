@@ -165,6 +165,7 @@ def _phases(pipeline: PipelineSteps) -> dict[str, float]:
         for name in dict.fromkeys(name for name, _, _ in phases):
             spans = [(start, end) for other, start, end in phases if other == name]
             whole = max(end for _, end in spans) - min(start for start, _ in spans)
-            longest = max(end - start for start, end in spans)
+            # a phase may have several parts: the optimizer's before the norm is known and after it
+            longest = max(sum(end - start for other, start, end in row.phases if other == name) for row in step.rows)
             samples.setdefault(name, []).append((whole if name == "step" else longest) / 1e9)
     return {name: fmean(values) for name, values in samples.items()}

@@ -149,12 +149,12 @@ class Training:
         self._pipeline_profile.before(state.step)
         if not self._step.launch(microbatches, rates, self._timers, self._settled):
             return
-        self._pipeline_profile.after(state.step, count)
-        self._profile.after(state.step)
         samples = plan.batch.size_at(consumed)
         state.advance(samples, samples * plan.config.model.seq_length)
         sums = None if self._watch is None else self._watch.take()
         self._launched = _Launched(count, samples, rates, microbatches.sample_ids, sums)
+        if self._step.is_ahead:
+            self._has_updated(self._launched)
 
     def _something_is_due(self) -> bool:
         """What comes after this step needs its result first."""
@@ -162,9 +162,19 @@ class Training:
         intervals = training.eval_interval, self._config.checkpoint.save_interval, training.exit_interval
         return self.state.step == training.train_iters or any(map(self._is_due, intervals))
 
+    def _has_updated(self, launched: _Launched) -> None:
+        """Where a step ends for the profiles. Before its line in the log, which clears the tracer."""
+        self._pipeline_profile.after(self.state.step - 1, launched.num_microbatches)
+        self._profile.after(self.state.step - 1)
+
     def _settle(self) -> None:
-        if self._launched is not None:
-            self._settled(self._step.settle(self._timers))
+        launched, was_ahead = self._launched, self._step.is_ahead
+        if launched is None:
+            return
+        result = self._step.settle(self._timers)
+        if not was_ahead:
+            self._has_updated(launched)
+        self._settled(result)
 
     def _settled(self, result: StepResult) -> bool:
         """The result of the last launched step is there: check, count and log it. Returns whether to go on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -61,7 +62,7 @@ class PipelineProfiler:
         self._machines, self._write_to, self._say, self._now = machines, write_to, say, now
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
-        self._settle: Callable[[], None] | None = None
+        self._settle = None if machines.tracer is None else machines.tracer.settle  # of the steps that are not recorded
         self._recorded: list[_Recorded] = []
         self._began: int | None = None  # when the step under way did
         self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: what the clocks said at the start
@@ -75,7 +76,6 @@ class PipelineProfiler:
         assert tracer is not None, "a run with --profile-pipeline has a tracer"
         if not self._recorded:
             self._clocks, self._links = self._read_clocks(), self._time_links()
-            self._settle = tracer.settle
             if self._machines.device.type == "cuda":
                 tracer.settle = partial(torch.cuda.synchronize, self._machines.device)
         self._began = tracer.now()
@@ -141,7 +141,7 @@ class PipelineProfiler:
                 each = zip(*(recorded[rank] for rank in ranks), strict=True)
                 steps = tuple(self._step(schedules, same, [clocks[rank] for rank in ranks], origin) for same in each)
                 pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, steps))
-        message = sum(spec.dtype.itemsize * _elements(spec.shape) for spec in self._machines.message(0))
+        message = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._machines.message(0))
         notes = tuple(_clock_note(rank, clocks[rank]) for rank in kept)
         return Profile(self._about(), schedules, message, tuple(links), notes, tuple(pipelines))
 
@@ -180,7 +180,7 @@ class PipelineProfiler:
     def _time_links(self) -> tuple[Link, ...]:
         """The links that this rank measured as the lower end of a hop between pipeline ranks."""
         machines, pp, links = self._machines, self._machines.groups.pp, []
-        num_bytes = sum(spec.dtype.itemsize * _elements(spec.shape) for spec in machines.message(0))
+        num_bytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in machines.message(0))
         directions = machines.plan.placement.directions
         hops = {(min(pair), max(pair)) for ranks in directions for pair in pairwise(ranks) if pair[0] != pair[1]}
         for low, high in sorted(hops):
@@ -211,13 +211,6 @@ class PipelineProfiler:
 
 def _shifted(clock: Clock, origin: int, time_ns: int) -> int:
     return clock.to_here(time_ns) - origin
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _clock_note(rank: int, clock: Clock) -> ClockNote:

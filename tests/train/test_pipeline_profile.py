@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter_ns
@@ -18,12 +19,15 @@ from megapipe.measured.clock import RoundTrip, reading
 from megapipe.measured.difference import add
 from megapipe.measured.profile import profiles_in, read_profile, trace_path
 from megapipe.measured.summary import profile_text, summarize
+from megapipe.optimizer.optimizer import Optimizer
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.pipeline_profile import PipelineProfiler
 from megapipe.visualize.beside import beside
 from tests.harness import RankPool
+from tests.train.grids import machines_of
 from tests.train.jobs import job, job_on_rank
+from tests.train.runs import tiny
 
 Pools = Callable[[int], RankPool]
 AHEAD_NS = 3_600_000_000_000
@@ -129,3 +133,26 @@ def test_one_rank_is_profiled_too_and_a_run_that_ends_early_says_what_it_has(tmp
     assert summarize(read_profile(path)).predicted_idle.barrier == pytest.approx(0.0, abs=1e-9)
     code, said = job(f"--train-iters 1 --profile-pipeline --metrics-file {tmp_path}/n.jsonl")
     assert code == 0 and "--profile-pipeline: nothing was recorded, for the run did not come to step 10" in said
+
+
+def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = Optimizer.settle
+    monkeypatch.setattr(Optimizer, "settle", lambda self: (time.sleep(0.2), update(self))[1])
+    code, said = job(f"--train-iters 2 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl")
+    assert code == 0, said
+    phases = summarize(read_profile(next(profiles_in(tmp_path)))).phases
+    assert phases["step"] > phases["optimizer"] > 0.2
+
+
+def test_after_a_step_that_was_begun_twice_actions_wait_for_a_gpu_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(PipelineProfiler, "_write", lambda *_: None)
+    tracer = Tracer()
+    machines = machines_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=1), 0, 1, tracer=tracer)
+    machines.device = torch.device("cuda")
+    profiler = PipelineProfiler(machines, tmp_path, print)
+    profiler.before(0)
+    assert tracer.settle is not None
+    profiler.before(0)  # a save by the clock gave the step up
+    profiler.after(0, 1)
+    assert tracer.settle is None
