@@ -71,7 +71,8 @@ class ForwardMachines:
         """The engine of this rank's forward-only row."""
         if num_microbatches not in self._forward_engines:
             schedule = self.plan.forward_schedule(num_microbatches)
-            engine = Engine(schedule, self.coordinates.pp_rank, self.runners, self.channels, tracer=self.tracer)
+            pp_rank, heart = self.coordinates.pp_rank, self.groups.world.heart
+            engine = Engine(schedule, pp_rank, self.runners, self.channels, tracer=self.tracer, heart=heart)
             self._forward_engines[num_microbatches] = engine
         return self._forward_engines[num_microbatches]
 

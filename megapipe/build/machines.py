@@ -59,6 +59,15 @@ class Machines(ForwardMachines):
             streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
             head_start = self.plan.head_start(num_microbatches)[pp_rank]
             self._engines[num_microbatches] = Engine(
-                schedule, pp_rank, self.runners, self.channels, self.reducer.reduce, self.tracer, streams, self.updates, head_start
+                schedule,
+                pp_rank,
+                self.runners,
+                self.channels,
+                self.reducer.reduce,
+                self.tracer,
+                streams,
+                self.updates,
+                head_start,
+                self.groups.world.heart,
             )
         return self._engines[num_microbatches]

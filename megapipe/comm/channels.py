@@ -29,6 +29,7 @@ from torch import Tensor
 from megapipe.comm.failures import communication_error
 from megapipe.comm.groups import Group, new_handle
 from megapipe.errors import CommunicationError, ScheduleError
+from megapipe.monitor.record import Wait
 from megapipe.schedule.placement import Placement
 
 KINDS = ("activation", "gradient")  # over boundary s: from stage s to s + 1; from stage s + 1 to s
@@ -166,6 +167,7 @@ class Channel:
         self._form: _Form | None = None
         self._headers: list[_Header] = []  # not yet compared
         self._in_flight: deque[PendingSend] = deque()
+        self._word = str(self).encode()
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
@@ -213,10 +215,15 @@ class Channel:
 
     def wait_for(self, handle: Any, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
         """Wait once for one of torch's handles, a failure told as CommunicationError."""
+        heart = self._group.heart
+        if heart is not None:
+            heart.wait_for_peer(Wait.SEND if self.sends else Wait.RECEIVE, self._word, self.peer)
         try:
             handle.wait()
         except RuntimeError as error:
             raise self._failed(error, start_ns, tensors) from error
+        if heart is not None:
+            heart.goes_on()
 
     def compare(self, header: _Header, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
         """Raise CommunicationError unless the sender declared what is expected here. Once a header, by whichever message waits first."""

@@ -39,9 +39,10 @@ class Work:
     On a GPU `wait` makes the current stream wait and returns at once.
     """
 
-    __slots__ = ("_error", "_group", "_handle", "_kept", "_name", "_start_ns", "_traced")
+    __slots__ = ("_error", "_group", "_handle", "_kept", "_name", "_number", "_start_ns", "_traced")
 
-    def __init__(self, handle: Any, name: str, group: Group, start_ns: int, kept: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, handle: Any, name: str, group: Group, start_ns: int, kept: tuple[Tensor, ...] = (), number: int = 0) -> None:
+        self._number = number  # among the group's, where it has a heart
         self._handle = handle
         self._name = name
         self._group = group
@@ -58,6 +59,9 @@ class Work:
             raise self._error
         if self._handle is None:
             return
+        heart = self._group.heart
+        if heart is not None:
+            heart.wait_for_all(self._group.name, self._name, self._number)
         try:
             self._handle.wait()
         except RuntimeError as error:
@@ -65,6 +69,8 @@ class Work:
             raise self._error from error
         finally:
             self._handle, self._kept = None, ()
+        if heart is not None:
+            heart.goes_on()
         self._trace()
 
     def _trace_completion(self, handle: Any, kept: tuple[Tensor, ...]) -> None:
@@ -165,11 +171,12 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
     start_ns = perf_counter_ns()
     if group.handle is None:
         return Work(None, name, group, start_ns)
+    number = 0 if group.heart is None else group.heart.joins(group.name)
     try:
         handle = launch()
     except RuntimeError as error:
         raise _failed(name, group, tensors, start_ns, error) from error
-    work = Work(handle, name, group, start_ns, tensors)
+    work = Work(handle, name, group, start_ns, tensors, number)
     if not async_op:
         work.wait()
     return work
@@ -177,10 +184,15 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
 
 def _blocking(name: str, group: Group, call: Callable[[], Any]) -> None:
     start_ns = perf_counter_ns()
+    heart = group.heart
+    if heart is not None:
+        heart.wait_for_all(group.name, name, heart.joins(group.name))
     try:
         call()
     except RuntimeError as error:
         raise _failed(name, group, (), start_ns, error) from error
+    if heart is not None:
+        heart.goes_on()
     if group.tracer is not None:
         group.tracer.event(f"{group.name} {name}", "collective", start_ns)
 

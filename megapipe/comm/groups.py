@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
+from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.topology import GROUP_NAMES, Topology
 
 
@@ -19,7 +21,8 @@ class Group:
 
     name: of topology.GROUP_NAMES. ranks: global, ascending. rank: this rank's index in `ranks`. handle: torch's process group; None for a
     group of one, where every operation is a no-op. siblings: all groups of this kind in the world, this one included. timeout_seconds:
-    after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog).
+    after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog). heart: told of
+    every operation and wait.
     """
 
     name: str
@@ -29,11 +32,12 @@ class Group:
     tracer: Tracer | None = field(default=None, repr=False)
     timeout_seconds: float | None = None
     siblings: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    heart: Heartbeat | None = field(default=None, repr=False)
 
     @classmethod
-    def alone(cls, name: str, global_rank: int = 0, tracer: Tracer | None = None) -> Group:
+    def alone(cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None) -> Group:
         """A group of one: needs no torch.distributed."""
-        return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),))
+        return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),), heart)
 
     @property
     def size(self) -> int:
@@ -65,13 +69,18 @@ class ProcessGroups:
     kv: Group
 
     @classmethod
-    def alone(cls, global_rank: int = 0, tracer: Tracer | None = None) -> ProcessGroups:
+    def alone(cls, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None) -> ProcessGroups:
         """The groups of a world of one."""
-        return cls(**{name: Group.alone(name, global_rank, tracer) for name in GROUP_NAMES})
+        return cls(**{name: Group.alone(name, global_rank, tracer, heart) for name in GROUP_NAMES})
 
 
 def build_process_groups(
-    topology: Topology, global_rank: int, backend: str, timeout_seconds: float, tracer: Tracer | None = None
+    topology: Topology,
+    global_rank: int,
+    backend: str,
+    timeout_seconds: float,
+    tracer: Tracer | None = None,
+    heart: Heartbeat | None = None,
 ) -> ProcessGroups:
     """Make every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
 
@@ -81,13 +90,13 @@ def build_process_groups(
     Raises CommunicationError if torch.distributed was started with another world.
     """
     if topology.world_size == 1:
-        return ProcessGroups.alone(global_rank, tracer)
+        return ProcessGroups.alone(global_rank, tracer, heart)
     _check_world(topology, global_rank)
     made: dict[str, Group | None] = {}
     for name in GROUP_NAMES:
         other = _same_ranks(name, topology)
         if other is None:
-            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer)
+            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer, heart)
         else:
             made[name] = _renamed(made[other], name)
     return ProcessGroups(**made)  # type: ignore[arg-type]
@@ -106,7 +115,15 @@ def new_handle(ranks: tuple[int, ...], description: str, backend: str | None, ti
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=description)
 
 
-def _build(name: str, topology: Topology, global_rank: int, backend: str, timeout_seconds: float, tracer: Tracer | None) -> Group | None:
+def _build(
+    name: str,
+    topology: Topology,
+    global_rank: int,
+    backend: str,
+    timeout_seconds: float,
+    tracer: Tracer | None,
+    heart: Heartbeat | None,
+) -> Group | None:
     siblings = topology.groups(name)
     mine: Group | None = None
     for ranks in siblings:
@@ -115,13 +132,13 @@ def _build(name: str, topology: Topology, global_rank: int, backend: str, timeou
         else:
             handle = new_handle(ranks, name, backend, timeout_seconds) if len(ranks) > 1 else None
         if global_rank in ranks:
-            mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings)
+            mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings, heart)
     return mine
 
 
 def _renamed(group: Group | None, name: str) -> Group:
     assert group is not None
-    return Group(name, group.ranks, group.rank, group.handle, group.tracer, group.timeout_seconds, group.siblings)
+    return dataclasses.replace(group, name=name)
 
 
 def _check_world(topology: Topology, global_rank: int) -> None:

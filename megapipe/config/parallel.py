@@ -90,4 +90,11 @@ class ParallelConfig:
     )
     allow_tp_across_nodes: bool = option(False, "let a tensor-parallel group span nodes")
     distributed_backend: str = option("auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=DISTRIBUTED_BACKENDS)
+    hang_timeout_seconds: float = option(
+        120.0,
+        "a rank that stands still for longer in one action or wait ends the run, with a report of who waits for whom; it has to be "
+        "more than the longest action takes; five times as long in the first step, loading and saving; 0: no heartbeats, no watchdog",
+        unit="seconds",
+        at_least=0,
+    )
     distributed_timeout_minutes: float = option(10.0, "a collective that waits longer than this ends the job", unit="minutes", above=0)

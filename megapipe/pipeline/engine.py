@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapipe.comm.channels import Channel, MessageSpec, Path, PendingReceive
 from megapipe.comm.trace import Tracer
+from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.stage import StageRunner
 from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
@@ -73,7 +74,7 @@ class Engine:
     records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
     GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
     weights: needed by schedules with UPDATE. head_start: how many of the row's first actions `begin` runs; they are closed under messages
-    (schedule.head_start).
+    (schedule.head_start). heart: told of every action as it begins.
     Raises ValueError for stages that are not those of the row.
     """
 
@@ -88,6 +89,7 @@ class Engine:
         streams: StageStreams | None = None,
         weights: StageWeights | None = None,
         head_start: int = 0,
+        heart: Heartbeat | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -108,6 +110,8 @@ class Engine:
         self._tracer = tracer
         self._streams = streams
         self._head_start = head_start
+        self._heart = heart
+        self._words = tuple(str(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
         self._local = {
@@ -148,12 +152,12 @@ class Engine:
             raise ValueError(f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given")
         run = BegunRun(step)
         if self._head_start:
-            self._act(run, self.row[: self._head_start], run_ends=False)
+            self._act(run, slice(self._head_start), run_ends=False)
         return run
 
     def finish(self, run: BegunRun) -> list[Any]:
         """Run what `begin` left of the row; returns what `run` returns."""
-        self._act(run, self.row[self._head_start :], run_ends=True)
+        self._act(run, slice(self._head_start, None), run_ends=True)
         return [run.reports[m] for m in sorted(run.reports)]
 
     def discard(self) -> None:
@@ -161,11 +165,14 @@ class Engine:
         for runner in self._stages.values():
             runner.clear()
 
-    def _act(self, run: BegunRun, actions: Sequence[Action], run_ends: bool) -> None:
+    def _act(self, run: BegunRun, part: slice, run_ends: bool) -> None:
+        heart = self._heart
         start = 0 if self._tracer is None else self._tracer.now()
         try:
             with torch.set_grad_enabled(self.is_training):
-                for action in actions:
+                for action, word in zip(self.row[part], self._words[part], strict=True):
+                    if heart is not None:
+                        heart.act(word)
                     if self._tracer is None:
                         self._handlers[action.op](run, action)
                     else:
@@ -176,6 +183,8 @@ class Engine:
         except BaseException:
             self.discard()
             raise
+        if heart is not None:
+            heart.act(b"")
         if self._tracer is not None:
             self._tracer.event("row", "row", start, self._tracer.now())
 

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,11 @@ from megapipe.build.datasets import RunData
 from megapipe.build.machines import Machines
 from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.comm.collectives import all_reduce
+from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
 from megapipe.errors import TrainingError
+from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
+from megapipe.topology import GROUP_NAMES
 from megapipe.train.asynchronous_step import step_of
 from megapipe.train.evaluation import evaluate
 from megapipe.train.faults import OutputWatch, Sums, raise_unsound
@@ -85,7 +89,8 @@ class Training:
         self._stop, self._saves = stop, saves
         self._config, self._training = config, config.training
         self._step = step_of(machines, config.logging.log_num_zeros_in_grad)
-        self._timers = Timers(config.logging.timing_log_level, machines.device, machines.tracer)
+        self._heart = machines.groups.world.heart or Heartbeat(GROUP_NAMES)
+        self._timers = Timers(config.logging.timing_log_level, machines.device, machines.tracer, self._heart)
         self._pace = Pace(machines)
         self._profile = Profile(config.logging, machines)
         self._pipeline_profile = PipelineProfiler(machines, run_folder(config), writers.say)
@@ -104,11 +109,13 @@ class Training:
             ending = Ending("evaluation only") if self._training.skip_train else self._train()
         except TrainingError:
             if self._saves is not None:
-                self._saves.finish(is_last=False)  # what came before the NaN is what the next run starts from
+                with self._heart.phase("saving", PATIENCE):
+                    self._saves.finish(is_last=False)  # what came before the NaN is what the next run starts from
             raise
         self._save_now()  # first: an evaluation that fails must not cost the last steps
         if self._saves is not None:
-            self._saves.finish(is_last=True)
+            with self._heart.phase("saving", PATIENCE):
+                self._saves.finish(is_last=True)
         if not ending.early:
             self._evaluate("validation", self.data.valid)
             self._evaluate("test", self.data.test)
@@ -121,8 +128,11 @@ class Training:
         train_iters = self._training.train_iters
         assert train_iters is not None
         self._pace.start(self.state)
+        first = self.state.step
         while self.state.step < train_iters:
-            self._one_step()
+            # in the first step kernels are compiled and connections made
+            with self._heart.patient() if self.state.step == first else nullcontext():
+                self._one_step()
             if not self._step.is_ahead or self._something_is_due():
                 self._settle()
             agreed, self._agreed = self._agreed, Agreed()
@@ -141,6 +151,7 @@ class Training:
         else to do first."""
         state, plan = self.state, self.machines.plan
         assert self.data.train is not None and self._schedules is not None
+        self._heart.step(state.step + 1)
         consumed = state.consumed_samples
         count = plan.batch.num_microbatches_at(consumed)
         microbatches = self.microbatches(self.data.train, consumed, count, state.step)
@@ -190,14 +201,20 @@ class Training:
             self._log(result, launched)
         self._agreed = agreed = self._agree()
         if agreed.save_ready and self._saves is not None:
-            self._saves.advance()
+            with self._heart.phase("saving", PATIENCE):
+                self._saves.advance()
         return agreed.reason is None and not agreed.save_due
 
     def microbatches(self, loader: Loader, consumed: int, count: int, step: int | None) -> Microbatches:
         """This rank's microbatches of the global batch after `consumed` samples. step: None for evaluation, without dropout."""
         dp, dp_rank, micro = self.machines.plan.topology.dp, self.machines.coordinates.dp_rank, self._training.micro_batch_size
         keys = None if step is None else Keys(self._training.seed, step, dp_rank, dp)
-        return Microbatches(count, lambda k: loader.microbatch(consumed, k, dp_rank, dp, micro), keys, self.machines.device)
+
+        def read(k: int) -> Batch:
+            with self._heart.phase("reading data"):
+                return loader.microbatch(consumed, k, dp_rank, dp, micro)
+
+        return Microbatches(count, read, keys, self.machines.device)
 
     def _check(self, result: StepResult, launched: _Launched) -> None:
         # an overflow is part of the search for a loss scale, until that cannot fall any further
@@ -244,14 +261,16 @@ class Training:
         started = time.perf_counter()
         count = samples // self.machines.plan.batch.samples_per_microbatch
         batches = (self.microbatches(loader, first + i * samples, count, None) for i in range(self._training.eval_iters))
-        loss, tokens = evaluate(self._step, batches, self._training.calculate_per_token_loss)
+        with self._heart.phase(split):
+            loss, tokens = evaluate(self._step, batches, self._training.calculate_per_token_loss)
         seconds = time.perf_counter() - started
         self.writers.evaluation(EvaluationMetrics(split, self.state.step, loss, tokens, seconds))
 
     def _save_now(self) -> None:
         if self._saves is None or self._saved_step == self.state.step or self._training.skip_train:
             return
-        self._saves.save(self.state)
+        with self._heart.phase("saving", PATIENCE):
+            self._saves.save(self.state)
         self._saved_step = self.state.step
         self._saved_at = time.monotonic()
 

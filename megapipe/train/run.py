@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,19 +13,22 @@ import torch
 from megapipe.build.datasets import RunData, build_data
 from megapipe.build.machines import Machines
 from megapipe.comm.bootstrap import World, shutdown, start
-from megapipe.comm.groups import build_process_groups
+from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.environment import Environment, set_for_libraries
+from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.planner.run_plan import RunPlan
+from megapipe.topology import GROUP_NAMES
 from megapipe.train import persistence
 from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
 from megapipe.train.run_log import RunLog
 from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
-from megapipe.train.signals import stop_requests
+from megapipe.train.signals import StopRequest, stop_requests
 from megapipe.train.state import TrainingState
 from megapipe.train.timers import ACTION_LEVEL
+from megapipe.train.watch import heart_of, watched
 from megapipe.train.writers import Writers, build_writers, recorded_folder
 
 Afterwards = Callable[[Machines, RunData, Writers], None]
@@ -46,26 +50,49 @@ def pretrain(
         writers = build_writers(config, log, logs_here=environment.global_rank == 0)
         world = join(plan, environment)
         log.start(plan, world, config_text, remarks)
-        groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
-        machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device))
-        data = build_data(plan)
-        try:
-            resumed = resume(machines, writers)
-            if resumed.path is not None:
-                log.resumed(resumed.path)
-            saves = saves_of(machines, resumed, config_text, writers)
-            training = Training(machines, data, resumed.state, resumed.schedules, writers, stop, saves)
-            ending = training.run()
-            if afterwards is not None and not ending.early:
-                afterwards(machines, data, writers)
-            writers.say(f"ended after step {resumed.state.step}: {ending.reason}")
-            log.end(resumed.state.step, ending.reason, ending.early)
-        finally:
-            data.close()
-            writers.close()
+        heart = heart_of(config)
+        groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart)
+        with watched(plan, environment, groups, recorded_folder(config), log):
+            _train(plan, groups, world, config_text, Surroundings(log, writers, stop), afterwards)
     if world.world_size > 1:
         shutdown(0)
     return 0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run speaks to, and what speaks to it."""
+
+    log: RunLog
+    writers: Writers
+    stop: StopRequest
+
+
+def _train(
+    plan: RunPlan, groups: ProcessGroups, world: World, config_text: str, around: Surroundings, afterwards: Afterwards | None
+) -> None:
+    """Build, load, train."""
+    writers = around.writers
+    heart = groups.world.heart or Heartbeat(GROUP_NAMES)
+    with heart.phase("starting", PATIENCE):
+        machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device))
+        data = build_data(plan)
+    try:
+        with heart.phase("loading", PATIENCE):
+            resumed = resume(machines, writers)
+            if resumed.path is not None:
+                around.log.resumed(resumed.path)
+            saves = saves_of(machines, resumed, config_text, writers)
+        training = Training(machines, data, resumed.state, resumed.schedules, writers, around.stop, saves)
+        ending = training.run()
+        if afterwards is not None and not ending.early:
+            with heart.phase("after the training", PATIENCE):
+                afterwards(machines, data, writers)
+        writers.say(f"ended after step {resumed.state.step}: {ending.reason}")
+        around.log.end(resumed.state.step, ending.reason, ending.early)
+    finally:
+        data.close()
+        writers.close()
 
 
 def be_deterministic() -> None:

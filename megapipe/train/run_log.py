@@ -82,10 +82,14 @@ class RunLog:
         try:
             yield
         except BaseException as error:
-            is_told = self._rank == 0 or not isinstance(error, CommunicationError)
-            if is_told and self._path is not None and self._path.parent.is_dir():  # a run that never began leaves no folder
-                self._write("failure", rank=self._rank, error=type(error).__name__, text=str(error))
+            if self._rank == 0 or not isinstance(error, CommunicationError):
+                self.failed(error)
             raise
+
+    def failed(self, error: BaseException) -> None:
+        """What ends the run, from whatever rank."""
+        if self._path is not None and self._path.parent.is_dir():  # a run that never began leaves no folder
+            self._write("failure", rank=self._rank, error=type(error).__name__, text=str(error))
 
     def _write(self, kind: str, **record: Any) -> None:
         if self._path is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from megapipe.comm.trace import Tracer
+from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.schedule.action import Op, parse_action
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
@@ -30,20 +31,25 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 
 
 class Timers:
-    """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event."""
+    """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event. heart: told of each phase."""
 
-    def __init__(self, level: int, device: torch.device, tracer: Tracer | None = None) -> None:
+    def __init__(self, level: int, device: torch.device, tracer: Tracer | None = None, heart: Heartbeat | None = None) -> None:
         self.level = level
+        self._heart = heart
         self._device = device
         self._tracer = tracer
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step; costs nothing below level 1 and without a tracer."""
-        if self.level < PHASE_LEVEL and self._tracer is None:
-            yield
-            return
+        """Time a phase of the step; costs nothing below level 1 and without a tracer or heart."""
+        with nullcontext() if self._heart is None else self._heart.phase(name):
+            if self.level < PHASE_LEVEL and self._tracer is None:
+                yield
+            else:
+                yield from self._timed(name)
+
+    def _timed(self, name: str) -> Iterator[None]:
         start = self._now()
         try:
             yield

@@ -1,0 +1,165 @@
+"""Where the records of a run lie: live ones in shared memory of each host, and in the run's folder who writes them and a copy for later.
+
+/dev/shm/megapipe-USER-TOKEN/   live: rank_00000 and so on, rank_00000.stack of a rank that hangs, roster.json
+RUN/heartbeats/roster.json      the ranks, their hosts and processes, the folder of the live records
+RUN/heartbeats/host_NAME.bin    a copy of the records of one host, a second or so old while the run lives
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megapipe.errors import ConfigError, DataError
+from megapipe.monitor.process import host, process_space, process_state
+from megapipe.monitor.record import FILE_BYTES, Snapshot, read_snapshot
+from megapipe.monitor.roster import Member, Roster
+from megapipe.monitor.sighting import Sighting
+
+NAME, ROSTER = "heartbeats", "roster.json"
+SHARED_MEMORY = Path("/dev/shm")
+SILENCE_SECONDS = 2.0  # without a pulse: several turns of a watchdog
+
+
+def base_folder() -> Path:
+    """Where live folders are."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def live_folder(token: str) -> Path:
+    """The folder of a run's live records on this host, made for this user alone. token: the same on all ranks, of no other run.
+
+    Raises OSError where it cannot be made.
+    """
+    folder = base_folder() / f"megapipe-{os.getuid()}-{token}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else")
+    return folder
+
+
+def sweep(base: Path) -> None:
+    """Remove what crashed runs of this user left on this host."""
+    for folder in base.glob(f"megapipe-{os.getuid()}-*"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            roster = Roster.from_dict(json.loads((folder / ROSTER).read_text(encoding="utf-8")))
+            here = [member for member in roster.members if member.host == host()]
+            if not any(m.space != process_space() or not process_state(m.pid, m.started).has_ended for m in here):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def record_path(live: Path, rank: int) -> Path:
+    return live / f"rank_{rank:05d}"
+
+
+def stack_path(live: Path, rank: int) -> Path:
+    """Where a rank that stands still writes what its main thread does."""
+    return live / f"rank_{rank:05d}.stack"
+
+
+def sight(member: Member, live: Path, now_ns: int | None = None) -> Sighting:
+    """A rank of this host. now_ns: Unix nanoseconds."""
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    snapshot = _live_snapshot(live, member.rank)
+    is_here = member.space == process_space()
+    process = process_state(member.pid, member.started) if is_here else None
+    if snapshot is None:
+        return Sighting(member, None, process=process)
+    pulse_age = (now_ns - snapshot.pulse_ns) / 1e9
+    return Sighting(member, snapshot, (now_ns - snapshot.record.since_ns) / 1e9, process, pulse_age < SILENCE_SECONDS)
+
+
+def write_roster(run: Path, roster: Roster, live: Path) -> None:
+    """Begin a run's records in its folder: the copies of an earlier start go. Raises OSError."""
+    folder = run / NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("host_*.bin"):
+        path.unlink(missing_ok=True)
+    write_live_roster(folder, roster, live)
+
+
+def write_live_roster(folder: Path, roster: Roster, live: Path) -> None:
+    """roster.json alone. Raises OSError."""
+    _replace(folder / ROSTER, json.dumps({"live": str(live), **roster.to_dict()}).encode())
+
+
+def write_copies(run: Path, roster: Roster, live: Path) -> None:
+    """Copy the live records of this host to the run's folder. Raises OSError."""
+    here, space = host(), process_space()
+    parts = []
+    for member in roster.members:
+        if member.space == space:
+            data = _read(record_path(live, member.rank))
+            if len(data) == FILE_BYTES:
+                parts.append(member.rank.to_bytes(8, "little") + data)
+    _replace(run / NAME / f"host_{here}.bin", b"".join(parts))
+
+
+def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
+    """The ranks of a run and what they do, or last did. Raises ConfigError where no run left records, DataError where they are damaged."""
+    path = run / NAME / ROSTER
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        roster, live = Roster.from_dict(values), Path(values["live"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run} holds no {NAME}/{ROSTER}: give the folder that a run has as --save (or that of its --metrics-file)"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    copies = dict(_copies(run / NAME))
+    return roster, [_of_folder(member, live, copies.get(member.rank)) for member in roster.members]
+
+
+def _of_folder(member: Member, live: Path, copied: tuple[Snapshot, float] | None) -> Sighting:
+    if member.space == process_space():
+        sighting = sight(member, live)
+        if sighting.snapshot is not None or copied is None:
+            return sighting
+        return replace(sighting, snapshot=copied[0], age_seconds=(time.time_ns() - copied[0].record.since_ns) / 1e9)
+    if copied is None:
+        return Sighting(member, None)
+    snapshot, copy_age = copied
+    return Sighting(member, snapshot, max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age)
+
+
+def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
+    """(rank, (snapshot, seconds since it was copied))."""
+    for path in sorted(folder.glob("host_*.bin")):
+        data, age = _read(path), max(0.0, time.time() - path.stat().st_mtime)
+        for start in range(0, len(data) - 8 - FILE_BYTES + 1, 8 + FILE_BYTES):
+            snapshot = read_snapshot(data[start + 8 : start + 8 + FILE_BYTES])
+            if snapshot is not None:
+                yield int.from_bytes(data[start : start + 8], "little"), (snapshot, age)
+
+
+def _live_snapshot(live: Path, rank: int) -> Snapshot | None:
+    """A slot can be torn in both halves only while the writer overtakes the reader: then it is read again."""
+    for _ in range(3):
+        snapshot = read_snapshot(_read(record_path(live, rank)))
+        if snapshot is not None:
+            return snapshot
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

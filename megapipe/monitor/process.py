@@ -1,0 +1,80 @@
+"""What the kernel says of a process of this host, from /proc."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk or device, not interruptible",
+    "T": "stopped (SIGSTOP)",
+    "t": "stopped by a debugger",
+}
+ENDED = "ZX"
+STOPPED = "Tt"
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """state: the kernel's letter, "" if the process has ended. kernel_function: in which it sleeps, "" where that is hidden."""
+
+    state: str
+    kernel_function: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state == ""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state != "" and self.state in STOPPED
+
+    def __str__(self) -> str:
+        if self.has_ended:
+            return "the process has ended"
+        where = f", in the kernel's {self.kernel_function}" if self.kernel_function else ""
+        return f"the process is {STATES.get(self.state, 'in state ' + self.state)}{where}"
+
+
+def host() -> str:
+    """Name of this host."""
+    return socket.gethostname()
+
+
+def process_space() -> str:
+    """Within which process ids mean something: the host's, or a container's. "" where the system does not tell."""
+    boot, space = "", ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
+    return f"{boot} {space}".strip()
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot: with its id it names one process for good. None where there is none."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def process_state(pid: int, started: int | None) -> ProcessState:
+    """Of the process that began at tick `started`; another one that got its id since does not count."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in ENDED or (started is not None and int(fields[19]) != started):
+        return ProcessState("")
+    function = ""
+    with suppress(OSError):
+        function = Path(f"/proc/{pid}/wchan").read_text().strip()
+    return ProcessState(fields[0], "" if function == "0" else function)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on; None without such a process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None

@@ -1,0 +1,243 @@
+"""`Watchdog`: one thread a rank that notices when the run hangs. One rank tells who is missing, then all ranks end.
+
+Each rank looks at its own record. When that has stood still for the limit, the rank writes down its stack and looks at the others. The
+lowest rank that stands still and can speak reports; a file made exclusively, and a claim between hosts, keep it to one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose
+from megapipe.monitor.folder import sight, stack_path
+from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.process import process_space
+from megapipe.monitor.record import read_snapshot
+from megapipe.monitor.roster import Member, Roster
+from megapipe.monitor.sighting import Sighting
+from megapipe.monitor.words import MOST_CULPRITS, report_text
+
+MOST_INTERVAL_SECONDS = 0.5
+GONE_SECONDS = 3.0  # a launcher that lives ends all ranks sooner, and tells itself who was killed
+STACK_SECONDS = 1.0  # in which a culprit that answers writes its stack
+TURN_SECONDS = 3.0  # after which any rank reports: the one whose turn it is does not
+TOLD_SECONDS = 8.0  # after which nobody waits any longer for a report that was begun
+JUMP_SECONDS = 2.0  # by which a turn may come late
+SKEW_SECONDS = 1.5  # between two looks at a rank of another host, whose pulse goes on in between if it answers
+
+
+class Exchange(Protocol):
+    """Records and stacks between hosts."""
+
+    is_told: bool  # the report has been made, on whatever host
+
+    def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """The records last published by some ranks; those that published none are left out."""
+
+    def stack(self, rank: int) -> str:
+        """What a rank published of its stack, or ""."""
+
+    def publish_stack(self, text: str) -> None: ...
+
+    def claim(self) -> bool:
+        """Whether the report is this rank's to make."""
+
+    def tell(self) -> None:
+        """The report has been made."""
+
+
+class Watchdog:
+    """Watches from `start` to `stop`.
+
+    limit_seconds: how long a record may stand still. live: folder of this host's records. say: takes the report, on the one rank that
+    makes it. end: ends this process. Both are called in the watchdog's thread. exchange: with other hosts, None on one. kills: end the
+    ranks of this host that cannot end themselves, where no launcher does.
+    """
+
+    def __init__(
+        self,
+        heart: Heartbeat,
+        roster: Roster,
+        rank: int,
+        live: Path,
+        limit_seconds: float,
+        say: Callable[[str], object],
+        end: Callable[[], object],
+        exchange: Exchange | None = None,
+        kills: bool = False,
+    ) -> None:
+        self._heart, self._roster, self._rank, self._live = heart, roster, rank, live
+        self._limit_seconds, self._say, self._end, self._exchange, self._kills = limit_seconds, say, end, exchange, kills
+        self._here = [member for member in roster.members if member.space == process_space()]
+        self._watched = threading.get_ident()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._told_stack_of = -1  # beat
+        self._suspects_since: float | None = None
+        self._gone: dict[int, float] = {}  # rank -> when it was first seen gone
+        self._not_before = 0.0  # Unix seconds
+
+    def start(self) -> None:
+        """Begin; the calling thread is the one whose stack is told."""
+        self._watched = threading.get_ident()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * MOST_INTERVAL_SECONDS)
+
+    def _run(self) -> None:
+        interval = min(MOST_INTERVAL_SECONDS, self._limit_seconds / 8)
+        self._heart.pulse()
+        before = time.time()
+        while not self._stopped.wait(interval):
+            now = time.time()
+            if now - before > interval + JUMP_SECONDS:  # stopped and continued, or a clock that was set: all records look old, none is
+                self._not_before = now + self._limit_seconds
+            before = now
+            self._heart.pulse()
+            if self._is_told():
+                self._leave(())
+            elif now >= self._not_before and (self._stands_still() or self._somebody_is_gone()):
+                self._look()
+                before = time.time()
+            else:
+                self._suspects_since = None
+
+    def _stands_still(self) -> bool:
+        """This rank does. Its stack is then written down, once."""
+        record = self._heart.snapshot().record
+        if (time.time_ns() - record.since_ns) / 1e9 < self._limit_seconds * record.patience:
+            return False
+        if self._told_stack_of != record.beat:
+            self._told_stack_of = record.beat
+            frame = sys._current_frames().get(self._watched)
+            text = f"{record.beat}\n" + ("" if frame is None else "".join(traceback.format_stack(frame)))
+            with suppress(OSError):
+                temporary = stack_path(self._live, self._rank).with_suffix(".part")
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, stack_path(self._live, self._rank))
+            if self._exchange is not None:
+                self._exchange.publish_stack(text)
+        return True
+
+    def _somebody_is_gone(self) -> bool:
+        """A rank of this host has been gone for GONE_SECONDS."""
+        now = time.monotonic()
+        gone = {member.rank for member in self._here if sight(member, self._live).is_gone}
+        self._gone = {rank: self._gone.get(rank, now) for rank in gone}
+        return any(now - since >= GONE_SECONDS for since in self._gone.values())
+
+    def _look(self) -> None:
+        sightings = self._sightings()
+        diagnosis = diagnose(sightings, self._roster, self._limit_seconds)
+        if diagnosis is None or (diagnosis.fault is Fault.GONE and not self._somebody_is_gone()):
+            self._suspects_since = None
+            return
+        now = time.monotonic()
+        self._suspects_since = now if self._suspects_since is None else self._suspects_since
+        if not self._is_my_turn(sightings, diagnosis) and now - self._suspects_since < TURN_SECONDS:
+            return
+        if self._claim():
+            self._say(report_text(diagnosis, sightings, self._stacks(diagnosis, sightings), self._limit_seconds))
+            self._tell()
+            self._leave(sightings)
+
+    def _is_my_turn(self, sightings: Sequence[Sighting], diagnosis: Diagnosis) -> bool:
+        """The lowest rank that lives and has noticed too."""
+        lives = [s for s in sightings if s.answers is not False and not s.is_stopped and not s.is_gone and not s.has_left]
+        is_gone = diagnosis.fault is Fault.GONE
+        return self._rank == min((s.member.rank for s in lives if is_gone or s.is_still(self._limit_seconds)), default=self._rank)
+
+    def _sightings(self) -> list[Sighting]:
+        here = {member.rank for member in self._here}
+        remote = {} if self._exchange is None else self._remote([m for m in self._roster.members if m.rank not in here])
+        return [remote.get(m.rank) or (sight(m, self._live) if m.rank in here else Sighting(m, None)) for m in self._roster.members]
+
+    def _remote(self, members: Sequence[Member]) -> dict[int, Sighting]:
+        """Ranks of other hosts, whose clocks are not ours: a pulse that goes on between two looks is an answer."""
+        assert self._exchange is not None
+        ranks = [member.rank for member in members]
+        before = {rank: read_snapshot(data) for rank, data in self._exchange.fetch(ranks).items()}
+        self._stopped.wait(SKEW_SECONDS)
+        self._heart.pulse()
+        found = {}
+        after = {rank: read_snapshot(data) for rank, data in self._exchange.fetch(ranks).items()}
+        for member in members:
+            then, now = before.get(member.rank), after.get(member.rank)
+            if now is not None:
+                answers = then is None or now.pulse_ns != then.pulse_ns
+                age = (now.pulse_ns - now.record.since_ns) / 1e9
+                silent = self._limit_seconds * now.record.patience  # a host that is silent does not tell how old its record is
+                found[member.rank] = Sighting(member, now, age if answers else max(age, silent), None, answers)
+        return found
+
+    def _stacks(self, diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> dict[int, str]:
+        """Of the culprits that answer; waits a moment for those that have not written yet."""
+        wanted = [rank for rank in diagnosis.culprits[:MOST_CULPRITS] if sightings[rank].answers is not False]
+        stacks: dict[int, str] = {}
+        until = time.monotonic() + STACK_SECONDS
+        while wanted and time.monotonic() < until:
+            for rank in wanted:
+                record = sightings[rank].record
+                beat, _, text = self._stack_text(rank).partition("\n")
+                if record is not None and beat == str(record.beat):
+                    stacks[rank] = text.rstrip()
+            wanted = [rank for rank in wanted if rank not in stacks]
+            if wanted:
+                time.sleep(0.05)
+                self._heart.pulse()
+        return stacks
+
+    def _stack_text(self, rank: int) -> str:
+        try:
+            return stack_path(self._live, rank).read_text(encoding="utf-8")
+        except OSError:
+            return "" if self._exchange is None else self._exchange.stack(rank)
+
+    def _claim(self) -> bool:
+        """Only the first of all ranks gets it."""
+        try:
+            os.close(os.open(self._live / "claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except OSError:
+            return False
+        return self._exchange is None or self._exchange.claim()
+
+    def _is_told(self) -> bool:
+        """The report has been made, or whoever began it did not come to an end."""
+        if (self._live / "told").exists() or (self._exchange is not None and self._exchange.is_told):
+            return True
+        try:
+            return time.time() - (self._live / "claimed").stat().st_mtime > TOLD_SECONDS
+        except OSError:
+            return False
+
+    def _tell(self) -> None:
+        with suppress(OSError):
+            (self._live / "told").touch(mode=0o600)
+        if self._exchange is not None:
+            self._exchange.tell()
+
+    def _leave(self, sightings: Sequence[Sighting]) -> None:
+        self._stopped.set()
+        if self._kills:
+            self._kill([sighting for sighting in sightings if sighting.is_stopped or sighting.answers is False])
+        self._end()
+
+    def _kill(self, sightings: Sequence[Sighting]) -> None:
+        """SIGKILL, to ranks of this host that cannot leave."""
+        for sighting in sightings:
+            if sighting.process is not None and not sighting.process.has_ended and sighting.member.rank != self._rank:
+                with suppress(OSError):
+                    os.kill(sighting.member.pid, signal.SIGKILL)
