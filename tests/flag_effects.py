@@ -100,6 +100,7 @@ parallel.ddp_bucket_size | --ddp-bucket-size 500 | plan buffers
 parallel.rank_order | --rank-order tp-cp-pp-dp | plan topology | {PP} --tensor-model-parallel-size 2 | 8
 parallel.allow_tp_across_nodes | --allow-tp-across-nodes | plan topology | --tensor-model-parallel-size 4 | 4
 parallel.distributed_backend | --distributed-backend nccl | said nccl talks between GPUs
+parallel.hang_timeout_seconds | --hang-timeout-seconds 60 | file heartbeats/roster.json | --hang-timeout-seconds 0
 parallel.distributed_timeout_minutes | --distributed-timeout-minutes 2 | time_out
 
 recompute.recompute_granularity | --recompute-granularity selective --recompute-modules mlp | saved_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +17,8 @@ STORE_ERRORS = (RuntimeError, ValueError, OSError)  # torch's DistError is a Run
 class StoreExchange:
     """Publishes this rank's record every second from a thread of its own, and answers what other ranks published (monitor.watchdog).
 
-    A store that does not answer costs what is known of other hosts, nothing else. token: of this run, the same on all ranks.
+    A store that does not answer is asked no more: it costs what is known of other hosts, nothing else. token: of this run, the same on
+    all ranks.
     """
 
     def __init__(self, rank: int, token: str, record: Callable[[], bytes], store: dist.Store | None = None) -> None:
@@ -29,6 +30,7 @@ class StoreExchange:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="heartbeat", daemon=True)
+        self._is_lost = False
         self.is_told = False
 
     def start(self) -> None:
@@ -36,6 +38,8 @@ class StoreExchange:
 
     def stop(self) -> None:
         self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(STORE_SECONDS)
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
         """The records last published by some ranks."""
@@ -50,30 +54,30 @@ class StoreExchange:
         return self._read(f"stack {rank}").decode(errors="replace")
 
     def publish_stack(self, text: str) -> None:
-        with self._lock, suppress(*STORE_ERRORS):
-            self._store.set(f"stack {self._rank}", text)
+        self._ask(lambda store: store.set(f"stack {self._rank}", text))
 
     def claim(self) -> bool:
         """Only the first rank that asks gets True; a store that does not answer cannot give it away twice either, so then True."""
-        try:
-            with self._lock:
-                return bool(self._store.add("claim", 1) == 1)
-        except STORE_ERRORS:
-            return True
+        return self._ask(lambda store: store.add("claim", 1)) in (1, None)
 
     def tell(self) -> None:
-        with self._lock, suppress(*STORE_ERRORS):
-            self._store.set("told", "1")
+        self._ask(lambda store: store.set("told", "1"))
 
     def _read(self, key: str) -> bytes:
-        try:
-            with self._lock:
-                return bytes(self._store.get(key)) if self._store.check([key]) else b""
-        except STORE_ERRORS:
-            return b""
+        return self._ask(lambda store: store.get(key) if store.check([key]) else b"") or b""
+
+    def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
+        """None from a store that failed now or before: torch prints a stack each time, and its connection never comes back."""
+        with self._lock:
+            if self._is_lost:
+                return None
+            try:
+                return question(self._store)
+            except STORE_ERRORS:
+                self._is_lost = True
+                return None
 
     def _publish(self) -> None:
         while not self._stopped.wait(PUBLISH_SECONDS):
-            with suppress(*STORE_ERRORS), self._lock:
-                self._store.set(f"record {self._rank}", self._record())  # type: ignore[arg-type]
+            self._ask(lambda store: store.set(f"record {self._rank}", self._record()))  # type: ignore[arg-type]
             self.is_told = self.is_told or bool(self._read("told"))

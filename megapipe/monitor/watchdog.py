@@ -107,7 +107,7 @@ class Watchdog:
                 self._not_before = now + self._limit_seconds
             before = now
             self._heart.pulse()
-            if self._is_told():
+            if self.is_told:
                 self._leave(())
             elif now >= self._not_before and (self._stands_still() or self._somebody_is_gone()):
                 self._look()
@@ -214,7 +214,8 @@ class Watchdog:
             return False
         return self._exchange is None or self._exchange.claim()
 
-    def _is_told(self) -> bool:
+    @property
+    def is_told(self) -> bool:
         """The report has been made, or whoever began it did not come to an end."""
         if (self._live / "told").exists() or (self._exchange is not None and self._exchange.is_told):
             return True

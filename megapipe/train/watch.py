@@ -54,6 +54,8 @@ def watched(plan: RunPlan, environment: Environment, groups: ProcessGroups, fold
         yield
     except BaseException as error:
         watch.stop("failed")
+        if isinstance(error, CommunicationError) and watch.is_told:
+            leave(1)  # the peer was ended after a report, which says more than that it is lost
         if isinstance(error, CommunicationError) and (names := watch.gone()):
             raise CommunicationError(f"{error}. Gone without a word: {names}") from error
         raise
@@ -118,6 +120,11 @@ class _Watch:
         self._copy()
         if last_phase == "ended":
             shutil.rmtree(self._live, ignore_errors=True)
+
+    @property
+    def is_told(self) -> bool:
+        """Some rank has reported a hang."""
+        return self._watchdog.is_told
 
     def gone(self) -> str:
         """Ranks of this host whose processes have ended without a word, for a person."""

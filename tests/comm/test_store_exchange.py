@@ -1,0 +1,50 @@
+"""Heartbeats through a store: what one rank publishes others read; one claim; a store that is gone costs nothing else."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megapipe.comm.store_exchange import StoreExchange
+from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.record import read_snapshot
+
+
+def until(question, seconds: float = 10.0) -> bool:  # type: ignore[no-untyped-def]
+    end = time.monotonic() + seconds
+    while not question() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(question())
+
+
+def test_ranks_see_each_others_records_and_one_gets_the_claim() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
+    hearts = [Heartbeat(("world",)) for _ in range(2)]
+    exchanges = [StoreExchange(rank, "t", heart.as_bytes, store) for rank, heart in enumerate(hearts)]
+    assert exchanges[0].fetch([0, 1]) == {}
+    hearts[1].act(b"1F7")
+    for exchange in exchanges:
+        exchange.start()
+    assert until(lambda: len(exchanges[0].fetch([0, 1])) == 2)
+    seen = read_snapshot(exchanges[0].fetch([1])[1])
+    assert seen is not None
+    assert seen.record.action == "1F7"
+    exchanges[1].publish_stack("7\n  here")
+    assert exchanges[0].stack(1) == "7\n  here"
+    assert exchanges[0].stack(0) == ""
+    assert [exchange.claim() for exchange in exchanges] == [True, False]
+    exchanges[0].tell()
+    assert until(lambda: exchanges[1].is_told)
+    for exchange in exchanges:
+        exchange.stop()
+
+
+def test_a_store_that_is_gone_says_nothing_within_seconds() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=2))
+    exchange = StoreExchange(0, "t", Heartbeat(("world",)).as_bytes, dist.TCPStore("127.0.0.1", store.port, is_master=False))
+    del store
+    began = time.monotonic()
+    assert exchange.fetch([1]) == {}
+    assert time.monotonic() - began < 10

@@ -1,0 +1,50 @@
+"""A rank that stops under the launcher: the report, the status before and after, and the end of all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli.status import main
+from tests.launch.scripts import TINY, launch
+
+LIMIT_SECONDS = 2.0
+MOST_SECONDS = 2.0  # from the limit to the report
+END_SECONDS = 6.0  # from the report to the end; the launcher gives the stopped rank 2
+
+
+def test_a_stopped_rank_of_four_is_named_and_all_are_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--save", "run"]
+    words = [*grid, "--mock-data", "--train-iters", "100000", "--hang-timeout-seconds", str(LIMIT_SECONDS)]
+    with launch(tmp_path, 4, *TINY, *words) as door:
+        door.wait_for("step      3/")
+        assert main([str(tmp_path / "run"), "--json"]) == 0
+        before = json.loads(capsys.readouterr().out)["ranks"]
+        assert [rank["place"] for rank in before] == ["pp 0, dp 0", "pp 0, dp 1", "pp 1, dp 0", "pp 1, dp 1"]
+        assert all(rank["answers"] and rank["step"] >= 3 for rank in before), before
+        os.kill(before[3]["pid"], signal.SIGSTOP)
+        began = time.monotonic()
+        while "training hangs" not in door.error():
+            assert time.monotonic() - began < LIMIT_SECONDS + MOST_SECONDS + 2, door.error()
+            time.sleep(0.02)
+        seconds = time.monotonic() - began
+        ended = door.ended()
+        assert time.monotonic() - began - seconds < END_SECONDS
+        assert door.ranks() == []
+    assert ended.code == 1
+    assert LIMIT_SECONDS * 0.9 < seconds < LIMIT_SECONDS + MOST_SECONDS
+    assert "communication error (rank 0): training hangs on rank 3 (pp 1, dp 1, stage 1)" in ended.error
+    assert "the process is stopped (SIGSTOP)" in ended.error
+    assert ended.error.count("error") == 1, ended.error
+    assert main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith("run: 4 ranks, 4 gone\nrank  where       step")
+
+
+def test_a_folder_without_heartbeats_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "holds no heartbeats/roster.json" in capsys.readouterr().err

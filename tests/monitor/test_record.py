@@ -1,0 +1,96 @@
+"""Records: what is written is read, whatever the moment; a torn one is noticed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
+from megapipe.monitor.record import FILE_BYTES, SLOT_AT, SLOT_BYTES, Wait, pack_slot, read_slot, read_snapshot
+
+TEXTS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=18)
+FIELDS = st.tuples(
+    st.integers(1, 2**63), st.integers(0, 2**63), st.integers(-1, 2**31), st.integers(0, 255), st.sampled_from(Wait),
+    st.integers(-1, 2**31 - 1), st.integers(0, 2**63), TEXTS, TEXTS, TEXTS,
+)  # fmt: skip
+
+
+@given(FIELDS)
+def test_a_slot_reads_as_it_was_written(fields: tuple[int, int, int, int, Wait, int, int, str, str, str]) -> None:
+    *numbers, phase, action, what = fields
+    assert read_slot(pack_slot(*numbers, phase.encode(), action.encode(), what.encode())) == fields
+
+
+@given(FIELDS, FIELDS, st.data())
+def test_a_slot_that_is_part_of_one_record_and_part_of_the_next_is_noticed(first: tuple, second: tuple, data: st.DataObject) -> None:  # type: ignore[type-arg]
+    old, new = (pack_slot(*f[:7], *(text.encode() for text in f[7:])) for f in (first, second))
+    cut = data.draw(st.integers(0, len(old)))
+    torn = new[:cut] + old[cut:]
+    assert read_slot(torn) in ((None,) if torn not in (old, new) else (read_slot(old), read_slot(new)))
+
+
+@given(st.integers(1, 20), st.integers(0, SLOT_BYTES - 1), st.integers(1, 255))
+def test_while_a_slot_is_damaged_the_record_before_it_counts(num_beats: int, byte: int, change: int) -> None:
+    heart = Heartbeat(("tp",))
+    for step in range(num_beats):
+        heart.step(step)
+    data = bytearray(heart.as_bytes())
+    newest = heart.snapshot().record
+    start = SLOT_AT + SLOT_BYTES * (newest.beat & 1)
+    data[start + byte] ^= change
+    seen = read_snapshot(bytes(data))
+    assert seen is not None
+    assert seen.record == newest or seen.record.beat == newest.beat - 1
+
+
+def test_a_reader_sees_only_whole_records_while_another_thread_writes(tmp_path: Path) -> None:
+    """Each record carries one number four times."""
+    heart, path = Heartbeat(("world",)), tmp_path / "rank_00000"
+    heart.share(path)
+    done = threading.Event()
+
+    def write() -> None:
+        for n in range(20_000):
+            heart.step(n)
+            heart.act(b"%dF%d" % (n, n))
+            heart.wait_for_all("world", "all_reduce", n)
+            heart.goes_on()
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = 0
+    while not done.is_set():
+        snapshot = read_snapshot(path.read_bytes())
+        if snapshot is None:
+            continue
+        record = snapshot.record
+        seen += 1
+        if record.wait is Wait.COLLECTIVE:
+            assert record.number == record.step
+            assert record.action == f"{record.step}F{record.step}"
+    writer.join()
+    assert seen > 10
+
+
+def test_phases_nest_and_the_longest_patience_holds() -> None:
+    heart = Heartbeat(("tp",))
+    with heart.phase("saving", PATIENCE):
+        with heart.phase("reading data"):
+            assert (heart.snapshot().record.phase, heart.snapshot().record.patience) == ("reading data", PATIENCE)
+        assert heart.snapshot().record.phase == "saving"
+    assert (heart.snapshot().record.phase, heart.snapshot().record.patience) == ("", 1)
+
+
+def test_collectives_are_counted_by_kind_of_group() -> None:
+    heart = Heartbeat(("tp", "dp"))
+    assert [heart.joins("dp"), heart.joins("dp"), heart.joins("tp")] == [1, 2, 1]
+    assert heart.snapshot().counts[:2] == (1, 2)
+
+
+def test_what_is_no_record_is_none() -> None:
+    assert read_snapshot(b"") is None
+    assert read_snapshot(bytes(FILE_BYTES)) is None

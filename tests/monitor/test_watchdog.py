@@ -1,0 +1,118 @@
+"""The watchdog across hosts: what comes over the exchange, who reports, and what is no hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from megapipe.monitor.folder import record_path
+from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.process import process_space, start_ticks
+from megapipe.monitor.record import Wait
+from megapipe.monitor.roster import Member, Roster
+from megapipe.monitor.watchdog import Watchdog
+
+LIMIT_SECONDS = 0.4
+
+
+class OtherHost:
+    """An exchange behind which rank 1 lives, or has stopped to."""
+
+    def __init__(self, heart: Heartbeat, answers: bool, is_taken: bool = False) -> None:
+        self.heart, self.answers, self.is_taken = heart, answers, is_taken
+        self.is_told = False
+        heart.pulse()
+
+    def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        if self.answers:
+            self.heart.pulse()
+        return {1: self.heart.as_bytes()} if 1 in ranks else {}
+
+    def stack(self, rank: int) -> str:
+        return f"{self.heart.snapshot().record.beat}\n  File data.py\n    read()"
+
+    def publish_stack(self, text: str) -> None:
+        self.published = text
+
+    def claim(self) -> bool:
+        return not self.is_taken
+
+    def tell(self) -> None:
+        self.is_told = True
+
+
+def watched(live: Path, exchange: OtherHost) -> tuple[Heartbeat, list[str], threading.Event, Watchdog]:
+    heart = Heartbeat(("world",))
+    heart.share(record_path(live, 0))
+    pid = os.getpid()
+    here = Member(0, "a", pid, start_ticks(pid), process_space(), "pp 0", (0,))
+    roster = Roster((here, Member(1, "b", 77, 5, "elsewhere", "pp 1", (1,))), {"world": ((0, 1),)})
+    reports: list[str] = []
+    ended = threading.Event()
+    return heart, reports, ended, Watchdog(heart, roster, 0, live, LIMIT_SECONDS, reports.append, ended.set, exchange)
+
+
+def hang(heart: Heartbeat) -> None:
+    heart.wait_for_peer(Wait.RECEIVE, b"gradient from stage 1 to 0", 1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        (True, ("training hangs on rank 1 (pp 1, stage 1) on b, process 77: in 1F2", "stack of rank 1", "read()")),
+        (False, ("does not answer", "nothing comes from b")),
+    ],
+    ids=["stuck", "cut off"],
+)
+def test_a_rank_of_another_host_is_told(tmp_path: Path, answers: bool, words: tuple[str, ...]) -> None:
+    far = Heartbeat(("world",))
+    far.act(b"1F2")
+    exchange = OtherHost(far, answers)
+    heart, reports, ended, watchdog = watched(tmp_path, exchange)
+    hang(heart)
+    watchdog.start()
+    assert ended.wait(10)
+    (report,) = reports
+    assert all(word in report for word in words), report
+    assert "rank 0 (pp 0, stage 0) waits" in report
+    assert exchange.is_told
+    assert "test_watchdog.py" in exchange.published, "the stack of the thread that waits"
+
+
+def test_a_rank_leaves_in_silence_when_another_host_has_told(tmp_path: Path) -> None:
+    exchange = OtherHost(Heartbeat(("world",)), True, is_taken=True)
+    heart, reports, ended, watchdog = watched(tmp_path, exchange)
+    hang(heart)
+    watchdog.start()
+    assert not ended.wait(3 * LIMIT_SECONDS + 2)
+    exchange.is_told = True
+    assert ended.wait(5)
+    assert reports == []
+
+
+def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP and SIGCONT of the whole job: every record looks old."""
+    exchange = OtherHost(Heartbeat(("world",)), True)
+    heart, _, ended, watchdog = watched(tmp_path, exchange)
+    hang(heart)
+    told: list[float] = []
+    real, jump = time.time, 100.0
+
+    def jumped() -> float:
+        return real() + (jump if told else 0.0)
+
+    monkeypatch.setattr("megapipe.monitor.watchdog.time.time", jumped)
+    watchdog.start()
+    told.append(real())
+    began = time.monotonic()
+    beat: Callable[[], None] = heart.goes_on
+    while time.monotonic() - began < 2 * LIMIT_SECONDS:
+        beat()
+        time.sleep(0.02)
+    assert not ended.is_set()
+    watchdog.stop()
