@@ -3,9 +3,9 @@
     weights       flat parameter buffers, padding included; with an asynchronous schedule one for each version that is needed at once
     gradients     flat main-gradient buffers, fp32 (fp64)
     optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard
+    rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
     recompute     what one replay in the backward makes again
-    rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     messages      hidden states and gradients that have come too early or are being sent, at that peak
     reduction     bf16 copies of the gradients on the wire (--grad-reduce-in-bf16)
     tables        attention masks and rotary tables that all microbatches share

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,8 @@ from megapipe.sharding.spec import ParamSpec
 
 ZERO_SHARE = 1e-12  # a gradient this much smaller than the model's largest is mathematically zero: in fp64 what is left is rounding
 LEAST_PATTERN = 4  # elements: fewer are a multiple of anything
+
+Boxes = Mapping[str, Sequence[Box]]  # elements of tensors by their names
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,27 @@ def weight_pieces(machines: Machines) -> Iterator[HeldPiece]:
             local = buffers.parameter(name).detach().view(-1)
             for piece in pieces(specs[name], tp.rank, tp.size):
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
+
+
+def boxes_of(held: Iterable[HeldPiece]) -> Boxes:
+    """Which elements these are."""
+    found: dict[str, list[Box]] = {}
+    for piece in held:
+        found.setdefault(piece.piece.spec.name, []).append(piece.piece.box)
+    return found
+
+
+def uncovered(specs: Iterable[ParamSpec], ranks: Sequence[Boxes]) -> list[str]:
+    """Names of the tensors of which some element lies in no rank's boxes."""
+    names = []
+    for spec in specs:
+        covered = torch.zeros(spec.shape, dtype=torch.bool)
+        for boxes in ranks:
+            for box in boxes.get(spec.name, ()):
+                covered[box.slices] = True
+        if not covered.all():
+            names.append(spec.name)
+    return names
 
 
 def compare(held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance: float, least_share: float = 0.0) -> list[Difference]:

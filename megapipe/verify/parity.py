@@ -20,7 +20,7 @@ from megapipe.train.asynchronous_step import AsynchronousStep
 from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep
 from megapipe.train.timers import Timers
 from megapipe.verify.batches import GlobalBatch, share_of
-from megapipe.verify.compare import Difference, HeldPiece, compare, gradient_pieces, weight_pieces
+from megapipe.verify.compare import Boxes, Difference, HeldPiece, boxes_of, compare, gradient_pieces, uncovered, weight_pieces
 from megapipe.verify.oracle import OracleStep, oracle_of
 from megapipe.verify.tolerance import Tolerance
 from megapipe.verify.weights import whole_weights
@@ -159,7 +159,7 @@ def compare_with_oracle(
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights = compare(weight_pieces(machines), plain.weights, tolerance.weight)
         mine = RankStep.of(groups.world.global_rank, result, gradients, weights)
-        ranks = _from_all(mine, [difference.name for difference in gradients], plan.specs, groups.world)
+        ranks = _from_all(mine, boxes_of(trainer.averaged), plan.specs, groups.world)
         count = len(batch) // plan.topology.dp
         found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))
     return found
@@ -177,12 +177,12 @@ def _step(
         repeats += 1
 
 
-def _from_all(mine: RankStep, compared: Sequence[str], specs: Sequence[ParamSpec], world: Group) -> tuple[RankStep, ...]:
-    """What all ranks found. compared: names of this rank's gradients. Raises RuntimeError if a gradient of the model was seen by none."""
+def _from_all(mine: RankStep, compared: Boxes, specs: Sequence[ParamSpec], world: Group) -> tuple[RankStep, ...]:
+    """What all ranks found. compared: this rank's gradients. Raises RuntimeError if an element of a gradient was seen by none."""
     found = gather_objects((mine, compared), world)
-    missing = {spec.name for spec in specs}.difference(*(names for _, names in found))
+    missing = uncovered(specs, [boxes for _, boxes in found])
     if missing:
-        raise RuntimeError(f"no rank has compared the gradients of {', '.join(sorted(missing))}: nothing is proven of them")
+        raise RuntimeError(f"no rank has compared the whole gradients of {', '.join(missing)}: nothing is proven of them")
     return tuple(rank for rank, _ in found)
 
 

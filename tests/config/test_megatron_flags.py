@@ -17,7 +17,7 @@ from megapipe.errors import ConfigError
 
 ROWS = list(megatron_flags().values())
 
-# the issue's list, and the flags of Megatron's own GPT-3 and Llama examples
+# flags that launch scripts have, those of Megatron's own GPT-3 and Llama examples among them
 HAS_TO_BE_SUPPORTED = """
     --pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
     --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --microbatch-group-size-per-virtual-pipeline-stage

@@ -17,6 +17,8 @@ from megapipe.pipeline.engine import Engine
 from megapipe.sharding import model_specs
 from megapipe.sharding.slicing import Interval
 from megapipe.sharding.spec import ParamSpec
+from megapipe.verify import parity
+from megapipe.verify.compare import gradient_pieces
 
 Plant = Callable[[pytest.MonkeyPatch, int], None]  # (patch, global rank)
 
@@ -114,3 +116,8 @@ def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     if rank == torch.distributed.get_world_size() - 1:
         patch.setattr(GradientReducer, "finish", planted)
+
+
+def gradient_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The comparison itself passes over a part of the gradients."""
+    patch.setattr(parity, "gradient_pieces", lambda machines: list(gradient_pieces(machines))[1:])

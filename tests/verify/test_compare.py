@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.sharding.boxes import pieces
+from megapipe.sharding.boxes import Box, pieces
 from megapipe.sharding.slicing import Fused, QueryGroups
 from megapipe.sharding.spec import ParamSpec
-from megapipe.verify.compare import Difference, HeldPiece, compare, part_of
+from megapipe.verify.compare import Difference, HeldPiece, compare, part_of, uncovered
 
 QKV = ParamSpec("qkv", (24, 5), owner=0, slicing=QueryGroups(heads=4, groups=2, head_dim=3))
 NORM = ParamSpec("norm", (6,), owner=0)
@@ -88,3 +88,11 @@ def test_rows_of_fused_tensors_have_names() -> None:
     gated = ParamSpec("fc1", (8, 4), owner=0, slicing=Fused(0, 2))
     assert [part_of(gated, (row, 0)) for row in (3, 4)] == ["gate", "up"]
     assert part_of(NORM, (2,)) == ""
+
+
+def test_a_tensor_of_which_any_element_was_compared_by_no_rank_is_named() -> None:
+    whole, half, none = (ParamSpec(name, (4, 2), "head") for name in ("whole", "half", "none"))
+    upper, lower = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
+    ranks = [{"whole": [upper], "half": [upper]}, {"whole": [lower], "half": [upper]}]
+    assert uncovered([whole, half, none], ranks) == ["half", "none"]
+    assert uncovered([whole], ranks) == []

@@ -144,3 +144,8 @@ def test_a_rank_that_differs_alone_is_named_and_nobody_hangs(mode: str, rank_poo
     assert "worst        [0, 6]: grid" in report
     assert "which ranks  3 (tp_rank 1 of 2, pp_rank 1 of 2)" in report
     assert "which rows   0 to 0, 1 of the" in report
+
+
+def test_a_comparison_that_passes_over_a_gradient_is_no_proof() -> None:
+    with pytest.raises(RuntimeError, match="no rank has compared the whole gradients of"):
+        compared(0, 1, config_of(), "fp64", planted.gradient_left_out)
