@@ -3,6 +3,7 @@
 megapipe convert Llama-3.2-1B checkpoints/llama                     a Hugging Face folder, to --load and train on
 megapipe convert checkpoints/llama export --to hugging-face         back, or after training
 megapipe convert megatron_run checkpoints/run                       a Megatron run: weights, moments, step, samples, schedules
+megapipe convert checkpoints/run out --to dcp                       for torch.distributed.checkpoint, and --from dcp back
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from megapipe.convert.formats import Wishes
 from megapipe.convert.snapshot import DTYPES, Snapshot
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 
-HUGGING_FACE, OWN, MEGATRON = "hugging-face", "megapipe", "megatron"
+HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
 # flags that mean something for some formats alone: argument -> (its side, formats)
 CONCERNS = {
     "ignore_key": ("from", HUGGING_FACE),
     "vocab_size": ("from", MEGATRON),
-    "weights_only": ("from", MEGATRON),
+    "weights_only": ("from", MEGATRON, DCP),
+    "config": ("from", DCP),
     "architecture": ("to", HUGGING_FACE),
     "max_shard_size": ("to", HUGGING_FACE),
-    "like": ("to", HUGGING_FACE, OWN),
+    "like": ("to", HUGGING_FACE, OWN, DCP),
     "tensor_model_parallel_size": ("to", MEGATRON),
     "pipeline_model_parallel_size": ("to", MEGATRON),
     "transformer_impl": ("to", MEGATRON),
@@ -57,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--seq-length", type=int, help="length to train a converted model with (default: that of its positions, at most 4096)"
     )
     reading.add_argument("--vocab-size", type=int, help="true size of the vocabulary, where a Megatron checkpoint only says the padded one")
+    reading.add_argument("--config", type=Path, metavar="FILE", help="YAML that says what the model is, where a dcp folder has none")
     reading.add_argument("--weights-only", action="store_true", help="leave optimizer state, step and schedules")
     writing = parser.add_argument_group("writing")
     writing.add_argument(
@@ -106,6 +109,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         arguments.transformer_impl == "transformer_engine",
+        arguments.config,
     )
     snapshot = formats.READERS[source_format](arguments.source, wishes)
     if arguments.like is not None:

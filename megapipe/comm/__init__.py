@@ -5,6 +5,7 @@
 - `collectives`: all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; a group of one is a no-op everywhere
 - `channels`:    `Channel`, one direction of one stage boundary between two pipeline ranks, first-in first-out
 - `failures`:    what a RuntimeError of a backend means, as a `CommunicationError` that names group, operation and peer
+- `torch_checkpoint`: a folder of torch.distributed.checkpoint, written without a process group
 - `trace`:       `Tracer`, launch and completion of all of this, when asked
 
 Groups are arguments: no rank, group or backend stands in a module's globals.

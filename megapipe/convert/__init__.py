@@ -11,8 +11,9 @@ Reading order:
 - `families`:      the architectures of Hugging Face: names and settings of each, and those that cannot be expressed
 - `safetensors_file`, `hugging_face`: a folder with config.json, safetensors files, tokenizer
 - `own`:           megapipe's checkpoints
-- `pickled`, `dcp_folder`: what Megatron's files are made of, read without running anything that is in them
+- `pickled`, `dcp_folder`: what Megatron's files and torch's are made of, read without running anything that is in them
 - `megatron_settings`, `megatron_ranks`, `megatron_optimizer`: its args, the slices of its ranks, its optimizers' state
 - `megatron_run`, `megatron_legacy`, `megatron_dist`, `megatron_write`: its checkpoints, `torch` and `torch_dist`, as runs that go on; back
+- `dcp_run`:       runs as torch.distributed.checkpoint keeps them, of any program whose model has our parameter names
 - `formats`:       all of them by name
 """

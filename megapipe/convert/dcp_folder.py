@@ -1,7 +1,7 @@
 """A folder of torch.distributed.checkpoint (`.metadata` and `*.distcp` files), read without its library and without running its pickle.
 
-`.metadata` is pickled: only shapes, dtypes and places are taken from it, all else becomes inert stand-ins. Tensors lie in the files as
-torch.save wrote them, and are read with weights_only.
+`.metadata` is pickled: only shapes, dtypes and places are taken from it, all else becomes inert stand-ins. Tensors and values lie in the
+files as torch.save wrote them, and are read with weights_only.
 """
 
 from __future__ import annotations
@@ -65,34 +65,53 @@ class StoredTensor:
 
     def _load(self, stored: StoredBox) -> Tensor:
         path = self.folder / stored.file
-        try:
-            with open(path, "rb") as file:
-                file.seek(stored.start)
-                content = torch.load(io.BytesIO(file.read(stored.num_bytes)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path}: {self.name} cannot be read: {first_line(error)}") from None
+        content = _load(path, self.name, stored.start, stored.num_bytes)
         if not isinstance(content, Tensor) or content.numel() != stored.box.num_elements:
             raise CheckpointError(f"{path}: {self.name} holds something else than {list(stored.box.shape)} elements")
         return content.reshape(stored.box.shape)
 
 
-def read_folder(folder: Path) -> tuple[dict[str, StoredTensor], frozenset[str]]:
-    """(tensors by name, names of what is no tensor). Raises CheckpointError."""
+@dataclass(frozen=True)
+class StoredValue:
+    """What is no tensor: pickled bytes."""
+
+    path: Path
+    name: str
+    start: int
+    num_bytes: int
+
+    def read(self) -> Any:
+        """Numbers, strings, and lists, tuples and dictionaries of them. Raises CheckpointError for all else, of which nothing is run."""
+        return _load(self.path, self.name, self.start, self.num_bytes)
+
+
+def read_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredValue]]:
+    """(tensors, what is no tensor) by name. Raises CheckpointError."""
     metadata = _unpickle(folder / METADATA)
     try:
         entries, places = _state(metadata)["state_dict_metadata"], _state(metadata)["storage_data"]
         stored = {_place_key(index): _state(info) for index, info in places.items()}
-        tensors, others = {}, set()
+        tensors, others = {}, {}
         for name, entry in entries.items():
             if type(entry).__name__ == "TensorStorageMetadata":
                 tensors[name] = _tensor(folder, name, _state(entry), stored)
             else:  # bytes, whose metadata has no fields
-                others.add(name)
+                place = stored[name, None]
+                others[name] = StoredValue(folder / place["relative_path"], name, place["offset"], place["length"])
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(
             f"{folder / METADATA} is not the metadata of a distributed checkpoint: {type(error).__name__} {error}"
         ) from None
-    return tensors, frozenset(others)
+    return tensors, others
+
+
+def _load(path: Path, name: str, start: int, num_bytes: int) -> Any:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return torch.load(io.BytesIO(file.read(num_bytes)), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
 
 def _tensor(folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]) -> StoredTensor:

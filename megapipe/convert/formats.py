@@ -9,7 +9,7 @@ from pathlib import Path
 from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
-from megapipe.convert import hugging_face, megatron_dist, megatron_legacy, megatron_write, own
+from megapipe.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy, megatron_write, own
 from megapipe.convert.snapshot import Snapshot
 from megapipe.errors import CheckpointError
 
@@ -27,6 +27,7 @@ class Wishes:
     tp: int = 1
     pp: int = 1
     transformer_engine: bool = True
+    config: Path | None = None
 
 
 def _write_own(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
@@ -50,19 +51,26 @@ def _write_megatron(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
     return f"{folder}: in Megatron --load {target} --finetune --ckpt-format torch"
 
 
+def _write_dcp(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
+    return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
+
+
 READERS: dict[str, Callable[[Path, Wishes], Snapshot]] = {
     "hugging-face": lambda source, wishes: hugging_face.read(source, wishes.ignored_keys),
     "megapipe": lambda source, wishes: own.read(source, wishes.step),
     "megatron": _read_megatron,
+    "dcp": lambda source, wishes: dcp_run.read(source, wishes.step, wishes.config, wishes.weights_only),
 }
 WRITERS: dict[str, Callable[[Snapshot, Path, Wishes], str]] = {
     "hugging-face": _write_hugging_face,
     "megapipe": _write_own,
     "megatron": _write_megatron,
+    "dcp": _write_dcp,
 }
 
 LOOKS: dict[str, Callable[[Path], bool]] = {
     "megapipe": lambda folder: (folder / MANIFEST_NAME).exists() or bool(steps_in(folder)),
+    "dcp": lambda folder: dcp_run.find(folder) is not None,
     "megatron": lambda folder: megatron_legacy.looks_legacy(folder) or megatron_dist.looks_distributed(folder),
     "hugging-face": lambda folder: (folder / hugging_face.CONFIG).exists(),
 }

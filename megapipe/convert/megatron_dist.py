@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megapipe.convert.dcp_folder import METADATA, StoredTensor, read_folder
+from megapipe.convert.dcp_folder import METADATA, StoredTensor, StoredValue, read_folder
 from megapipe.convert.megatron_legacy import iteration_folder
 from megapipe.convert.megatron_optimizer import MASTER, MOMENTS, OptimizerState, one_step
 from megapipe.convert.megatron_ranks import FUSED_NORMS, NOT_WEIGHTS
@@ -100,7 +100,7 @@ def _optimizer_keys(stored: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 def _optimizer(
-    folder: Path, common: Mapping[str, Any], stored: Mapping[str, StoredTensor], others: frozenset[str]
+    folder: Path, common: Mapping[str, Any], stored: Mapping[str, StoredTensor], others: Mapping[str, StoredValue]
 ) -> OptimizerState | None:
     """What is no tensor of the optimizer's state; None if the checkpoint has none. Raises CheckpointError if it is tied to its grid."""
     kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")

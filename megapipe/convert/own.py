@@ -58,8 +58,9 @@ def read(path: Path, step: int | None = None) -> Snapshot:
         tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved))
     config = saved_config(folder)
     tokenizer = folder.path / TOKENIZER_NAME
-    files = tuple(sorted(path for path in tokenizer.iterdir() if path.is_file())) if tokenizer.is_dir() else ()
-    return Snapshot(config, tensors, folder.manifest.state, files, _extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks)
+    return Snapshot(
+        config, tensors, folder.manifest.state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks
+    )
 
 
 def saved_config(folder: CheckpointFolder) -> Config:
@@ -111,7 +112,13 @@ def _read(folder: CheckpointFolder, name: str, saved: SavedTensor) -> Tensor:
     return values
 
 
-def _extra_settings(path: Path) -> dict[str, Any]:
+def files_in(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder by name; none if there is no such folder."""
+    return tuple(sorted(path for path in folder.iterdir() if path.is_file())) if folder.is_dir() else ()
+
+
+def extra_settings(path: Path) -> dict[str, Any]:
+    """What a config.json among the tokenizer's files says that means nothing to the model; nothing if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -204,7 +204,7 @@ COMMANDS = {
     "the_same_format": ("{t}/source {t}/x --to hugging-face", "is already hugging-face; say with --to what to make of it"),
     "architecture": ("{t}/ours {t}/x --architecture Nothing", "--architecture Nothing is not known; known are GPT2LMHeadModel"),
     "cannot_express": ("{t}/ours {t}/x --architecture GPT2LMHeadModel", "GPT2LMHeadModel cannot express model."),
-    "idle_flag": ("{t}/ours {t}/x --weights-only", "--weights-only concerns a conversion from megatron, this one is from megapipe"),
+    "idle_flag": ("{t}/ours {t}/x --weights-only", "--weights-only concerns a conversion from megatron or dcp, this one is from megapipe"),
     "idle_grid": ("{t}/source {t}/x --tensor-model-parallel-size 2", "concerns a conversion to megatron, this one is to megapipe"),
     "no_target": ("{t}/source", "give a folder to write, or --print-config"),
     "sequence": ("{t}/source {t}/x --seq-length 99", "--max-position-embeddings 16 is below --seq-length 99"),
