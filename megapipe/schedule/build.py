@@ -35,7 +35,7 @@ class Family:
     takes_chunks: several chunks a rank, that is stages in each direction. chunks: the one number that it works with, if there is only one.
     group_rule: why a microbatch group may not be smaller than the ranks; empty if the family has no groups.
     check: raises ConfigError for other limits of its own. counts: (ranks, microbatches) -> why it cannot run so many microbatches, '' if it
-    can, and the nearest numbers that it can. engine_ready: the engine trains with it, proven against one process.
+    can, and the nearest numbers that it can.
     versions: which weights a microbatch uses where they change while microbatches are under way; None: there is one version only.
     """
 
@@ -47,7 +47,6 @@ class Family:
     group_rule: str = ""
     check: Callable[[Shape], None] | None = None
     counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
-    engine_ready: bool = False
     versions: VersionRule | None = None
 
     @property
@@ -77,53 +76,46 @@ _CHUNK_RUNS_DRY = "a chunk would run dry before its microbatches come round"
 _VERSION_IS_LATE = "the weights of the group before would not be there yet"
 
 SCHEDULES: dict[str, Family] = {
-    "naive": Family(naive, _linear, "one microbatch at a time through all stages: what every schedule is an answer to", engine_ready=True),
-    "gpipe": Family(gpipe, _linear, "all forwards, then all backwards; keeps every microbatch", engine_ready=True),
-    "1f1b": Family(one_f_one_b, _linear, "one forward, one backward in turn; keeps at most pp microbatches", engine_ready=True),
+    "naive": Family(naive, _linear, "one microbatch at a time through all stages: what every schedule is an answer to"),
+    "gpipe": Family(gpipe, _linear, "all forwards, then all backwards; keeps every microbatch"),
+    "1f1b": Family(one_f_one_b, _linear, "one forward, one backward in turn; keeps at most pp microbatches"),
     "interleaved": Family(
         interleaved,
         loop,
         "1F1B over several chunks a rank; the bubble divided by their number",
         takes_chunks=True,
         group_rule=_CHUNK_RUNS_DRY,
-        engine_ready=True,
     ),
     "breadth-first": Family(
         breadth_first,
         loop,
         "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
         takes_chunks=True,
-        engine_ready=True,
     ),
-    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B", engine_ready=True),
-    "zb-h2": Family(zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory", engine_ready=True),
+    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B"),
+    "zb-h2": Family(zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory"),
     "zb-v": Family(
         zb_v,
         _v,
         "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
         takes_chunks=True,
         chunks=2,
-        engine_ready=True,
     ),
-    "v-half": Family(
-        v_half, _v, "backward split on a V: half the bubble and half the memory of 1F1B", takes_chunks=True, chunks=2, engine_ready=True
-    ),
+    "v-half": Family(v_half, _v, "backward split on a V: half the bubble and half the memory of 1F1B", takes_chunks=True, chunks=2),
     "v-min": Family(
         v_min,
         _v,
         "backward split on a V: two thirds of 1F1B's bubble, a third of its memory",
         takes_chunks=True,
         chunks=2,
-        engine_ready=True,
     ),
-    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit", engine_ready=True),
+    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit"),
     "dualpipe": Family(
         dualpipe,
         _two_directions,
         "from both ends at once, forwards overlapped with backwards; parameters held twice",
         check=check_dualpipe,
         counts=dualpipe_counts,
-        engine_ready=True,
     ),
     "dualpipe-v": Family(
         dualpipe_v,
@@ -132,13 +124,11 @@ SCHEDULES: dict[str, Family] = {
         takes_chunks=True,
         chunks=2,
         counts=dualpipe_v_counts,
-        engine_ready=True,
     ),
     "pipedream": Family(
         pipedream,
         _linear,
         "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
-        engine_ready=True,
         versions=stashed,
     ),
     "pipedream-2bw": Family(
@@ -146,7 +136,6 @@ SCHEDULES: dict[str, Family] = {
         _linear,
         "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
         group_rule=_VERSION_IS_LATE,
-        engine_ready=True,
         versions=one_group_stale,
     ),
 }

@@ -86,7 +86,6 @@ class Measures:
     stages_per_rank: int
     num_microbatches: int
     is_synchronous: bool
-    engine_ready: bool
     makespan_seconds: float
     step_seconds: float  # with the optimizer
     work_seconds: float
@@ -122,7 +121,6 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
     proof = validate(lowered)
     timeline = simulate(lowered, model.costs(schedule.num_stages))
     barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
-    family = SCHEDULES.get(schedule.name.split(" ")[0])
     chunk = schedule.num_ranks / schedule.num_stages  # of the layers of a rank that holds each parameter once
     return (
         Measures(
@@ -131,7 +129,6 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
             stages_per_rank=schedule.placement.num_chunks,
             num_microbatches=schedule.num_microbatches,
             is_synchronous=schedule.is_synchronous,
-            engine_ready=family is not None and family.engine_ready,
             makespan_seconds=timeline.makespan_seconds,
             step_seconds=timeline.makespan_seconds + model.optimizer_seconds,
             work_seconds=max(timeline.work_seconds),
