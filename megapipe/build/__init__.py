@@ -6,5 +6,6 @@
 - `machines`:  `Machines`: the same for training: reducer, gather, optimizer, engines
 - `saved_weights`: a checkpoint's weights into a rank's stages
 - `updates`:   `RowUpdates`: weight versions and optimizer steps inside a row (asynchronous schedules)
+- `microbatches`: a rank's share of a global batch, with the keys of its random streams
 - `datasets`:  the data sets and tokenizer a configuration names
 """

@@ -4,6 +4,7 @@
 - `groups`:      `Group` is a named list of ranks with its process group; `build_process_groups` makes all of them from a topology
 - `collectives`: all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; a group of one is a no-op everywhere
 - `channels`:    `Channel`, one direction of one stage boundary between two pipeline ranks, first-in first-out
+- `ping`:        messages to and fro, timed: for clocks that are compared, and for what a message takes
 - `failures`:    what a RuntimeError of a backend means, as a `CommunicationError` that names group, operation and peer
 - `torch_checkpoint`: a folder of torch.distributed.checkpoint, written without a process group
 - `trace`:       `Tracer`, launch and completion of all of this, when asked

@@ -6,6 +6,8 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `run_plan`: RunPlan: topology, cut, parameters, schedules, batch sizes: all a rank needs to know
 - `batch`:    the global batch over the run, with its ramp-up
 - `cut`:      which layers each stage gets
+- `chunks`:   which schedule runs, and how many model chunks a rank then holds
+- `costs`:    relative seconds of every op of every stage, from FLOPs
 - `flops`:    floating-point operations of layer, head, step
 - `hardware`: peak rates of devices, for MFU
 - `bubble`:   the step simulated on FLOPs

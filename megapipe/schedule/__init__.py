@@ -10,9 +10,12 @@
     validate       complete, placed, ordered, first-in first-out, free of deadlock; the least send depth
     simulate       Costs -> Timeline: start and end of every action, idle, peaks
     memory         what a rank holds as time goes by: live chunks, inputs that wait
+    flow           how many messages a channel has under way when no sender waits
+    head_start     the forwards of a step that run before the verdict on the step before
+    weight_versions  which weights each microbatch of an asynchronous schedule uses
     compare        all families side by side for one model: the table of `megapipe schedule compare`
     machine        the walk over all rows that validate and simulate share
-    collector      the cycle collector waits while actions are made
+    collector      the cycle collector waits while a schedule is made, proven or simulated
     partition      layers -> stages: by cost, by count, by Megatron's layout string
     grid           the rank x slot grid as text, shown in every ScheduleError
 
