@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from megapipe.cli import layout_search
 from megapipe.cli.pretrain import with_vocabulary
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.errors import ConfigError, MegapipeError
@@ -22,6 +23,13 @@ usage: megapipe plan --world-size N [--ranks-per-node M] [--config FILE.yaml] [f
 
 Shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble and the memory of
 every rank; or why it cannot run. Data, length and learning rate may be left out. --ranks-per-node: all ranks on one node unless given.
+
+usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--output FILE] [--json] [--config FILE.yaml] [flags of pretrain_gpt.py]
+
+  megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
+
+Searches for the fastest layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch and
+recompute given as flags are kept, those of a YAML file are not. --output: the best one as a configuration to run.
 """
 
 
@@ -31,6 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP, end="")
         return 0 if arguments else 2
     try:
+        if layout_search.asks_for_search(arguments):
+            return layout_search.run(arguments)
         loaded = load_config(["--plan", *arguments], is_job=False)
         if loaded.requests.world_size is None:
             raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")

@@ -9,7 +9,10 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `chunks`:   which schedule runs, and how many model chunks a rank then holds
 - `costs`:    relative seconds of every op of every stage, from FLOPs
 - `flops`:    floating-point operations of layer, head, step
-- `hardware`: peak rates of devices, for MFU
+- `hardware`: what accelerators and their links can do: a table, or a file
+- `step_time`: the time of a step, predicted for a plan on such hardware
+- `search`:   the fastest layouts that fit; `search_report` tells what it found
+- `shelf`:    what the plans of a search share
 - `bubble`:   the step simulated on FLOPs
 - `activations`: what a layer and a stage keep for their backward, for every recompute option; equal to what autograd saves
 - `memory`:   bytes of each rank, item by item, at the peak of a step

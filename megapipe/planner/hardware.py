@@ -1,40 +1,167 @@
-"""Peak rates of devices, by the name the driver gives them. Used for MFU; where a device is not in the table MFU is not known.
+"""What accelerators and their links can do: the table that predictions of time and memory read, or a file in its place.
 
-Dense matrix rates without sparsity, from the makers' data sheets: NVIDIA A100 (2021), H100 SXM and H200 (2023), B200 (2024),
-AMD MI300X (2023).
+Rates are dense matrix rates without sparsity, memory and link rates those of the makers' data sheets: NVIDIA A100 (2021), H100 SXM and H200
+(2023), B200 (2024), AMD MI300X (2023); links are counted in one direction for one device. How much of a peak kernels reach is not in data
+sheets: `GEMM_SHARES` and `ATTENTION_SHARE` are estimates, not fitted and not measured (docs/planner.md compares what comes of them),
+and a file may say otherwise.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-TERA = 1e12
+import yaml
+
+from megapipe.errors import ConfigError
+
+TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
+FP32_NAMES = ("fp32", "fp64")
+
+# (smallest of the three sizes of a GEMM, share of the peak that it reaches); linear in the logarithm of the size between rows
+GEMM_SHARES = ((64, 0.06), (128, 0.15), (256, 0.30), (512, 0.45), (1024, 0.57), (2048, 0.65), (4096, 0.70), (8192, 0.72))
+ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
 
 
 @dataclass(frozen=True)
-class Peak:
-    """FLOP/s of one device by configuration dtype; fp32 is absent: the matrix units know only TF32, which is not used."""
+class Link:
+    """bytes_per_second: of one device, in one direction. latency_seconds: of one message."""
 
-    bf16: float
-    fp16: float
-
-    def of(self, dtype: str) -> float | None:
-        return {"bf16": self.bf16, "fp16": self.fp16}.get(dtype)
+    bytes_per_second: float
+    latency_seconds: float
 
 
-PEAKS: tuple[tuple[str, Peak], ...] = (  # part of the name, most specific first
-    ("B200", Peak(2250 * TERA, 2250 * TERA)),
-    ("H200", Peak(989 * TERA, 989 * TERA)),
-    ("H100 PCIe", Peak(756 * TERA, 756 * TERA)),
-    ("H100", Peak(989 * TERA, 989 * TERA)),
-    ("A100", Peak(312 * TERA, 312 * TERA)),
-    ("MI300X", Peak(1307 * TERA, 1307 * TERA)),
-)
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of accelerator and how its nodes are built.
+
+    driver_name: part of the name that the driver gives it. flops: peak by configuration dtype; a dtype that is absent has no matrix units.
+    memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA context, kernel workspace and the allocator's slack.
+    node, network: links between devices of one node, and between nodes. gemm_shares, attention_share: see above.
+    """
+
+    name: str
+    driver_name: str
+    flops: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_second: float
+    node: Link
+    network: Link
+    ranks_per_node: int = 8
+    memory_share: float = 0.92
+    gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
+    attention_share: float = ATTENTION_SHARE
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s in a configuration dtype. Raises ConfigError where the table has none."""
+        if dtype not in self.flops:
+            raise ConfigError(
+                f"no matrix rate of {self.name} is known for {dtype}; there are {', '.join(self.flops)}: give --bf16, or a file"
+            )
+        return self.flops[dtype]
+
+    def gemm_share(self, smallest: int) -> float:
+        """Of the peak, what a GEMM reaches whose smallest size is `smallest`."""
+        rows = self.gemm_shares
+        if smallest <= rows[0][0]:
+            return rows[0][1] * smallest / rows[0][0]
+        for (low, low_share), (high, high_share) in itertools.pairwise(rows):
+            if smallest <= high:
+                return low_share + (high_share - low_share) * math.log(smallest / low) / math.log(high / low)
+        return rows[-1][1]
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.memory_bytes * self.memory_share)
+
+
+def _of_nvidia(name: str, driver_name: str, tera: float, memory: float, terabytes: float, nvlink: float, network: float) -> Hardware:
+    """memory in GB (10^9), terabytes a second of memory, gigabytes a second and direction of NVLink and of one device's network card."""
+    return Hardware(
+        name,
+        driver_name,
+        {"bf16": tera * TERA, "fp16": tera * TERA},
+        int(memory * GIB),
+        terabytes * TERA,
+        Link(0.75 * nvlink * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
+        Link(0.85 * network * GIGA, 20e-6),
+    )
+
+
+HARDWARE: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _of_nvidia("a100-40", "A100-SXM4-40GB", 312, 40, 1.555, 300, 25),
+        _of_nvidia("a100-80", "A100", 312, 80, 2.039, 300, 25),
+        _of_nvidia("h100", "H100", 989, 80, 3.35, 450, 50),
+        _of_nvidia("h200", "H200", 989, 141, 4.8, 450, 50),
+        _of_nvidia("b200", "B200", 2250, 180, 8.0, 900, 50),
+        _of_nvidia("mi300x", "MI300X", 1307, 192, 5.3, 448, 50),
+    )
+}
+# cards that are told apart by more of their name than the table's
+OTHER_PEAKS: tuple[tuple[str, float], ...] = (("H100 PCIe", 756 * TERA),)
+
+
+def hardware_named(name: str) -> Hardware:
+    """A row of the table. Raises ConfigError for another name."""
+    if name.lower() not in HARDWARE:
+        raise ConfigError(f"--gpu {name} is not in the table: there are {', '.join(HARDWARE)}; describe others in a file, --hardware FILE")
+    return HARDWARE[name.lower()]
+
+
+def read_hardware(path: Path) -> Hardware:
+    """A YAML file with the fields of `Hardware`; `like: h100` takes what is not said from the table.
+
+    Links are written as {bytes_per_second: ..., latency_seconds: ...}, gemm_shares as pairs. Raises ConfigError.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--hardware {path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--hardware {path}: expected keys and values, such as `like: h100`")
+    base = hardware_named(str(found.pop("like"))) if "like" in found else None
+    known = {field.name for field in dataclasses.fields(Hardware)}
+    unknown = sorted(set(found) - known)
+    if unknown:
+        raise ConfigError(f"--hardware {path}: {', '.join(unknown)} is no key; there are like, {', '.join(sorted(known))}")
+    values: dict[str, Any] = {} if base is None else {name: getattr(base, name) for name in known}
+    values |= {key: _value(path, key, value) for key, value in found.items()}
+    missing = sorted({f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING} - set(values))
+    if missing:
+        raise ConfigError(f"--hardware {path} lacks {', '.join(missing)}; add them, or `like: h100` for those of a row of the table")
+    return Hardware(**values)
+
+
+def _value(path: Path, key: str, value: Any) -> Any:
+    try:
+        if key in ("node", "network"):
+            return Link(float(value["bytes_per_second"]), float(value["latency_seconds"]))
+        if key == "flops":
+            return {str(dtype): float(rate) for dtype, rate in value.items()}
+        if key == "gemm_shares":
+            return tuple(sorted((int(size), float(share)) for size, share in value))
+        if key in ("memory_bytes", "ranks_per_node"):
+            return int(float(value))
+        return str(value) if key in ("name", "driver_name") else float(value)
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise ConfigError(f"--hardware {path}: {key} {value!r} is not what the key holds; see docs/planner.md") from None
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of the named device in the dtype; None where it is not in the table (CPUs, fp32, fp64)."""
-    for part, peak in PEAKS:
+    """FLOP/s of the device with this name of the driver's; None where it is not in the table (CPUs, fp32, fp64)."""
+    if dtype in FP32_NAMES:
+        return None  # the matrix units know only TF32, which is not used
+    for part, peak in OTHER_PEAKS:
         if part in device_name:
-            return peak.of(dtype)
+            return peak
+    for hardware in sorted(HARDWARE.values(), key=lambda row: -len(row.driver_name)):
+        if hardware.driver_name in device_name:
+            return hardware.flops.get(dtype)
     return None

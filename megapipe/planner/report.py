@@ -92,7 +92,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
         once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
     if plan.topology.mirrored_pipeline:
         once = once.removesuffix(" once") + ", on two pipeline ranks"
-    yield from _table([("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True)
+    yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True)
 
 
 def _equal_neighbours(plan: RunPlan, counts: Sequence[int]) -> list[list[int]]:
@@ -140,7 +140,7 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         live = f"{rank.live_microbatches:.3g}"
         rows.append((_span([rank.pp_rank for rank in run]), *map(bytes_text, cells), bytes_text(rank.total), live))
     yield "  memory   of a rank at the peak of a step; kernel workspace, allocator slack and CUDA context are not counted"
-    yield from _table([("pp_rank", *columns, "other", "total", "live microbatches"), *rows], indent=11)
+    yield from text_table([("pp_rank", *columns, "other", "total", "live microbatches"), *rows], indent=11)
     largest = max(ranks, key=lambda rank: rank.total)
     if len(ranks) > 1:
         smallest = min(ranks, key=lambda rank: rank.total)
@@ -233,7 +233,7 @@ def _span(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _table(rows: Sequence[Sequence[str]], last_left: bool = False, indent: int = 2) -> Iterator[str]:
+def text_table(rows: Sequence[Sequence[str]], last_left: bool = False, indent: int = 2) -> Iterator[str]:
     """Right-aligned columns under their heads, the first row. last_left: the last column is text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -21,6 +21,7 @@ from megapipe.planner.batch import BatchSchedule, batch_schedule
 from megapipe.planner.chunks import group_size, memory_limit, schedule_and_chunks
 from megapipe.planner.cut import cut_layers
 from megapipe.planner.run_plan import RunPlan
+from megapipe.planner.shelf import Shelf
 from megapipe.schedule.build import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
@@ -28,10 +29,11 @@ from megapipe.sharding.model_specs import model_specs
 from megapipe.topology import Topology
 
 
-def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
+def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, shelf: Shelf | None = None) -> RunPlan:
     """The plan of a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
 
-    config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
+    config.model.vocab_size must be known (the tokenizer's). shelf: shared with other plans, as in a search. Raises ConfigError for
+    everything that cannot be run.
     """
     check(config)
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
@@ -47,12 +49,27 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data)
-    plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name)
+    plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf or Shelf())
     audit_slices(specs, topology.tp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     _check_post_validation(plan)
     _check_microbatches(plan)
     return plan
+
+
+def vary(plan: RunPlan, config: Config) -> RunPlan:
+    """The plan that `resolve` makes of a configuration which differs from the plan's in training and recompute alone.
+
+    What stays is taken from the plan: grid, cut, parameters and their audits. Raises ConfigError as `resolve` does.
+    """
+    check(config)
+    training, batch = _batch(config.training, plan.topology)
+    optimizer = _optimizer(config.optimizer, training, batch)
+    resolved = dataclasses.replace(plan.config, training=training, optimizer=optimizer, recompute=config.recompute)
+    varied = dataclasses.replace(plan, config=resolved, batch=batch)
+    _check_post_validation(varied)
+    _check_microbatches(varied)
+    return varied
 
 
 def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megapipe.config.config import Config
 from megapipe.planner.batch import BatchSchedule
 from megapipe.planner.costs import stage_costs
+from megapipe.planner.shelf import Shelf
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
 from megapipe.schedule.flow import unhindered_send_depth
@@ -30,7 +32,7 @@ class RunPlan:
     """A resolved configuration on a grid of ranks. Made by `planner.resolve.resolve`; nothing in it needs torch.
 
     config: no derived field is None any more. specs: all parameters of the model. partition: layers of each stage. schedule_name: the
-    pipeline schedule that 'auto' came to.
+    pipeline schedule that 'auto' came to. shelf: what it shares with other plans of a search.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class RunPlan:
     specs: tuple[ParamSpec, ...]
     batch: BatchSchedule
     schedule_name: str
+    shelf: Shelf = field(default_factory=Shelf, compare=False, repr=False)
 
     @property
     def num_chunks(self) -> int:
@@ -49,10 +52,20 @@ class RunPlan:
     @cached_property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
         """The parameters that each stage holds, in model order. A tied embedding is the first stage's where the head lies on its rank."""
+        return self._of_parameters.once("stage specs", self._make_stage_specs)
+
+    def _make_stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
         return tuple(
             specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head, self.tied_across_ranks)
             for s in self.partition.stages
         )
+
+    @cached_property
+    def _of_parameters(self) -> Shelf:
+        """What depends on the parameters of stages and how they lie, found by all that decides these."""
+        sliced, bucket = self.config.parallel.sequence_parallel, self.config.parallel.ddp_bucket_size
+        key = self.config.model, self.topology.tp, sliced, self.partition, self.num_optimizer_shards, bucket, self.tied_kind
+        return self.shelf.once(("parameters", *key), Shelf)
 
     @cached_property
     def stage_costs(self) -> Costs:
@@ -61,17 +74,16 @@ class RunPlan:
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The lowered training schedule of a step with this many microbatches; made once for each number."""
-        return self._cached(num_microbatches, training=True)
+        return self._made(num_microbatches, training=True)[0]
 
     def head_start(self, num_microbatches: int) -> tuple[int, ...]:
         """Of each row of `schedule`: the first actions that need no verdict on the step before; none without
         --optimizer-post-validation."""
-        self.schedule(num_microbatches)
-        return self._head_starts.get(num_microbatches, (0,) * self.topology.pp)
+        return self._made(num_microbatches, training=True)[1]
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
         """The lowered forward-only schedule of an evaluation batch."""
-        return self._cached(num_microbatches, training=False)
+        return self._made(num_microbatches, training=False)[0]
 
     @property
     def is_synchronous(self) -> bool:
@@ -94,8 +106,11 @@ class RunPlan:
     @cached_property
     def send_depth(self) -> int:
         """Sends that a channel may have under way: for no number of microbatches of the run does one wait for room, with one to spare."""
-        schedules = [made for m in self._microbatch_counts for made in (self.schedule(m), self.forward_schedule(m))]
-        return 1 + max(unhindered_send_depth(schedule) for schedule in schedules)
+        return 1 + max(self._send_depth(m, training) for m in self._microbatch_counts for training in (True, False))
+
+    def _send_depth(self, num_microbatches: int, training: bool) -> int:
+        key = "send depth", *self._schedule_key(num_microbatches, training)
+        return self.shelf.once(key, lambda: unhindered_send_depth(self._made(num_microbatches, training)[0]))
 
     @property
     def _microbatch_counts(self) -> set[int]:
@@ -137,32 +152,38 @@ class RunPlan:
         """The flat buffers of a stage on this tp_rank."""
         bucket_size = self.config.parallel.ddp_bucket_size
         assert bucket_size is not None
-        return layout_buffers(self.stage_specs[stage], tp_rank, self.topology.tp, self.num_optimizer_shards, bucket_size, self.tied_kind)
+        specs, t, shards = self.stage_specs[stage], self.topology, self.num_optimizer_shards
+        return self._of_parameters.once((stage, tp_rank), lambda: layout_buffers(specs, tp_rank, t.tp, shards, bucket_size, self.tied_kind))
 
-    @cached_property
-    def _schedules(self) -> dict[tuple[int, bool], Schedule]:
-        return {}
+    def _made(self, num_microbatches: int, training: bool) -> tuple[Schedule, tuple[int, ...]]:
+        """A lowered schedule, and how far each of its rows may run ahead of the verdict on the step before."""
+        make = self._make_training if training else self._make_forward_only
+        return self.shelf.once(self._schedule_key(num_microbatches, training), lambda: make(num_microbatches))
 
-    @cached_property
-    def _head_starts(self) -> dict[int, tuple[int, ...]]:
-        return {}
+    def _schedule_key(self, num_microbatches: int, training: bool) -> tuple[Hashable, ...]:
+        """All that a schedule depends on."""
+        parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
+        group, ahead = parallel.microbatch_group_size_per_virtual_pipeline_stage, self.config.optimizer.optimizer_post_validation
+        costs = None if limit is None else (self.config.model, self.config.recompute, self.partition, limit)
+        return self.schedule_name, self.placement, num_microbatches, training, group, self._receive_depth, ahead, costs
 
-    def _cached(self, num_microbatches: int, training: bool) -> Schedule:
-        key = num_microbatches, training
-        if key not in self._schedules:
-            parallel = self.config.parallel
-            depth = parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
-            if training:
-                group, limit = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_memory_limit
-                has_barrier = not self.config.optimizer.optimizer_post_validation  # else a step ends with a norm over all ranks
-                wish = None if limit is None else Wish(self.stage_costs, limit, has_barrier=has_barrier)
-                pp, chunks = self.topology.pp, self.num_chunks
-                schedule = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, depth, wish)
-                if not has_barrier:
-                    started = give_head_start(schedule)
-                    validate(started.schedule)
-                    schedule, self._head_starts[num_microbatches] = started.schedule, started.lengths
-                self._schedules[key] = schedule
-            else:
-                self._schedules[key] = build_forward_only(self.placement, num_microbatches, depth)
-        return self._schedules[key]
+    @property
+    def _receive_depth(self) -> int:
+        parallel = self.config.parallel
+        return parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
+
+    def _make_training(self, num_microbatches: int) -> tuple[Schedule, tuple[int, ...]]:
+        parallel = self.config.parallel
+        group, limit = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_memory_limit
+        has_barrier = not self.config.optimizer.optimizer_post_validation  # else a step ends with a norm over all ranks
+        wish = None if limit is None else Wish(self.stage_costs, limit, has_barrier=has_barrier)
+        pp, chunks = self.topology.pp, self.num_chunks
+        schedule = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, self._receive_depth, wish)
+        if has_barrier:
+            return schedule, (0,) * pp
+        started = give_head_start(schedule)
+        validate(started.schedule)
+        return started.schedule, started.lengths
+
+    def _make_forward_only(self, num_microbatches: int) -> tuple[Schedule, tuple[int, ...]]:
+        return build_forward_only(self.placement, num_microbatches, self._receive_depth), (0,) * self.topology.pp

@@ -25,6 +25,7 @@ FLAGS_OF_OTHERS = {
     *("--input", "--output", "--suffixes", "--output-prefix", "--append-eod"),  # megapipe train-tokenizer, preprocess
     *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
     *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
+    *("--gpus", "--gpu", "--hardware"),  # megapipe plan
     "--nproc-per-node",  # torchrun
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
     "--to",  # megapipe convert
