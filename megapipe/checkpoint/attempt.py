@@ -15,8 +15,8 @@ from __future__ import annotations
 import secrets
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,11 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class Extras:
-    """What rank 0 puts beside the tensors. state: plain JSON values. tokenizer: a folder or file that is copied, if given."""
+    """What rank 0 puts beside the tensors. state: plain JSON values. tokenizer: contents of its files by name."""
 
     state: dict[str, Any]
     config_text: str
-    tokenizer: Path | None = None
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,12 @@ class Attempt:
     def _write_extras(self, temporary: Path) -> dict[str, SavedFile]:
         """Configuration and tokenizer, with checksums by name."""
         contents = {CONFIG_NAME: self.extras.config_text.encode()}
-        tokenizer = self.extras.tokenizer
-        if tokenizer is not None:
+        contents |= {f"{TOKENIZER_NAME}/{name}": content for name, content in self.extras.tokenizer.items()}
+        if self.extras.tokenizer:
             self.disk.make_folder(temporary / TOKENIZER_NAME)
-            found = sorted(tokenizer.iterdir()) if tokenizer.is_dir() else [tokenizer]
-            contents |= {f"{TOKENIZER_NAME}/{path.name}": path.read_bytes() for path in found if path.is_file()}
         for name, content in contents.items():
             self.disk.write_file(temporary / name, content)
-        if tokenizer is not None:
+        if self.extras.tokenizer:
             self.disk.sync_folder(temporary / TOKENIZER_NAME)
         return {name: SavedFile(len(content), zlib.crc32(content)) for name, content in contents.items()}
 

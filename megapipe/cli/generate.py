@@ -1,6 +1,6 @@
 """Texts from a trained model: prompts are continued, on any grid that fits.
 
-    megapipe generate --load runs/quickstart/checkpoints --prompt "Once upon a time" --max-new-tokens 100
+    megapipe generate --load runs/quickstart/*/checkpoints --prompt "Once upon a time" --max-new-tokens 100
     megapipe generate --load CHECKPOINTS --prompts-file prompts.txt --temperature 0 --output texts.jsonl
     megapipe launch --nproc-per-node 4 tools/generate.py --load CHECKPOINTS --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --prompt "def main"

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.build.datasets import tokenizer_of
-from megapipe.checkpoint.configuration import checkpoint_config
-from megapipe.checkpoint.folder import TOKENIZER_NAME
+from megapipe.checkpoint.configuration import saved_config
+from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint
 from megapipe.cli.failure import end_at_once, guarded
-from megapipe.cli.pretrain import with_vocabulary
 from megapipe.config.config import Config
 from megapipe.config.data import TOKENIZER_TYPES, DataConfig
 from megapipe.config.model import ModelConfig
@@ -23,7 +22,7 @@ from megapipe.config.precision import DTYPES, PrecisionConfig
 from megapipe.config.training import DEVICES, TrainingConfig
 from megapipe.config.values import nearest
 from megapipe.environment import Environment, read_environment
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer
@@ -93,11 +92,12 @@ def open_model(arguments: argparse.Namespace, environment: Environment, micro_ba
 
     Raises ConfigError, CheckpointError, DataError.
     """
-    saved, folder = checkpoint_config(Path(arguments.load), arguments.ckpt_step, "--load")
-    data = _tokenizer_flags(arguments, saved.data, folder)
-    model = dataclasses.replace(saved.model, padded_vocab_size=None)  # depends on tp
-    if seq_length is not None:
-        model = _of_length(model, seq_length)
+    found = find_checkpoint(Path(arguments.load), arguments.ckpt_step)
+    if found is None:
+        raise CheckpointError(f"--load {arguments.load} holds no checkpoint")
+    saved = saved_config(found)
+    model = saved.model if seq_length is None else _of_length(saved.model, seq_length)
+    data = _tokenizer_flags(arguments, saved.data, found.path)
     config = Config(
         model=model,
         parallel=ParallelConfig(
@@ -108,9 +108,14 @@ def open_model(arguments: argparse.Namespace, environment: Environment, micro_ba
         precision=PrecisionConfig(dtype=arguments.dtype or saved.precision.dtype),
         data=data,
     )
-    tokenizer = tokenizer_of(config)
-    plan = resolve(with_vocabulary(config), environment.world_size, environment.local_world_size)
-    return SavedModel(folder, plan, tokenizer, environment, arguments.device)
+    tokenizer = tokenizer_of(config, is_resolved=True)
+    if tokenizer is not None and tokenizer.vocab_size > (model.vocab_size or 0):
+        raise ConfigError(
+            f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {found.path} only {model.vocab_size}; "
+            "give the tokenizer that it was trained with"
+        )
+    plan = resolve(config, environment.world_size, environment.local_world_size)
+    return SavedModel(found.path, plan, tokenizer, environment, arguments.device)
 
 
 def run_on_all_ranks(name: str, body: Callable[[Environment], int]) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.folder import CONFIG_NAME, TOKENIZER_NAME, CheckpointFolder, find_checkpoint, folder_name, open_folder
+from megapipe.checkpoint.configuration import saved_config
+from megapipe.checkpoint.folder import TOKENIZER_NAME, CheckpointFolder, find_checkpoint, folder_name, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedTensor
 from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
@@ -21,14 +20,12 @@ from megapipe.checkpoint.shard_file import DTYPES
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
-from megapipe.config.load import from_yaml
 from megapipe.config.yaml_file import to_yaml
 from megapipe.convert.inert_settings import INERT
 from megapipe.convert.snapshot import LazyTensor, Snapshot
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 
-EMBEDDING = "embedding.word_embeddings.weight"
 HUGGING_FACE_CONFIG = "config.json"  # among the tokenizer's files: settings that came with the model
 # tokenizer files -> (--tokenizer-type, the file --tokenizer-model names, '' for the folder)
 TOKENIZERS = {
@@ -63,19 +60,6 @@ def read(path: Path, step: int | None = None) -> Snapshot:
     )
 
 
-def saved_config(folder: CheckpointFolder) -> Config:
-    """The configuration beside a checkpoint with the size of the vocabulary, which a run may have had from its tokenizer."""
-    path = folder.path / CONFIG_NAME
-    try:
-        config = from_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    rows = next((saved.shape[0] for name, saved in folder.manifest.tensors.items() if name.endswith(f"/{EMBEDDING}")), None)
-    if rows is None:
-        raise CheckpointError(f"{folder.path} holds no tensor {EMBEDDING}")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows, padded_vocab_size=None))
-
-
 def write(snapshot: Snapshot, root: Path) -> SaveReport:
     """A checkpoint that any grid loads; `--load root`. Raises CheckpointError."""
     if find_step(root, snapshot.step):
@@ -85,13 +69,9 @@ def write(snapshot: Snapshot, root: Path) -> SaveReport:
         for name, tensor in snapshot.tensors.items()
     ]
     state = json.loads(json.dumps(snapshot.state))
-    names = {path.name for path in snapshot.files}
-    config = _with_tokenizer(snapshot.config, names, root.resolve() / folder_name(snapshot.step) / TOKENIZER_NAME)
-    with tempfile.TemporaryDirectory() as staging:
-        for path in snapshot.files:
-            shutil.copy(path, staging)
-        extras = Extras(state, to_yaml(config), Path(staging) if names else None)
-        return save_checkpoint(root, snapshot.step, boxes, extras, Group.alone("world"))
+    tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
+    config = _with_tokenizer(snapshot.config, set(tokenizer), root.resolve() / folder_name(snapshot.step) / TOKENIZER_NAME)
+    return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))
 
 
 def find_step(root: Path, step: int) -> bool:

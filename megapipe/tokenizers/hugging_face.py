@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from megapipe.errors import ConfigError, DataError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# saved with the tokenizer where they stand beside it: an export of the trained model takes what it needs of them
+COMPANIONS = (*CONFIG_FILES, "added_tokens.json", "chat_template.json", "chat_template.jinja", "generation_config.json", "config.json")
 # ends of document under the names that public vocabularies give them: asked only where no config file says it
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
@@ -31,9 +33,9 @@ def _library(name: str, what: str) -> Any:
 class _Fast:
     """A tokenizer of the `tokenizers` package, and the special tokens found beside it."""
 
-    def __init__(self, tokenizer: Any, special: dict[str, str], files: Sequence[Path]) -> None:
+    def __init__(self, tokenizer: Any, special: dict[str, str], files: Mapping[str, Path]) -> None:
         self._tokenizer = tokenizer
-        self._files = tuple(files)
+        self._files = dict(files)  # by the name they are saved under
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         # ids can have holes: room for the highest is what an embedding needs
         self.vocab_size: int = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
@@ -51,8 +53,8 @@ class _Fast:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in self._files:
-            (folder / path.name).write_bytes(path.read_bytes())
+        for name, path in self._files.items():
+            (folder / name).write_bytes(path.read_bytes())
 
 
 class HuggingFaceTokenizer(_Fast):
@@ -72,7 +74,8 @@ class HuggingFaceTokenizer(_Fast):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         configs = [path.parent / name for name in CONFIG_FILES if (path.parent / name).is_file()]
-        super().__init__(tokenizer, _special_tokens(configs), [path, *configs])
+        companions = {name: path.parent / name for name in COMPANIONS if (path.parent / name).is_file()}
+        super().__init__(tokenizer, _special_tokens(configs), {TOKENIZER_FILE: path} | companions)
 
 
 def _special_tokens(configs: Sequence[Path]) -> dict[str, str]:
@@ -106,14 +109,9 @@ class GPT2BPETokenizer(_Fast):
             tokenizer = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{vocab_file} and {merge_file} are not a vocabulary and its merges: {error}") from None
-        super().__init__(tokenizer, {"eos_token": "<|endoftext|>"}, files)
+        super().__init__(tokenizer, {"eos_token": "<|endoftext|>"}, dict(zip(("vocab.json", "merges.txt"), files, strict=True)))
         if self.eod is None:
             raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not a vocabulary of GPT-2")
-
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, name in zip(self._files, ("vocab.json", "merges.txt"), strict=True):
-            (folder / name).write_bytes(path.read_bytes())
 
 
 class TransformersTokenizer:

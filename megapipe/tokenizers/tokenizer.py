@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -44,3 +45,10 @@ class Tokenizer(Protocol):
     def save(self, folder: Path) -> None:
         """Write the files that --tokenizer-model FOLDER reads again; nothing, where none are needed."""
         ...
+
+
+def files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What `save` writes: contents by name; empty where no files are needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

@@ -17,7 +17,7 @@ from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.comm.collectives import all_reduce
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
-from megapipe.errors import TrainingError
+from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.asynchronous_step import step_of
@@ -107,10 +107,13 @@ class Training:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN."""
         try:
             ending = Ending("evaluation only") if self._training.skip_train else self._train()
-        except TrainingError:
+        except TrainingError as error:
             if self._saves is not None:
-                with self._heart.phase("saving", PATIENCE):
-                    self._saves.finish(is_last=False)  # what came before the NaN is what the next run starts from
+                try:
+                    with self._heart.phase("saving", PATIENCE):
+                        self._saves.finish(is_last=False)  # what came before the NaN is what the next run starts from
+                except CheckpointError as failure:
+                    raise TrainingError(f"{error}; and the save under way failed: {failure}") from failure
             raise
         self._save_now()  # first: an evaluation that fails must not cost the last steps
         if self._saves is not None:

@@ -11,7 +11,7 @@ What stands in the manifest's `state`:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megapipe.build.machines import Machines
+from megapipe.build.saved_weights import held_weights
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root
@@ -30,7 +31,6 @@ from megapipe.comm.collectives import all_reduce, broadcast_object
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
-from megapipe.sharding.boxes import pieces
 from megapipe.train.schedules import Schedules, schedules_to_resume
 from megapipe.train.state import TrainingState
 
@@ -68,15 +68,15 @@ def save(
     schedules: Schedules | None,
     root: Path,
     config_text: str,
-    tokenizer: Path | None = None,
+    tokenizer: Mapping[str, bytes] | None = None,
     disk: Disk | None = None,
 ) -> SaveReport:
     """Save everything; called by all ranks after the same step. config_text: the resolved configuration as YAML.
 
-    tokenizer: file or folder to copy beside it. Raises CheckpointError on all ranks.
+    tokenizer: contents of its files by name, of which rank 0's are saved. Raises CheckpointError on all ranks.
     """
     boxes, content = what_to_save(machines, state, schedules)
-    extras = Extras(content, config_text, tokenizer)
+    extras = Extras(content, config_text, tokenizer or {})
     return save_checkpoint(root, state.step, boxes, extras, machines.groups.world, retention(machines.plan.config), disk)
 
 
@@ -152,7 +152,7 @@ def boxes_to_save(machines: Machines) -> Iterator[TensorBox]:
                 if box is not None:
                     yield box
         return
-    for is_primary, box in _weights(machines):
+    for is_primary, box in held_weights(machines.buffers, machines.groups):
         if is_primary:
             yield box
 
@@ -160,20 +160,6 @@ def boxes_to_save(machines: Machines) -> Iterator[TensorBox]:
 def _masters_are_parameters(machines: Machines) -> bool:
     """The same on all ranks, those without parameters included."""
     return machines.parameter_dtype == machines.main_dtype
-
-
-def _weights(machines: Machines) -> Iterator[tuple[bool, TensorBox]]:
-    """This rank's parameters in their own dtype: (it answers for them, box)."""
-    tp_rank, tp = machines.coordinates.tp_rank, machines.plan.topology.tp
-    for stage, buffers in machines.buffers.items():
-        for buffer in buffers.buffers:
-            is_copy = buffer.layout.kind == "tied" and stage != 0
-            for slot in buffer.layout.slots:
-                for piece in pieces(slot.spec, tp_rank, tp):
-                    values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
-                    box = tensor_box("weights", piece, values)
-                    if box is not None:
-                        yield piece.owned and not is_copy and machines.groups.replicas.rank == 0, box
 
 
 def _find(root: Path, step: int | None, world: Group) -> CheckpointFolder | None:
@@ -225,7 +211,7 @@ def _load_tensors(machines: Machines, folder: CheckpointFolder, with_optimizer: 
     machines.gather.finish()
     world = machines.groups.world
     if not with_optimizer and not folder.manifest.holds("master"):
-        load_tensors(folder, (box for _, box in _weights(machines)), world)
+        load_tensors(folder, (box for _, box in held_weights(machines.buffers, machines.groups)), world)
         machines.optimizer.parameters_to_masters()
         return
     wanted = []

@@ -18,6 +18,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.planner.run_plan import RunPlan
+from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import persistence
 from megapipe.train.loop import Training
@@ -82,7 +83,7 @@ def _train(
             resumed = resume(machines, writers)
             if resumed.path is not None:
                 around.log.resumed(resumed.path)
-            saves = saves_of(machines, resumed, config_text, writers)
+            saves = saves_of(machines, resumed, config_text, data.tokenizer, writers)
         training = Training(machines, data, resumed.state, resumed.schedules, writers, around.stop, saves)
         ending = training.run()
         if afterwards is not None and not ending.early:
@@ -131,7 +132,7 @@ def resume(machines: Machines, writers: Writers) -> Resumed:
     return resumed
 
 
-def saves_of(machines: Machines, resumed: Resumed, config_text: str, writers: Writers) -> Saves | None:
+def saves_of(machines: Machines, resumed: Resumed, config_text: str, tokenizer: Tokenizer | None, writers: Writers) -> Saves | None:
     """What the loop saves with; None without --save. Cleans up after interrupted saves first."""
     config = machines.plan.config
     if config.checkpoint.save is None:
@@ -139,5 +140,5 @@ def saves_of(machines: Machines, resumed: Resumed, config_text: str, writers: Wr
     root = Path(config.checkpoint.save)
     for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world):
         writers.say(remark)
-    tokenizer = None if config.data.tokenizer_model is None else Path(config.data.tokenizer_model)
-    return Saves(machines, resumed.schedules, root, config_text, tokenizer, writers.say)
+    beside = files_of(tokenizer) if tokenizer is not None and machines.groups.world.rank == 0 else {}
+    return Saves(machines, resumed.schedules, root, config_text, beside, writers.say)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megapipe.build.machines import Machines
 from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.save import BackgroundSave, save_checkpoint
+from megapipe.checkpoint.save import BackgroundSave
 from megapipe.checkpoint.shard_file import BLOCK_BYTES
 from megapipe.checkpoint.staging import Staging
 from megapipe.errors import CheckpointError
 from megapipe.train.metrics import human_bytes
-from megapipe.train.persistence import boxes_to_save, retention, what_to_save
+from megapipe.train.persistence import boxes_to_save, retention, save, what_to_save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 
@@ -22,7 +22,7 @@ from megapipe.train.state import TrainingState
 class Saves:
     """At most one is under way; the next waits for it. Every method is called by all ranks together, `is_ready` aside.
 
-    say: prints a line once for all ranks. disk: observed by tests.
+    tokenizer: contents of its files by name, of which rank 0's are saved. say: prints a line once for all ranks. disk: observed by tests.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Saves:
         schedules: Schedules | None,
         root: Path,
         config_text: str,
-        tokenizer: Path | None,
+        tokenizer: Mapping[str, bytes],
         say: Callable[[str], None],
         disk: Disk | None = None,
     ) -> None:
@@ -43,6 +43,7 @@ class Saves:
         if self._flags.async_save:
             self._staging.reserve(list(boxes_to_save(machines)))
         self._under_way: BackgroundSave | None = None
+        self._failure: CheckpointError | None = None  # of the newest save, where training went on
 
     @property
     def is_ready(self) -> bool:
@@ -55,12 +56,13 @@ class Saves:
         Raises CheckpointError on all ranks if that fails, with --async-save only under --exit-on-save-failure.
         """
         if not self._flags.async_save:
-            self._say(_told(self._save_waiting(state)))
+            self._say(_told(save(self._machines, state, self._schedules, self._root, self._config_text, self._tokenizer, self._disk)))
             return
         if self._under_way is not None:
             began, step = time.monotonic(), self._under_way.step
             self.finish(is_last=False)
             self._say(f"waited {time.monotonic() - began:.1f} s for the save of step {step} to end before the next begins")
+        self._failure = None
         boxes, content = what_to_save(self._machines, state, self._schedules)
         extras = Extras(content, self._config_text, self._tokenizer)
         attempt = Attempt(self._disk, self._root, state.step, extras, retention(self._machines.plan.config), BLOCK_BYTES)
@@ -84,8 +86,10 @@ class Saves:
             self._say(_told(report))
 
     def finish(self, is_last: bool) -> None:
-        """Wait for the save under way, if there is one. is_last: nothing is saved after it, so that its failure is an error."""
+        """Wait for the save under way, if there is one. is_last: no save comes after it, so that its failure is an error."""
         if self._under_way is None:
+            if is_last and self._failure is not None:
+                raise self._failure
             return
         under_way, self._under_way = self._under_way, None
         try:
@@ -95,15 +99,10 @@ class Saves:
                 raise
             self._failed(under_way.step, error)
 
-    def _save_waiting(self, state: TrainingState) -> SaveReport:
-        boxes, content = what_to_save(self._machines, state, self._schedules)
-        extras = Extras(content, self._config_text, self._tokenizer)
-        world, keep = self._machines.groups.world, retention(self._machines.plan.config)
-        return save_checkpoint(self._root, state.step, boxes, extras, world, keep, self._disk)
-
     def _failed(self, step: int, error: CheckpointError) -> None:
         if self._flags.exit_on_save_failure:
             raise error
+        self._failure = error
         self._say(f"the save of step {step} FAILED: {error}; training goes on and saves again when it is due")
 
 

@@ -76,7 +76,7 @@ def global_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[st
 def save_layout(root: Path, layout: Layout, wholes: dict[str, Tensor], step: int = 1, **options: object) -> SaveReport:
     """What all ranks of a layout would save, from one."""
     boxes = [box for primary, box in layout.held(wholes) if primary]
-    extras = Extras({"training": {"step": step}}, "model:\n", options.pop("tokenizer", None))  # type: ignore[arg-type]
+    extras = Extras({"training": {"step": step}}, "model:\n")
     return save_checkpoint(root, step, boxes, extras, WORLD, **options)  # type: ignore[arg-type]
 
 

@@ -176,14 +176,10 @@ def test_cleaning_touches_nothing_else(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    (folder / "a.model").write_bytes(b"pieces")
-    for step, source in ((1, folder), (2, folder / "a.model")):
-        report = save_checkpoint(tmp_path / "root", step, [], Extras({}, "model:\n", source), WORLD)
-        assert (report.path / "tokenizer" / "a.model").read_bytes() == b"pieces"
-        assert (report.path / "config.yaml").read_text() == "model:\n"
-        assert newest(tmp_path / "root").manifest.files["tokenizer/a.model"].num_bytes == 6
+    report = save_checkpoint(tmp_path, 1, [], Extras({}, "model:\n", {"a.model": b"pieces"}), WORLD)
+    assert (report.path / "tokenizer" / "a.model").read_bytes() == b"pieces"
+    assert (report.path / "config.yaml").read_text() == "model:\n"
+    assert newest(tmp_path).manifest.files["tokenizer/a.model"].num_bytes == 6
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from megapipe.config.data import TOKENIZER_TYPES
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.build import TOKENIZERS, build_tokenizer
 from megapipe.tokenizers.byte import ByteTokenizer
+from megapipe.tokenizers.tokenizer import files_of
 
 TEXT = ['def f(x):\n\tif x:\r\n        return "é漢😀"  # two  spaces\n\n', "  lead and trail  ", "\n\n\n", "<EOD> </s> <|endoftext|>", ""]
 
@@ -105,6 +106,13 @@ def test_saved_tokenizer_is_the_same(tokenizer_type, bpe_folder, tmp_path):
     second = build_tokenizer(tokenizer_type, str(tmp_path / "saved"))
     assert second.encode(TEXT[0]) == first.encode(TEXT[0])
     assert (second.vocab_size, second.eod, second.pad) == (first.vocab_size, first.eod, first.pad)
+
+
+def test_a_tokenizer_file_of_any_name_is_saved_under_the_one_that_is_read(bpe_folder, tmp_path):
+    (tmp_path / "mine.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "weights.safetensors").write_bytes(b"many")
+    files = files_of(build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "mine.json")))
+    assert files == {"tokenizer.json": (tmp_path / "mine.json").read_bytes()}
 
 
 WRONG = {

@@ -139,12 +139,43 @@ def test_what_a_failed_save_does(
     assert ("the save of step 2 FAILED" in said) == (code == 0)
 
 
+def test_a_last_save_that_cannot_begin_ends_the_run_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Disk.make_folder
+
+    def read_only(disk: Disk, path: Path) -> None:
+        if path.name.startswith(".step_00000004"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        make(disk, path)
+
+    monkeypatch.setattr(Disk, "make_folder", read_only)
+    code, said = job(f"--train-iters 4 --save-interval 1 --save {tmp_path} --async-save")
+    assert (code, checkpoints(tmp_path)) == (1, [1, 2, 3]), said
+    assert "Read-only file system" in said and "ended after step 4" not in said
+
+
 def test_a_nan_does_not_cost_the_save_under_way(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         flags = f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save --save {tmp_path}"
         results = pool.run(job_on_rank, flags, plant, 1, 3, 4 + 1, False)  # step 2, just after the first save has begun
     assert {result[1] for result in results} == {"TrainingError"}
     assert checkpoints(tmp_path) == [1]
+
+
+def planted_on_a_full_disk(rank: int) -> None:
+    plant(rank, 1, 3, 4 + 1, False)
+
+    def full(disk: Disk, path: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Disk.create = full  # type: ignore[method-assign]
+
+
+def test_a_nan_is_told_beside_the_failure_of_the_save_under_way(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        flags = f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save --exit-on-save-failure --save {tmp_path}"
+        results = pool.run(job_on_rank, flags, planted_on_a_full_disk)
+    assert {result[1] for result in results} == {"TrainingError"}, results
+    assert all(str(result[2]).startswith("step 2: ") and "No space left on device" in str(result[2]) for result in results), results
 
 
 def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,8 @@ def tokenizer_has_its_files(config: Config) -> str | None:
             "--" + name.replace("_", "-") for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(data, name) is not None
         ]
         return f"{one_of(given)} needs --tokenizer-type, which says how to read it" if given else None
+    if data.tokenizer_type == "GPT2BPETokenizer" and data.tokenizer_model is not None:
+        return None  # a folder with both files, as a checkpoint has it
     for name in TOKENIZER_FILES.get(data.tokenizer_type, ()):
         if getattr(data, name) is None:
             return f"--tokenizer-type {data.tokenizer_type} needs --{name.replace('_', '-')}"
