@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -164,7 +164,7 @@ class StageBuffers:
                 if 0 < uses < len(places):  # partly by autograd, which speaks once a backward, partly by hand
                     unpredictable.add(name)
                 for version in versions:
-                    version.register_post_accumulate_grad_hook(functools.partial(self._add_autograd, name))
+                    version.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
             self._made[name] = versions, slot
         self.unpredictable = frozenset(unpredictable)
         self.install(self.newest)
@@ -222,6 +222,17 @@ class StageBuffers:
         for name, shape in held.items():
             if wanted[name] != shape:
                 raise ValueError(f"{name}: the module has shape {wanted[name]}, its slot {shape}")
+
+
+def _hook(buffers: weakref.ref[StageBuffers], name: str) -> Callable[[Tensor], None]:
+    """A parameter's hook. Weak: the buffers hold the parameter, and the collector does not see a circle through autograd."""
+
+    def add(parameter: Tensor) -> None:
+        held = buffers()
+        if held is not None:
+            held._add_autograd(name, parameter)
+
+    return add
 
 
 def _holders(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +113,16 @@ def test_inference_buffers_hold_no_gradients() -> None:
     assert not buffers.buffers[0].has_gradients
     with pytest.raises(RuntimeError, match="without gradients"):
         buffers.zero_gradients()
+
+
+def test_buffers_nobody_uses_are_freed() -> None:
+    buffers, module = stage_buffers(toy_specs()), Toy()
+    buffers.materialize(module, draw, GradientSlot)
+    module(tokens_of(0, 0)).backward()
+    there = weakref.ref(buffers)
+    del buffers, module
+    gc.collect()
+    assert there() is None
 
 
 class Head(nn.Module):
