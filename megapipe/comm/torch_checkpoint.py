@@ -31,7 +31,12 @@ class Unread(Protocol):
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """torch's planner, which is shown tensors without memory and reads each when its turn comes."""
+    """torch's planner, which is shown tensors without memory and reads each when its turn comes.
+
+    torch's writer keeps every tensor of a file until the file is done, so that each is emptied when the next one is asked for.
+    """
+
+    _written: Tensor | None = None
 
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
@@ -41,7 +46,12 @@ class _LazyPlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         unread = self._unread.get(index.fqn)
-        return super().lookup_object(index) if unread is None else unread.detach()
+        if unread is None:
+            return super().lookup_object(index)
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = unread.detach().clone(memory_format=torch.contiguous_format)  # a copy, for others may hold what was read
+        return self._written
 
 
 def save_state_dict(state: Mapping[str, Any], folder: Path) -> None:
@@ -52,6 +62,7 @@ def save_state_dict(state: Mapping[str, Any], folder: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said even where it was asked for
-            save(dict(state), storage_writer=FileSystemWriter(folder), planner=_LazyPlanner(), no_dist=True)
+            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one after the other, with a GPU, too
+            save(dict(state), storage_writer=writer, planner=_LazyPlanner(), no_dist=True)
     except CheckpointException as error:  # no Exception: it would pass by every handler
         raise next(iter(error.failures.values()))[0] from None

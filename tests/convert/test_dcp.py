@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -80,18 +81,21 @@ def test_torch_loads_what_is_written_into_a_plain_state_dict(tmp_path: Path) -> 
         dcp_run.write(snapshot, folder)
 
 
-def test_one_tensor_is_read_at_a_time(tmp_path: Path) -> None:
-    """Each as it is written, none before."""
-    size = 1 << 18
-    seen: list[int] = []
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """Each is read when it is written; the memory of those before is free by then."""
+    size, count = 1 << 21, 8
+    seen: list[tuple[int, int]] = []
 
     def read() -> torch.Tensor:
-        seen.append(sum(path.stat().st_size for path in tmp_path.glob(".out.tmp-*/*.distcp")))
+        written = sum(path.stat().st_size for path in tmp_path.glob(".out.tmp-*/*.distcp"))
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        seen.append((written // (size * 4), resident))
         return torch.ones(size)
 
-    snapshot = dataclasses.replace(drawn(MODEL), tensors={f"master/{name}": LazyTensor((size,), torch.float32, read) for name in "abc"})
-    dcp_run.write(snapshot, tmp_path / "out")
-    assert [bytes_before // (size * 4) for bytes_before in seen] == [0, 1, 2]
+    tensors = {f"master/{number}": LazyTensor((size,), torch.float32, read) for number in range(count)}
+    dcp_run.write(dataclasses.replace(drawn(MODEL), tensors=tensors), tmp_path / "out")
+    assert [written for written, _ in seen] == list(range(count))
+    assert seen[-1][1] - seen[1][1] < 2 * size * 4
 
 
 def test_there_and_back_by_command_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
