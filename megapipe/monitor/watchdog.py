@@ -185,7 +185,8 @@ class Watchdog:
 
     def _stacks(self, diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> dict[int, str]:
         """Of the culprits that answer; waits a moment for those that have not written yet."""
-        wanted = [rank for rank in diagnosis.culprits[:MOST_CULPRITS] if sightings[rank].answers is not False]
+        seen = [sightings[rank] for rank in diagnosis.culprits[:MOST_CULPRITS]]
+        wanted = [s.member.rank for s in seen if s.answers is not False and not s.is_stopped and not s.is_gone]
         stacks: dict[int, str] = {}
         until = time.monotonic() + STACK_SECONDS
         while wanted and time.monotonic() < until:

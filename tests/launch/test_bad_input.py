@@ -131,6 +131,7 @@ def test_a_killed_rank_ends_all_within_seconds_and_its_checkpoint_stays(tmp_path
         ended = door.ended()
         seconds = time.monotonic() - began
         assert door.ranks() == []
+    print(f"{seconds:.1f} s to the end")  # docs/reliability.md says them: pytest -rP
     assert_one_message(ended, 137, "was killed by SIGKILL")
     assert seconds < 20
     assert list((tmp_path / "checkpoints").glob("step_*/manifest.json")), "the checkpoint that was complete is gone"
