@@ -22,7 +22,7 @@ Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the sta
 
 
 class OutputWatch:
-    """The sum of every stage's output of this step."""
+    """The sum of every stage's output of this step. An evaluation's forwards are not looked at."""
 
     def __init__(self, machines: Machines) -> None:
         self._sums: dict[tuple[int, int], Tensor] = {}
@@ -36,6 +36,8 @@ class OutputWatch:
 
     def _observer(self, stage: int) -> Callable[[int, Any], None]:
         def observe(microbatch: int, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
             value = output.loss_sum if isinstance(output, StageLoss) else output
             self._sums[microbatch, stage] = value.detach().sum()
 

@@ -173,7 +173,8 @@ class Training:
     def _something_is_due(self) -> bool:
         """What comes after this step needs its result first."""
         training = self._training
-        intervals = training.eval_interval, self._config.checkpoint.save_interval, training.exit_interval
+        evaluations = training.eval_interval if training.eval_iters else None
+        intervals = evaluations, self._config.checkpoint.save_interval, training.exit_interval
         return self.state.step == training.train_iters or any(map(self._is_due, intervals))
 
     def _has_updated(self, launched: _Launched) -> None:

@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.build.microbatches import to_microbatch
 from megapipe.data.loader import Loader
 from megapipe.environment import child_environment
 from megapipe.model.block import Block
+from megapipe.train.faults import OutputWatch
 from megapipe.train.step import TrainStep
+from megapipe.verify.batches import random_batches
 from tests.harness import REPOSITORY, RankPool
 from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
+from tests.train.runs import machines_of
 
 Pools = Callable[[int], RankPool]
 
@@ -188,3 +192,13 @@ def test_nan_without_the_check_goes_on(tmp_path: Path) -> None:
     last = steps_of(tmp_path / "m.jsonl")[-1]
     assert (last["step"], last["loss"]) == (3, None)
     assert last["skipped_steps"] >= 1
+
+
+def test_an_evaluation_leaves_nothing_for_the_search_after_a_nan() -> None:
+    machines = machines_of(0, 1)
+    watch, step = OutputWatch(machines), TrainStep(machines)
+    batch = [to_microbatch(part, machines.device, None) for part in random_batches(machines.plan.config, 1, [4], seed=1)[0]]
+    step.evaluate(batch)
+    assert not watch.take()
+    step.gradients(batch[:4])
+    assert set(watch.take()) == {(microbatch, 0) for microbatch in range(4)}
