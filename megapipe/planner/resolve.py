@@ -50,7 +50,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data)
     plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf or Shelf())
-    audit_slices(specs, topology.tp)
+    plan.shelf.once(("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp))
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     _check_post_validation(plan)
     _check_microbatches(plan)

@@ -117,6 +117,10 @@ class RunPlan:
         """Of all steps of the run, on one dp rank."""
         return {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
 
+    def crosses_nodes(self, axis: str) -> bool:
+        """Some group of this axis has members on several nodes; asked of the topology once."""
+        return self.shelf.once(("crosses nodes", self.topology, axis), lambda: self.topology.crosses_nodes(axis))
+
     @property
     def num_optimizer_shards(self) -> int:
         """Ranks that share the optimizer state of a parameter: its holders with the distributed optimizer, else 1."""

@@ -94,7 +94,7 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Of each stage, for one microbatch."""
     config, sizes = plan.config, local_sizes(plan)
-    tp_link = hardware.network if plan.topology.crosses_nodes("tp") else hardware.node
+    tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
     tp = Tensors(config.model, sizes, plan.topology.tp, config.parallel.sequence_parallel, config.precision.dtype)
     layer, head = layer_seconds(tp, config.recompute, hardware, tp_link), head_seconds(tp, hardware, tp_link)
     return tuple(_sum([(layer, stage.num_layers), (head, int(stage.has_head))]) for stage in plan.partition.stages)
@@ -161,7 +161,7 @@ def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSecon
 def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
     """The clock for `simulate`: computation, messages and reductions."""
     sizes = local_sizes(plan)
-    link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
+    link = hardware.network if plan.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes its turn
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
@@ -197,7 +197,7 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
 
 def _ring_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float) -> float:
     replicas = plan.topology.num_replicas
-    link = hardware.network if plan.topology.crosses_nodes("replicas") else hardware.node
+    link = hardware.network if plan.crosses_nodes("replicas") else hardware.node
     return num_bytes * (replicas - 1) / replicas / link.bytes_per_second + (replicas > 1) * link.latency_seconds
 
 
