@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -10,10 +11,11 @@ from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.planner.hardware import GIB, Hardware, hardware_named
 from megapipe.planner.resolve import resolve, vary
-from megapipe.planner.search import _Bounds, layouts, predict, search
+from megapipe.planner.search import RECOMPUTES, Layout, _Bounds, layouts, predict, search
 from tests.planner.test_resolve import wish
 
 H100 = hardware_named("h100")
+FAMILIES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
 
 
 def small(**changes: object) -> Config:
@@ -36,9 +38,9 @@ def test_the_best_is_that_of_predicting_every_layout(world_size: int, changes: d
     config = small(**changes)
     for hardware in (H100, with_memory(tight(config, world_size))):
         every = []
-        for layout in layouts(config, world_size, hardware):
+        for tp, pp, (schedule, chunks), size, recompute in itertools.product((1, 2, 4), (1, 2, 4), FAMILIES, (1, 2, 4), RECOMPUTES):
             try:
-                every.append(predict(config, layout, world_size, hardware))
+                every.append(predict(config, Layout(tp, pp, chunks, schedule, size, recompute), world_size, hardware))
             except ConfigError:
                 continue
         fitting = [each.time.seconds for each in every if each.peak_bytes <= hardware.usable_bytes]
