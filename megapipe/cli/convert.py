@@ -88,6 +88,9 @@ def main(argv: Sequence[str]) -> int:
     except MegapipeError as error:
         print(f"convert: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"convert: {error.filename or arguments.source}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\nconvert: interrupted; no checkpoint was written", file=sys.stderr)
         return 130
