@@ -92,7 +92,13 @@ SIZES = {"hidden_size", "ffn_hidden_size", "kv_channels", "seq_length", "max_pos
 CONSTANTS = {"norm_epsilon", "init_method_std", "distributed_timeout_minutes"}
 ROPE_CONSTANTS = {field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith(("rope_", "yarn_"))}
 # what says the same as something drawn, rounds to bf16, or is not about numbers
-ELSEWHERE = {"num_layers_per_virtual_pipeline_stage", "grad_reduce_in_bf16", "allow_tp_across_nodes", "distributed_backend"}
+ELSEWHERE = {
+    "num_layers_per_virtual_pipeline_stage",
+    "grad_reduce_in_bf16",
+    "allow_tp_across_nodes",
+    "distributed_backend",
+    "hang_timeout_seconds",
+}
 NOT_THERE_YET = {"context_parallel_size"}
 
 

@@ -68,6 +68,7 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
     def planted(self: Engine, schedule: Any, *args: Any, **kwargs: Any) -> None:
         build(self, schedule, *args, **kwargs)
         self.row = tuple(action for action in self.row if action.microbatch != self.num_microbatches - 1)
+        self._words = tuple(str(action).encode() for action in self.row)
 
     patch.setattr(Engine, "__init__", planted)
 
