@@ -15,5 +15,6 @@ Reading order:
 - `megatron_settings`, `megatron_ranks`, `megatron_optimizer`: its args, the slices of its ranks, its optimizers' state
 - `megatron_run`, `megatron_legacy`, `megatron_dist`, `megatron_write`: its checkpoints, `torch` and `torch_dist`, as runs that go on; back
 - `dcp_run`:       runs as torch.distributed.checkpoint keeps them, of any program whose model has our parameter names
+- `new_folder`:    what is written is complete or not there
 - `formats`:       all of them by name
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import secrets
 from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CONFIG_NAME, TOKENIZER_NAME
 from megapipe.config.config import Config
 from megapipe.config.load import from_yaml
@@ -26,6 +24,7 @@ from megapipe.convert import own
 from megapipe.convert.dcp_folder import METADATA, StoredTensor, StoredValue, read_folder
 from megapipe.convert.megatron_dist import COMMON
 from megapipe.convert.megatron_optimizer import HEAD, one_step
+from megapipe.convert.new_folder import new_folder
 from megapipe.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.sharding.boxes import Box
@@ -59,26 +58,14 @@ def write(snapshot: Snapshot, folder: Path) -> Path:
     """
     from megapipe.comm.torch_checkpoint import save_state_dict  # takes as long to import as all the rest
 
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there already; converting never overwrites")
-    disk, temporary = Disk(), folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        disk.make_folder(temporary)
-        try:
-            save_state_dict(state_dict(snapshot), temporary)
-            disk.write_file(temporary / CONFIG_NAME, to_yaml(snapshot.config).encode())
-            if snapshot.files:
-                disk.make_folder(temporary / TOKENIZER_NAME)
-                for path in snapshot.files:
-                    disk.write_file(temporary / TOKENIZER_NAME / path.name, path.read_bytes())
-                disk.sync_folder(temporary / TOKENIZER_NAME)
-            disk.sync_folder(temporary)
-            disk.rename(temporary, folder)
-        except BaseException:
-            disk.remove(temporary)
-            raise
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror} (errno {error.errno})") from None
+    with new_folder(folder) as (disk, temporary):
+        save_state_dict(state_dict(snapshot), temporary)
+        disk.write_file(temporary / CONFIG_NAME, to_yaml(snapshot.config).encode())
+        if snapshot.files:
+            disk.make_folder(temporary / TOKENIZER_NAME)
+            for path in snapshot.files:
+                disk.write_file(temporary / TOKENIZER_NAME / path.name, path.read_bytes())
+            disk.sync_folder(temporary / TOKENIZER_NAME)
     return folder
 
 

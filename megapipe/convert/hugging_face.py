@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from megapipe.convert.families import Family, choose_family, family_of
 from megapipe.convert.inert_settings import INERT
 from megapipe.convert.layouts import Layout
 from megapipe.convert.names import Placed, place
+from megapipe.convert.new_folder import new_folder
 from megapipe.convert.safetensors_file import cut_into_files, file_names, read_tensors, write_tensors
 from megapipe.convert.snapshot import DTYPE_NAMES, LazyTensor, Snapshot, fresh_state, unpadded
 from megapipe.errors import CheckpointError, ConfigError
@@ -93,20 +93,8 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, mos
     inert = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
     dtype = DTYPE_WORDS[weights[EMBEDDING].dtype]
     config = inert | config | {"dtype" if "dtype" in inert else "torch_dtype": dtype}
-    if folder.exists():
-        raise CheckpointError(f"{folder} is there already; converting never overwrites")
-    disk, temporary = Disk(), folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        disk.make_folder(temporary)
-        try:
-            _write_files(disk, temporary, tensors, config, snapshot.files, most_bytes)
-            disk.sync_folder(temporary)
-            disk.rename(temporary, folder)
-        except BaseException:
-            disk.remove(temporary)
-            raise
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror} (errno {error.errno})") from None
+    with new_folder(folder) as (disk, temporary):
+        _write_files(disk, temporary, tensors, config, snapshot.files, most_bytes)
     return family.architecture
 
 

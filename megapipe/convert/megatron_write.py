@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import secrets
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -15,8 +14,9 @@ from megapipe.checkpoint.disk import Disk, NewFile
 from megapipe.convert.megatron_legacy import MODEL_FILE, TRACKER
 from megapipe.convert.megatron_ranks import FUSED_NORMS, HEAD, cut
 from megapipe.convert.megatron_settings import write_args
+from megapipe.convert.new_folder import new_folder
 from megapipe.convert.snapshot import Snapshot
-from megapipe.errors import CheckpointError, ConfigError
+from megapipe.errors import ConfigError
 from megapipe.planner.resolve import resolve_model
 from megapipe.sharding.model_specs import WORD_EMBEDDING, model_specs, specs_of_stage
 from megapipe.sharding.spec import ParamSpec
@@ -54,22 +54,10 @@ def write(snapshot: Snapshot, root: Path, grid: Grid) -> Path:
     assert model.padded_vocab_size is not None
     args = write_args(config, snapshot.state, model.padded_vocab_size, grid.tp, grid.pp)
     args["transformer_impl"] = "transformer_engine" if grid.transformer_engine else "local"
-    if root.exists():
-        raise CheckpointError(f"{root} is there already; converting never overwrites")
-    disk, temporary = Disk(), root.with_name(f".{root.name}.tmp-{secrets.token_hex(4)}")
     folder = f"iter_{snapshot.step:07d}"
-    try:
-        disk.make_folder(temporary)
-        try:
-            _write_ranks(disk, temporary / folder, snapshot, model_specs(model, sequence_parallel=False), args, grid)
-            disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
-            disk.sync_folder(temporary)
-            disk.rename(temporary, root)
-        except BaseException:
-            disk.remove(temporary)
-            raise
-    except OSError as error:
-        raise CheckpointError(f"{root} cannot be written: {error.strerror} (errno {error.errno})") from None
+    with new_folder(root) as (disk, temporary):
+        _write_ranks(disk, temporary / folder, snapshot, model_specs(model, sequence_parallel=False), args, grid)
+        disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
     return root / folder
 
 
