@@ -79,7 +79,7 @@ LOOKS: dict[str, Callable[[Path], bool]] = {
 def guess(folder: Path) -> str:
     """The format that a folder looks like. Raises CheckpointError."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is no folder; give one with a checkpoint of megapipe, Megatron or torch, or a Hugging Face model")
     for name, looks in LOOKS.items():
         if looks(folder):
             return name

@@ -131,7 +131,7 @@ def is_run(folder: Path) -> bool:
 
 def _no_run(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder} is no folder"
+        return f"{folder} is no folder; give the one that a run has as --save, or that of its --metrics-file"
     below = sorted({path.parent for name in (METRICS, RUN) for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{name}")})
     hint = f"; below it there {'are' if len(below) > 1 else 'is'} {', '.join(map(str, below[:4]))}" if below else ""
     return f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, which a run with --save or --metrics-file writes there{hint}"

@@ -118,7 +118,10 @@ def _problems(run: Run) -> str:
     """Warnings and failures; nothing where there are none, which the course of the run then says."""
     items = []
     for segment in run.segments:
-        items += [f"rank {record['rank']}: {record['error']}: {record['text']}" for record in segment.failures]
+        ranks: dict[str, list[str]] = {}  # a mistake that all ranks see is told once
+        for record in segment.failures:
+            ranks.setdefault(f"{record['error']}: {record['text']}", []).append(str(record["rank"]))
+        items += [f"rank{'s' * (len(who) > 1)} {' '.join(who)}: {text}" for text, who in ranks.items()]
         items += [record["text"] for record in segment.warnings]
     items += run.oddities
     items += [f"the loss of step {record['step']:,} is not a number" for record in run.steps if record["loss"] is None][:5]

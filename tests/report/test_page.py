@@ -168,6 +168,13 @@ def test_a_crash_is_told_with_the_message_of_the_rank_that_failed(recorded: Path
     assert "the loss of step 14 is not a number" in text and "TrainingError on rank 3" in text
 
 
+def test_what_several_ranks_tell_is_shown_once(recorded: Path) -> None:
+    failure = {"kind": "failure", "time": 1.9e9, "error": "CheckpointError", "text": "the disk is full"}
+    edited(recorded / "run.jsonl", lambda records: [*(r for r in records if r["kind"] != "end"), *(failure | {"rank": r} for r in (0, 2))])
+    assert shown(recorded).count("the disk is full") == 1
+    assert "ranks 0 2: CheckpointError: the disk is full" in shown(recorded)
+
+
 def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Path) -> None:
     (metrics, run) = (recorded / "metrics.jsonl", recorded / "run.jsonl")
     first = [json.loads(line) for line in run.read_text().splitlines()]
