@@ -18,6 +18,15 @@ from megapipe.planner.flops import mean_keys, step_flops
 from megapipe.planner.hardware import Hardware, Link
 from megapipe.planner.memory import local_sizes
 from megapipe.planner.run_plan import RunPlan
+from megapipe.planner.traffic import (
+    ALL_REDUCE,
+    collective_bytes,
+    gather_bytes,
+    head_collectives,
+    layer_collectives,
+    message_bytes,
+    reduction_bytes,
+)
 from megapipe.schedule.action import Op
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
@@ -110,12 +119,6 @@ class Tensors:
     sequence_parallel: bool
     dtype: str
 
-    @property
-    def collective_bytes(self) -> float:
-        """Of one all-gather or reduce-scatter of hidden states over tp, on one rank; an all-reduce is two of them."""
-        sizes = self.sizes
-        return sizes.tokens * sizes.hidden * sizes.element * (self.tp - 1) / self.tp
-
     def gemms(self) -> list[tuple[int, int, int]]:
         """(tokens, inputs, outputs) of the linears of a layer."""
         s = self.sizes
@@ -135,11 +138,10 @@ def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardwa
     attention = _attention_seconds(tensors, hardware)
     kept = sum(layer_activation_bytes(tensors.model, tensors.sizes).values())
     pointwise = POINTWISE_PASSES * kept / hardware.memory_bytes_per_second
-    collective = _collective_seconds(tensors, tp_link)
-    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": 4 * collective}
-    inputs = {"gemm": gemm, "attention": 2.5 * attention, "pointwise": 2.0 * pointwise, "tp": 4 * collective}
-    # under sequence parallelism column-parallel linears keep the scattered input and gather it again for W
-    weights = {"gemm": gemm, "tp": 2 * collective if tensors.sequence_parallel else 0.0}
+    collective, count = _collective_seconds(tensors, tp_link), layer_collectives(tensors.sequence_parallel, recompute)
+    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": count.forward * collective}
+    inputs = {"gemm": gemm, "attention": 2.5 * attention, "pointwise": 2.0 * pointwise, "tp": count.inputs * collective}
+    weights = {"gemm": gemm, "tp": count.weights * collective}
     again = _recomputed(tensors, recompute, hardware, forward)
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights)
 
@@ -149,36 +151,31 @@ def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSecon
     sizes = tensors.sizes
     gemm = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.hidden, sizes.vocab)
     logits = sizes.tokens * sizes.vocab * sizes.wide
-    collective = _collective_seconds(tensors, tp_link)
-    gathers = 1 if tensors.sequence_parallel else 0
+    collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
     return OpSeconds(
-        {"gemm": gemm, "pointwise": 3 * logits / hardware.memory_bytes_per_second, "tp": gathers * collective},
-        {"gemm": gemm, "pointwise": 2 * logits / hardware.memory_bytes_per_second, "tp": (1 if gathers else 2) * collective},
-        {"gemm": gemm, "tp": gathers * collective},
+        {"gemm": gemm, "pointwise": 3 * logits / hardware.memory_bytes_per_second, "tp": count.forward * collective},
+        {"gemm": gemm, "pointwise": 2 * logits / hardware.memory_bytes_per_second, "tp": count.inputs * collective},
+        {"gemm": gemm, "tp": count.weights * collective},
     )
 
 
 def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
     """The clock for `simulate`: computation, messages and reductions."""
-    sizes = local_sizes(plan)
     link = hardware.network if plan.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes its turn
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
         for op in (Op.F, Op.B, Op.I, Op.W):
             seconds[stage, op] = max(of_stage.of(op), smallest)
-        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = sizes.hidden_states / link.bytes_per_second
+        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = message_bytes(plan) / link.bytes_per_second
         seconds[stage, Op.REDUCE_GRAD] = reduction_seconds(plan, hardware, stage)
     return Costs(seconds, link.latency_seconds)
 
 
 def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
     """Of a stage's gradients over its replicas: reduce-scatter with the distributed optimizer, else all-reduce."""
-    parallel = plan.config.parallel
-    element = 2 if parallel.grad_reduce_in_bf16 else max(local_sizes(plan).element, 4)
-    elements = sum(layout.numel for layout in plan.buffers(stage, 0))
-    passes = 1 if parallel.use_distributed_optimizer else 2
-    return passes * _ring_seconds(plan, hardware, elements * element)
+    passes = 1 if plan.config.parallel.use_distributed_optimizer else ALL_REDUCE
+    return _replica_seconds(plan, hardware, reduction_bytes(plan, stage), passes)
 
 
 def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tuple[OpSeconds, ...]) -> float:
@@ -186,8 +183,7 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
     held = plan.placement.stages_of(pp_rank)
-    element = local_sizes(plan).element
-    times = [_ring_seconds(plan, hardware, element * sum(layout.numel for layout in plan.buffers(s, 0))) for s in held]
+    times = [_replica_seconds(plan, hardware, gather_bytes(plan, stage)) for stage in held]
     if not plan.config.parallel.overlap_param_gather:
         return sum(times)
     hidden = sum(stages[stage].of(Op.F) for stage in held)
@@ -195,10 +191,9 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
     return max(sum(times) - hidden, sum(times) / max(buckets, 1))
 
 
-def _ring_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float) -> float:
-    replicas = plan.topology.num_replicas
+def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
     link = hardware.network if plan.crosses_nodes("replicas") else hardware.node
-    return num_bytes * (replicas - 1) / replicas / link.bytes_per_second + (replicas > 1) * link.latency_seconds
+    return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
 
 
 def _parts(plan: RunPlan, pp_rank: int, stages: tuple[OpSeconds, ...], num_microbatches: int) -> dict[str, float]:
@@ -241,21 +236,20 @@ def _attention_seconds(tensors: Tensors, hardware: Hardware) -> float:
 def _collective_seconds(tensors: Tensors, link: Link) -> float:
     if tensors.tp == 1:
         return 0.0
-    return tensors.collective_bytes / link.bytes_per_second + link.latency_seconds
+    return collective_bytes(tensors.sizes, tensors.tp) / link.bytes_per_second + link.latency_seconds
 
 
 def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]) -> dict[str, float]:
-    """What a backward computes again."""
+    """What a backward computes again; its tensor-parallel messages are counted in `traffic`."""
     if recompute.recompute_granularity is None:
         return {}
     if recompute.recompute_granularity == "full":
-        return dict(forward)
+        return {part: seconds for part, seconds in forward.items() if part != "tp"}
     modules, again = frozenset(recompute.recompute_modules), dict.fromkeys(forward, 0.0)
     if "core_attn" in modules:
         again["attention"] += forward["attention"]
     if "mlp" in modules:
         again["gemm"] += _gemm_seconds(hardware, tensors.dtype, *tensors.gemms()[2])
-        again["tp"] += forward["tp"] / 4 if tensors.sequence_parallel else 0.0
     kept = layer_activation_bytes(tensors.model, tensors.sizes)
     saved = sum(kept.values()) - sum(layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values())
     again["pointwise"] += POINTWISE_PASSES * saved / hardware.memory_bytes_per_second
