@@ -70,6 +70,12 @@ LIVE_STATE = {"Group", "ProcessGroups", "build_process_groups", "new_group", "Co
 STATE_WITH_A_REASON = {
     "changes _work of megapipe.data.preprocess": "a worker process of multiprocessing has no other place for what its initializer made",
 }
+UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
+READS_PICKLES = {  # files of others, with readers that call nothing (tests/convert/test_crafted_pickles.py)
+    "megapipe.convert.pickled",
+    "megapipe.convert.dcp_folder",
+}
+RUNS_TEXT = ("eval", "exec", "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.unsafe_load")
 MUTATORS = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "remove", "discard", "appendleft"}
 
 
@@ -155,6 +161,38 @@ def breaches_of_environment(tree: ast.Module, module: str) -> list[str]:
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
     lines += [line for line, name, taken in imports_of(tree, module) if name == "os" and {f"os.{word}" for word in taken} & names]
     return [f"{module}:{line} reads the environment" for line in lines]
+
+
+def breaches_of_what_runs_others(tree: ast.Module, module: str) -> list[str]:
+    """Pickles from anywhere but the restricted readers, torch's object collectives (which unpickle what arrives), shells, eval."""
+    breaches = [
+        f"{module}:{line} imports {name}"
+        for line, name, _ in imports_of(tree, module)
+        if name.split(".")[0] in UNPICKLERS and module not in READS_PICKLES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            word = node.attr if isinstance(node, ast.Attribute) else node.id
+            if word.endswith(("_object_list", "_object")) and ast.unparse(node).startswith(("dist.", "torch.", "distributed")):
+                breaches.append(f"{module}:{node.lineno} uses {word}, which unpickles what arrives")
+            if ast.unparse(node) in RUNS_TEXT:
+                breaches.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+            if ast.unparse(node) in ("pickle.load", "pickle.loads", "np.load", "numpy.load", "torch.load"):
+                breaches += _breaches_of_loading(tree, node, module)
+        if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
+            breaches.append(f"{module}:{node.value.lineno} starts a shell")
+    return breaches
+
+
+def _breaches_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, module: str) -> list[str]:
+    """Every use is a call that says it unpickles nothing, or only weights."""
+    says = {"torch.load": ("weights_only", "True"), "np.load": ("allow_pickle", "False"), "numpy.load": ("allow_pickle", "False")}
+    wanted = says.get(ast.unparse(function))
+    for node in ast.walk(tree):
+        if wanted and isinstance(node, ast.Call) and node.func is function:
+            if any((keyword.arg, ast.unparse(keyword.value)) == wanted for keyword in node.keywords):
+                return []
+    return [f"{module}:{function.lineno} uses {ast.unparse(function)}" + (f" without {'='.join(wanted)}" if wanted else "")]
 
 
 def breaches_of_state(tree: ast.Module, module: str) -> list[str]:
@@ -283,6 +321,12 @@ def test_no_live_state_in_module_globals() -> None:
     assert excused == set(STATE_WITH_A_REASON), "an excuse that is no longer needed"
 
 
+def test_nothing_that_arrives_is_unpickled_or_run() -> None:
+    found = [b for module, path in modules().items() for b in breaches_of_what_runs_others(tree_of(path), module)]
+    found += [b for path in doors() for b in breaches_of_what_runs_others(tree_of(path), dotted_name(path)) if PEERS not in path.parents]
+    assert not found, "\n".join(found)
+
+
 def test_reference_imports_torch_alone() -> None:
     allowed = {"torch", "__future__", *sys.stdlib_module_names}
     found = [
@@ -341,6 +385,30 @@ def test_planted_torch_in_the_plan_is_seen(source: str) -> None:
 @pytest.mark.parametrize("source", ["import os\nos.environ['RANK']", "from os import environ", "def f():\n    return os.getenv('RANK')"])
 def test_planted_read_of_the_environment_is_seen(source: str) -> None:
     assert breaches_of_environment(ast.parse(source), "megapipe.train.loop")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("import pickle", id="pickle"),
+        pytest.param("def f(x):\n    from pickle import loads", id="pickle in a function"),
+        pytest.param("torch.load(path)", id="torch.load as it comes"),
+        pytest.param("torch.load(path, weights_only=False)", id="torch.load of anything"),
+        pytest.param("f = torch.load", id="torch.load handed on"),
+        pytest.param("np.load(path, allow_pickle=True)", id="arrays of objects"),
+        pytest.param("dist.all_gather_object(held, 1)", id="object collective"),
+        pytest.param("dist.broadcast_object_list(held)", id="object list"),
+        pytest.param("subprocess.run(text, shell=True)", id="shell"),
+        pytest.param("subprocess.run(text, shell=wanted)", id="shell if asked for"),
+        pytest.param("os.system(text)", id="os.system"),
+        pytest.param("eval(text)", id="eval"),
+        pytest.param("yaml.load(text, Loader)", id="yaml objects"),
+    ],
+)
+def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
+    assert breaches_of_what_runs_others(ast.parse(source), "megapipe.train.loop")
+    harmless = "torch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\nsubprocess.run(['ls'])\nbroadcast_object(1, group)"
+    assert not breaches_of_what_runs_others(ast.parse(harmless), "megapipe.train.loop")
 
 
 @pytest.mark.parametrize(

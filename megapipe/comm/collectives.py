@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megapipe.comm.failures import communication_error
 from megapipe.comm.groups import Group
+from megapipe.comm.wire import pack, unpack
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -141,30 +142,74 @@ def barrier(group: Group) -> None:
 
 
 def broadcast_object(obj: Any, group: Group, source: int = 0) -> Any:
-    """The object of the group's rank `source`, on every rank; pickled, so for small things, and blocking."""
+    """The object of the group's rank `source`, on every rank; of the types of `wire.pack`, for small things, and blocking."""
     if group.handle is None:
         return obj
-    held = [obj if group.rank == source else None]
-    _blocking("broadcast_object", group, lambda: dist.broadcast_object_list(held, group=group.handle, group_src=source))
-    return held[0]
+    held = pack(obj) if group.rank == source else None
+
+    def call() -> bytes:
+        length = _lengths(group, held)[source]
+        tensor = _padded(held or b"", length, group)
+        dist.broadcast(tensor, group=group.handle, group_src=source)
+        return _content(tensor, length)
+
+    received = _blocking("broadcast_object", group, call)
+    return obj if held is not None else unpack(received)
 
 
 def gather_objects(obj: Any, group: Group) -> list[Any]:
-    """The objects of all ranks, by group rank, on every rank; pickled, so for small things, and blocking."""
+    """The objects of all ranks, by group rank, on every rank; of the types of `wire.pack`, for small things, and blocking."""
     if group.handle is None:
         return [obj]
-    held: list[Any] = [None] * group.size
-    _blocking("gather_objects", group, lambda: dist.all_gather_object(held, obj, group=group.handle))
-    return held
+    held = pack(obj)
+
+    def call() -> list[bytes]:
+        lengths = _lengths(group, held)
+        mine = _padded(held, max(lengths), group)
+        whole = mine.new_empty(group.size * len(mine))
+        _all_gather_single(whole, mine, group=group.handle)
+        return [_content(part, length) for part, length in zip(whole.split(len(mine)), lengths, strict=True)]
+
+    received = _blocking("gather_objects", group, call)
+    return [obj if rank == group.rank else unpack(data) for rank, data in enumerate(received)]
 
 
 def objects_at(obj: Any, group: Group, destination: int = 0) -> list[Any]:
-    """The objects of all ranks, by group rank, on the group's rank `destination`; [] elsewhere. Pickled and blocking."""
+    """The objects of all ranks, by group rank, on the group's rank `destination`; [] elsewhere. As gather_objects."""
     if group.handle is None:
         return [obj]
-    held: list[Any] | None = [None] * group.size if group.rank == destination else None
-    _blocking("objects_at", group, lambda: dist.gather_object(obj, held, group=group.handle, group_dst=destination))
-    return held or []
+    held = pack(obj)
+
+    def call() -> list[bytes]:
+        lengths = _lengths(group, held)
+        mine = _padded(held, max(lengths), group)
+        parts = [torch.empty_like(mine) for _ in lengths] if group.rank == destination else None
+        dist.gather(mine, parts, group=group.handle, group_dst=destination)
+        return [_content(part, length) for part, length in zip(parts or [], lengths, strict=False)]
+
+    received = _blocking("objects_at", group, call)
+    return [obj if rank == group.rank else unpack(data) for rank, data in enumerate(received)]
+
+
+def _lengths(group: Group, held: bytes | None) -> list[int]:
+    """Of what each rank holds, in bytes."""
+    mine = torch.tensor([0 if held is None else len(held)], dtype=torch.int64, device=_device_of(group))
+    lengths = mine.new_empty(group.size)
+    _all_gather_single(lengths, mine, group=group.handle)
+    return [int(length) for length in lengths.tolist()]
+
+
+def _padded(held: bytes, length: int, group: Group) -> Tensor:
+    """[max(length, 1)] bytes, on the device whose tensors the group's backend moves."""
+    return torch.frombuffer(bytearray(held.ljust(max(length, 1), b"\0")), dtype=torch.uint8).to(_device_of(group))
+
+
+def _content(tensor: Tensor, length: int) -> bytes:
+    return tensor[:length].cpu().numpy().tobytes()
+
+
+def _device_of(group: Group) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
 
 
 def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[[], Any]) -> Work:
@@ -182,19 +227,20 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
     return work
 
 
-def _blocking(name: str, group: Group, call: Callable[[], Any]) -> None:
+def _blocking(name: str, group: Group, call: Callable[[], Any]) -> Any:
     start_ns = perf_counter_ns()
     heart = group.heart
     if heart is not None:
         heart.wait_for_all(group.name, name, heart.joins(group.name))
     try:
-        call()
+        answer = call()
     except RuntimeError as error:
         raise _failed(name, group, (), start_ns, error) from error
     if heart is not None:
         heart.goes_on()
     if group.tracer is not None:
         group.tracer.event(f"{group.name} {name}", "collective", start_ns)
+    return answer
 
 
 def _copied(output: Tensor, tensor: Tensor, name: str, group: Group) -> Work:
