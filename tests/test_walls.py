@@ -188,10 +188,9 @@ def _breaches_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, m
     """Every use is a call that says it unpickles nothing, or only weights."""
     says = {"torch.load": ("weights_only", "True"), "np.load": ("allow_pickle", "False"), "numpy.load": ("allow_pickle", "False")}
     wanted = says.get(ast.unparse(function))
-    for node in ast.walk(tree):
-        if wanted and isinstance(node, ast.Call) and node.func is function:
-            if any((keyword.arg, ast.unparse(keyword.value)) == wanted for keyword in node.keywords):
-                return []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func is function]
+    if any((keyword.arg, ast.unparse(keyword.value)) == wanted for call in calls for keyword in call.keywords):
+        return []
     return [f"{module}:{function.lineno} uses {ast.unparse(function)}" + (f" without {'='.join(wanted)}" if wanted else "")]
 
 

@@ -14,8 +14,8 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +85,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _store(entry: Path, text: str, arrays: Arrays) -> None:
-    partial = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+    partial = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
     try:
+        partial.mkdir()  # with the user's umask; tempfile's folders are closed to the group that shares the data
         for name, values in arrays.items():
             with open(partial / f"{name}.npy", "wb") as file:
                 np.save(file, values, allow_pickle=False)
@@ -96,7 +97,6 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
             json.dump({"description": text, "arrays": {name: list(values.shape) for name, values in arrays.items()}}, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.chmod(0o755)
         os.rename(partial, entry)
     except OSError:
         if not entry.exists():  # else another process was first, and its entry is the same

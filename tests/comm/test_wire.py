@@ -21,9 +21,7 @@ from megapipe.topology import Coordinates
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
-OBJECTS = st.recursive(
-    LEAVES, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner), max_leaves=20
-)
+OBJECTS = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner), max_leaves=20)
 
 
 @given(OBJECTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
 import io
 import os
 import pickle
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from megapipe.convert.dcp_folder import read_folder
-from megapipe.convert.pickled import load_pickled
+from megapipe.convert.pickled import StandIn, load_pickled
 from megapipe.errors import CheckpointError, MegapipeError
 
 
@@ -60,13 +61,9 @@ def test_a_crafted_checkpoint_runs_nothing(call: Callable[[Path], Crafted], file
     mark = tmp_path / "ran"
     path = tmp_path / "model_optim_rng.pt"
     path.write_bytes(file({"model": {"weight": torch.ones(2)}, "args": call(mark)}))
-    try:
-        content = load_pickled(path)
-    except CheckpointError as error:
-        assert str(path) in str(error)
-    else:  # read with something inert in its place
-        assert set(content) == {"model", "args"}
-        assert type(content["args"]).__mro__[1].__name__ == "StandIn" or isinstance(content["args"], argparse.Namespace)
+    with contextlib.suppress(CheckpointError):
+        content = load_pickled(path)["args"]  # read with something inert in its place
+        assert isinstance(content, StandIn | argparse.Namespace)
     assert not mark.exists()
 
 
