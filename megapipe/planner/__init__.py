@@ -10,7 +10,7 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `costs`:    relative seconds of every op of every stage, from FLOPs
 - `flops`:    floating-point operations of layer, head, step
 - `hardware`: what accelerators and their links can do: a table, or a file
-- `step_time`: the time of a step, predicted for a plan on such hardware
+- `layer_time`: seconds of a layer and of the head on such hardware; `step_time`: those of a step of a plan
 - `search`:   the fastest layouts that fit; `search_report` tells what it found
 - `shelf`:    what the plans of a search share
 - `bubble`:   the step simulated on FLOPs

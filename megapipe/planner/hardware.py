@@ -26,6 +26,7 @@ FP32_NAMES = ("fp32", "fp64")
 # (smallest of the three sizes of a GEMM, share of the peak that it reaches); linear in the logarithm of the size between rows
 GEMM_SHARES = ((64, 0.06), (128, 0.15), (256, 0.30), (512, 0.45), (1024, 0.57), (2048, 0.65), (4096, 0.70), (8192, 0.72))
 ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
+POINTWISE_SHARE = 0.8  # of the memory's rate, what kernels reach that only move memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Hardware:
 
     driver_name: part of the name that the driver gives it. flops: peak by configuration dtype; a dtype that is absent has no matrix units.
     memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA context, kernel workspace and the allocator's slack.
-    node, network: links between devices of one node, and between nodes. gemm_shares, attention_share: see above.
+    node, network: links between devices of one node, and between nodes. gemm_shares, attention_share,
+    pointwise_share: see above. price_per_hour: of one accelerator, in any currency.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Hardware:
     memory_share: float = 0.92
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
     attention_share: float = ATTENTION_SHARE
+    pointwise_share: float = POINTWISE_SHARE
+    price_per_hour: float | None = None
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in a configuration dtype. Raises ConfigError where the table has none."""
@@ -74,6 +78,11 @@ class Hardware:
             if smallest <= high:
                 return low_share + (high_share - low_share) * math.log(smallest / low) / math.log(high / low)
         return rows[-1][1]
+
+    @property
+    def pointwise_bytes_per_second(self) -> float:
+        """Memory that norms, activation functions, dropout and softmax move."""
+        return self.memory_bytes_per_second * self.pointwise_share
 
     @property
     def usable_bytes(self) -> int:

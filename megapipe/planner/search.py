@@ -19,11 +19,12 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.planner.activations import LocalSizes, is_explicit, stage_bytes
 from megapipe.planner.hardware import Hardware
+from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
 from megapipe.planner.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.planner.resolve import resolve, resolve_model, vary
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.shelf import Shelf
-from megapipe.planner.step_time import OpSeconds, StepTime, Tensors, head_seconds, layer_seconds, predict_step
+from megapipe.planner.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs

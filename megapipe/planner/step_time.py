@@ -1,58 +1,35 @@
-"""The time of a training step before it runs: GEMMs by their shapes, attention, what moves memory, messages over the links they cross, and
-the schedule simulated with the stages as they are cut.
+"""The time of a training step before it runs: layers by `layer_time`, messages over the links they cross, and the schedule simulated with
+the stages as they are cut.
 
-A model of first order: kernels run at a share of a peak that depends on the smallest size of a GEMM alone, memory at its full rate, links
-at theirs; tensor-parallel messages stand in the computation's way, pipeline messages and reductions run beside it. docs/planner.md says
-what is estimated, and compares with a published run.
+A model of first order: tensor-parallel messages stand in the computation's way unless a GEMM hides them, pipeline messages run beside it,
+reductions under the backward of the last microbatch, gathers under the forward of the first. docs/planner.md says what is fitted and
+compares with published runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
-from megapipe.config.recompute import RecomputeConfig
-from megapipe.planner.activations import LocalSizes, is_explicit, layer_activation_bytes
-from megapipe.planner.flops import mean_keys, step_flops
+from megapipe.planner.flops import step_flops
 from megapipe.planner.hardware import Hardware, Link
-from megapipe.planner.memory import local_sizes
+from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
 from megapipe.planner.run_plan import RunPlan
-from megapipe.planner.traffic import (
-    ALL_REDUCE,
-    collective_bytes,
-    gather_bytes,
-    head_collectives,
-    layer_collectives,
-    message_bytes,
-    reduction_bytes,
-)
+from megapipe.planner.traffic import ALL_REDUCE, gather_bytes, message_bytes, reduction_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
 OPTIMIZER_BYTES = 30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
+HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
 NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
-POINTWISE_PASSES = 2.0  # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
-
-
-@dataclass(frozen=True)
-class OpSeconds:
-    """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention', 'pointwise', 'tp'."""
-
-    forward: Mapping[str, float]
-    inputs: Mapping[str, float]
-    weights: Mapping[str, float]
-
-    def of(self, op: Op) -> float:
-        parts = {Op.F: self.forward, Op.I: self.inputs, Op.W: self.weights}
-        return sum(parts[op].values()) if op is not Op.B else self.of(Op.I) + self.of(Op.W)
 
 
 @dataclass(frozen=True)
 class StepTime:
     """A step's prediction. seconds: of the whole step. parts: where they go on the rank that computes longest, adding up to `seconds`:
-    'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages), 'bubble' (idle, waits for messages and for reductions that nothing
-    hides), 'gather' (parameters, what the forwards do not hide), 'optimizer'.
+    'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'bubble' (idle, and waits for messages),
+    'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer'.
     """
 
     seconds: float
@@ -77,6 +54,11 @@ class StepTime:
         """Model FLOPs utilisation, causal attention counted half."""
         return self.flops_per_second / self.peak_flops
 
+    @property
+    def bubble_share(self) -> float:
+        """Of the step: idle, and waits for messages, on the rank that computes longest."""
+        return self.parts["bubble"] / self.seconds
+
 
 def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     """A training step at the full global batch size."""
@@ -86,90 +68,80 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
     stages = stage_seconds(plan, hardware)
     timeline = simulate(plan.schedule(count), schedule_costs(plan, hardware, stages))
     work = timeline.work_seconds
-    busiest = max(range(len(work)), key=work.__getitem__)
-    span = timeline.makespan_seconds
-    if plan.config.optimizer.optimizer_post_validation:
-        span = max(idle + busy for idle, busy in zip(timeline.chained_idle_seconds, work, strict=True))
-    parts = _parts(plan, busiest, stages, count)
+    span, reduce = computed_and_reduced(plan, hardware, timeline)
+    parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
     parts["bubble"] = span - sum(parts.values())
-    parts["gather"] = _exposed_gather(plan, hardware, busiest, stages)
-    parts["optimizer"] = _shard_elements(plan, busiest) * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second
-    seconds = span + parts["gather"] + parts["optimizer"]
+    parts["reduce"] = reduce
+    parts |= after_the_backward(plan, hardware, stages)
     sequences = training.global_batch_size
     flops = step_flops(model, sequences, causal=True)
-    return StepTime(seconds, parts, sequences * model.seq_length, flops, plan.topology.world_size, hardware.peak(dtype), timeline)
+    tokens, world_size = sequences * model.seq_length, plan.topology.world_size
+    return StepTime(sum(parts.values()), parts, tokens, flops, world_size, hardware.peak(dtype), timeline)
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Of each stage, for one microbatch."""
-    config, sizes = plan.config, local_sizes(plan)
+    config, t = plan.config, plan.topology
     tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
-    tp = Tensors(config.model, sizes, plan.topology.tp, config.parallel.sequence_parallel, config.precision.dtype)
-    layer, head = layer_seconds(tp, config.recompute, hardware, tp_link), head_seconds(tp, hardware, tp_link)
-    return tuple(_sum([(layer, stage.num_layers), (head, int(stage.has_head))]) for stage in plan.partition.stages)
+    sliced, size = config.parallel.sequence_parallel and t.tp > 1, config.training.micro_batch_size
+    tensors = Tensors.of(config.model, t.tp, sliced, size, config.precision.dtype)
+    layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
+    return stages_of(layer, head, plan.partition.layer_counts)
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """One microbatch on one rank. model: resolved."""
-
-    model: ModelConfig
-    sizes: LocalSizes
-    tp: int
-    sequence_parallel: bool
-    dtype: str
-
-    def gemms(self) -> list[tuple[int, int, int]]:
-        """(tokens, inputs, outputs) of the linears of a layer."""
-        s = self.sizes
-        gates = 2 if self.model.activation in GATED_ACTIVATIONS else 1
-        queries = s.heads * s.channels
-        return [
-            (s.tokens, s.hidden, queries + 2 * s.groups * s.channels),
-            (s.tokens, queries, s.hidden),
-            (s.tokens, s.hidden, gates * s.ffn),
-            (s.tokens, s.ffn, s.hidden),
-        ]
-
-
-def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """One transformer layer. Recomputation is part of I."""
-    gemm = sum(_gemm_seconds(hardware, tensors.dtype, *sizes) for sizes in tensors.gemms())
-    attention = _attention_seconds(tensors, hardware)
-    kept = sum(layer_activation_bytes(tensors.model, tensors.sizes).values())
-    pointwise = POINTWISE_PASSES * kept / hardware.memory_bytes_per_second
-    collective, count = _collective_seconds(tensors, tp_link), layer_collectives(tensors.sequence_parallel, recompute)
-    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": count.forward * collective}
-    inputs = {"gemm": gemm, "attention": 2.5 * attention, "pointwise": 2.0 * pointwise, "tp": count.inputs * collective}
-    weights = {"gemm": gemm, "tp": count.weights * collective}
-    again = _recomputed(tensors, recompute, hardware, forward)
-    return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights)
-
-
-def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """Final norm, output layer and loss."""
-    sizes = tensors.sizes
-    gemm = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.hidden, sizes.vocab)
-    logits = sizes.tokens * sizes.vocab * sizes.wide
-    collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
-    return OpSeconds(
-        {"gemm": gemm, "pointwise": 3 * logits / hardware.memory_bytes_per_second, "tp": count.forward * collective},
-        {"gemm": gemm, "pointwise": 2 * logits / hardware.memory_bytes_per_second, "tp": count.inputs * collective},
-        {"gemm": gemm, "tp": count.weights * collective},
-    )
+def stages_of(layer: OpSeconds, head: OpSeconds, layer_counts: Sequence[int]) -> tuple[OpSeconds, ...]:
+    """The stages of a cut; the last has the head."""
+    made = {count: layer * count for count in set(layer_counts)}
+    return (*(made[count] for count in layer_counts[:-1]), made[layer_counts[-1]] + head)
 
 
 def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
-    """The clock for `simulate`: computation, messages and reductions."""
+    """The clock for `simulate`: computation and messages. Reductions take no time here: see `computed_and_reduced`."""
     link = hardware.network if plan.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes its turn
+    on_the_wire = message_bytes(plan) / link.bytes_per_second
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
         for op in (Op.F, Op.B, Op.I, Op.W):
             seconds[stage, op] = max(of_stage.of(op), smallest)
-        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = message_bytes(plan) / link.bytes_per_second
-        seconds[stage, Op.REDUCE_GRAD] = reduction_seconds(plan, hardware, stage)
-    return Costs(seconds, link.latency_seconds)
+        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = on_the_wire
+    return Costs(seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm)
+
+
+def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
+    """(seconds until the last rank has computed, seconds that reductions add to it).
+
+    Each rank reduces its stages one after the other. With --overlap-grad-reduce a bucket is reduced once the last backward of its stage
+    has passed it, so that one bucket at least comes after; without, all of a rank comes after all of its backwards. In a step without a
+    barrier (--optimizer-post-validation) time runs from a rank's own first action.
+    """
+    posted = plan.config.optimizer.optimizer_post_validation
+    computed = reduced = 0.0
+    for rank in range(plan.topology.pp):
+        starts, ends = timeline.starts[rank], timeline.ends[rank]
+        first = starts[0] if posted else 0.0
+        last = max(ends, default=0.0)
+        if plan.config.parallel.overlap_grad_reduce:
+            free = _reduced_by_buckets(plan, hardware, timeline, rank)
+        else:
+            free = last + sum(reduction_seconds(plan, hardware, stage) for stage in plan.placement.stages_of(rank))
+        computed, reduced = max(computed, last - first), max(reduced, free - first)
+    return computed, max(0.0, reduced - computed)
+
+
+def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
+    """When a rank's last bucket is reduced. Where two ranks hold a stage (DualPipe) its buckets wait for the whole stage."""
+    free, last_op = 0.0, {}
+    for slot, (stage, op, _) in enumerate(timeline.schedule.rows[pp_rank]):
+        if op in (Op.B, Op.W):
+            last_op[stage] = op
+        if op is not Op.REDUCE_GRAD:
+            continue
+        done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
+        buckets = 1 if plan.topology.mirrored_pipeline else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
+        begun = done - timeline.costs.seconds[stage, last_op[stage]] * (buckets - 1) / buckets
+        free = max(max(begun, free) + seconds, done + seconds / buckets)
+    return free
 
 
 def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
@@ -178,94 +150,58 @@ def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
     return _replica_seconds(plan, hardware, reduction_bytes(plan, stage), passes)
 
 
+def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
+    """'optimizer', 'gather': of the rank that takes longest over each, for all wait for the norm and for the next step's first stage."""
+    ranks = range(plan.topology.pp)
+    shards = max(_shard_elements(plan, rank) for rank in ranks)
+    return {
+        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second,
+        "gather": max(_exposed_gather(plan, hardware, rank, stages) for rank in ranks),
+    }
+
+
 def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tuple[OpSeconds, ...]) -> float:
-    """Of the updated parameters: what the first forwards of the rank's stages do not hide."""
+    """Of the updated parameters: what the first forwards of the rank's stages do not hide, and of those before it that it waits for."""
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
     held = plan.placement.stages_of(pp_rank)
-    times = [_replica_seconds(plan, hardware, gather_bytes(plan, stage)) for stage in held]
+    total = sum(_replica_seconds(plan, hardware, gather_bytes(plan, stage)) for stage in held)
     if not plan.config.parallel.overlap_param_gather:
-        return sum(times)
+        return total
     hidden = sum(stages[stage].of(Op.F) for stage in held)
     buckets = sum(len(layout.buckets) for stage in held for layout in plan.buffers(stage, 0))
-    return max(sum(times) - hidden, sum(times) / max(buckets, 1))
+    waits = sum(stages[stage].of(Op.F) for stage in range(held[0]))
+    return max(total - hidden, total / max(buckets, 1), waits) - waits
+
+
+def replica_link(plan: RunPlan, hardware: Hardware) -> Link:
+    """What a ring over the replicas of a shard runs on: between nodes each of its members in a node brings a network card of its own."""
+    if not plan.crosses_nodes("replicas"):
+        return hardware.node
+    topology = plan.topology
+    group = topology.group_of("replicas", 0)
+    together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
+    rate = min(together * hardware.network.bytes_per_second, hardware.node.bytes_per_second)
+    return Link(max(rate, hardware.network.bytes_per_second), hardware.network.latency_seconds)
 
 
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
-    link = hardware.network if plan.crosses_nodes("replicas") else hardware.node
+    link = plan.shelf.once(("replica link", plan.topology, hardware.name), lambda: replica_link(plan, hardware))
     return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
 
 
-def _parts(plan: RunPlan, pp_rank: int, stages: tuple[OpSeconds, ...], num_microbatches: int) -> dict[str, float]:
+def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
     """What one rank computes in a step, by kind."""
-    held = plan.placement.stages_of(pp_rank)
-    share = num_microbatches / len(plan.placement.directions)
     parts = dict.fromkeys(("gemm", "attention", "pointwise", "tp"), 0.0)
-    for stage in held:
-        for of_op in (stages[stage].forward, stages[stage].inputs, stages[stage].weights):
-            for part, seconds in of_op.items():
-                parts[part] += share * seconds
+    ran = Counter((stage, op) for stage, op, _ in timeline.schedule.rows[pp_rank])
+    for (stage, op), times in ran.items():
+        for half in HALVES.get(op, ()):
+            for part, seconds in getattr(stages[stage], half).items():
+                parts[part] += times * seconds
+        parts["tp"] -= times * stages[stage].hidden * (op is Op.B)
     return parts
 
 
 def _shard_elements(plan: RunPlan, pp_rank: int) -> float:
     layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
     return sum(layout.numel / layout.num_shards for layout in layouts)
-
-
-def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, outputs: int) -> float:
-    flops = 2.0 * rows * inputs * outputs
-    compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(rows, inputs, outputs)))
-    moved = 2.0 * (rows * inputs + inputs * outputs + rows * outputs)
-    return max(compute, moved / hardware.memory_bytes_per_second)
-
-
-def _attention_seconds(tensors: Tensors, hardware: Hardware) -> float:
-    """softmax(q k^T) v: fused kernels skip what a causal mask hides; written out, probabilities are moved, too."""
-    model, sizes = tensors.model, tensors.sizes
-    explicit = is_explicit(model)
-    keys = float(sizes.seq) if explicit else mean_keys(sizes.seq, model.window_size)
-    flops = 4.0 * sizes.tokens * keys * sizes.heads * sizes.channels
-    seconds = flops / (hardware.peak(tensors.dtype) * hardware.attention_share)
-    if explicit:
-        moved = 6.0 * sizes.batch * sizes.heads * sizes.seq * sizes.seq * sizes.element
-        seconds += moved / hardware.memory_bytes_per_second
-    return seconds
-
-
-def _collective_seconds(tensors: Tensors, link: Link) -> float:
-    if tensors.tp == 1:
-        return 0.0
-    return collective_bytes(tensors.sizes, tensors.tp) / link.bytes_per_second + link.latency_seconds
-
-
-def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]) -> dict[str, float]:
-    """What a backward computes again; its tensor-parallel messages are counted in `traffic`."""
-    if recompute.recompute_granularity is None:
-        return {}
-    if recompute.recompute_granularity == "full":
-        return {part: seconds for part, seconds in forward.items() if part != "tp"}
-    modules, again = frozenset(recompute.recompute_modules), dict.fromkeys(forward, 0.0)
-    if "core_attn" in modules:
-        again["attention"] += forward["attention"]
-    if "mlp" in modules:
-        again["gemm"] += _gemm_seconds(hardware, tensors.dtype, *tensors.gemms()[2])
-    kept = layer_activation_bytes(tensors.model, tensors.sizes)
-    saved = sum(kept.values()) - sum(layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values())
-    again["pointwise"] += POINTWISE_PASSES * saved / hardware.memory_bytes_per_second
-    return again
-
-
-def _sum(counted: list[tuple[OpSeconds, int]]) -> OpSeconds:
-    def add(parts: list[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for of_op, count in parts:
-            for part, seconds in of_op.items():
-                total[part] = total.get(part, 0.0) + count * seconds
-        return total
-
-    return OpSeconds(
-        add([(each.forward, n) for each, n in counted]),
-        add([(each.inputs, n) for each, n in counted]),
-        add([(each.weights, n) for each, n in counted]),
-    )

@@ -1,0 +1,173 @@
+"""Seconds of one transformer layer and of the head, for one microbatch on one rank: GEMMs by their shapes, attention, what moves memory,
+and tensor-parallel messages with what hides them.
+
+Kernels run at a share of a peak that depends on the smallest size of a GEMM alone; everything else moves memory at a share of its rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.planner.activations import LocalSizes, is_explicit, layer_activation_bytes
+from megapipe.planner.flops import mean_keys
+from megapipe.planner.hardware import Hardware, Link
+from megapipe.planner.traffic import collective_bytes, head_collectives, layer_collectives
+from megapipe.schedule.action import Op
+
+POINTWISE_PASSES = 2.0  # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
+
+
+@dataclass(frozen=True)
+class OpSeconds:
+    """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention', 'pointwise', 'tp'.
+
+    hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
+    """
+
+    forward: Mapping[str, float]
+    inputs: Mapping[str, float]
+    weights: Mapping[str, float]
+    hidden: float = 0.0
+    seconds: Mapping[Op, float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        forward, inputs, weights = (sum(parts.values()) for parts in (self.forward, self.inputs, self.weights))
+        of_op = {Op.F: forward, Op.I: inputs, Op.W: weights, Op.B: inputs + weights - self.hidden}
+        object.__setattr__(self, "seconds", of_op)
+
+    def of(self, op: Op) -> float:
+        return self.seconds[op]
+
+    def __add__(self, other: OpSeconds) -> OpSeconds:
+        return OpSeconds(
+            _added(self.forward, other.forward),
+            _added(self.inputs, other.inputs),
+            _added(self.weights, other.weights),
+            self.hidden + other.hidden,
+        )
+
+    def __mul__(self, count: int) -> OpSeconds:
+        def times(parts: Mapping[str, float]) -> dict[str, float]:
+            return {part: count * seconds for part, seconds in parts.items()}
+
+        return OpSeconds(times(self.forward), times(self.inputs), times(self.weights), count * self.hidden)
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in {**one, **other}}
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """One microbatch on one rank. model: resolved."""
+
+    model: ModelConfig
+    sizes: LocalSizes
+    tp: int
+    sequence_parallel: bool
+    dtype: str
+
+    @classmethod
+    def of(cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str) -> Tensors:
+        return cls(model, LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype), tp, sequence_parallel, dtype)
+
+    def gemms(self) -> list[tuple[int, int, int]]:
+        """(tokens, inputs, outputs) of the linears of a layer: linear_qkv, linear_proj, linear_fc1, linear_fc2."""
+        s = self.sizes
+        gates = 2 if self.model.activation in GATED_ACTIVATIONS else 1
+        queries = s.heads * s.channels
+        return [
+            (s.tokens, s.hidden, queries + 2 * s.groups * s.channels),
+            (s.tokens, queries, s.hidden),
+            (s.tokens, s.hidden, gates * s.ffn),
+            (s.tokens, s.ffn, s.hidden),
+        ]
+
+
+def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, tp_link: Link) -> OpSeconds:
+    """One transformer layer. Recomputation is part of I."""
+    gemms = [_gemm_seconds(hardware, tensors.dtype, *sizes) for sizes in tensors.gemms()]
+    gemm, attention = sum(gemms), attention_seconds(tensors, hardware)
+    kept = sum(layer_activation_bytes(tensors.model, tensors.sizes).values()) - _squares(tensors)
+    pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
+    collective, count = _collective_seconds(tensors, tp_link), layer_collectives(tensors.sequence_parallel, recompute)
+    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": count.forward * collective}
+    inputs = {"gemm": gemm, "attention": 2.5 * attention, "pointwise": 2.0 * pointwise, "tp": count.inputs * collective}
+    weights = {"gemm": gemm, "tp": count.weights * collective}
+    again = _recomputed(tensors, recompute, hardware, forward)
+    hidden = sum(_hidden(tensors, collective, gemms[linear]) for linear in (0, 2))
+    return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
+
+
+def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSeconds:
+    """Final norm, output layer and loss."""
+    sizes = tensors.sizes
+    gemm = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.hidden, sizes.vocab)
+    logits = sizes.tokens * sizes.vocab * sizes.wide
+    collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
+    return OpSeconds(
+        {"gemm": gemm, "pointwise": 3 * logits / hardware.pointwise_bytes_per_second, "tp": count.forward * collective},
+        {"gemm": gemm, "pointwise": 2 * logits / hardware.pointwise_bytes_per_second, "tp": count.inputs * collective},
+        {"gemm": gemm, "tp": count.weights * collective},
+        _hidden(tensors, collective, gemm),
+    )
+
+
+def attention_seconds(tensors: Tensors, hardware: Hardware) -> float:
+    """softmax(q k^T) v: fused kernels skip what a causal mask hides; written out, all is computed, and probabilities are moved."""
+    model, sizes = tensors.model, tensors.sizes
+    if not is_explicit(model):
+        flops = 4.0 * sizes.tokens * mean_keys(sizes.seq, model.window_size) * sizes.heads * sizes.channels
+        return flops / (hardware.peak(tensors.dtype) * hardware.attention_share)
+    squares = float(sizes.batch * sizes.heads * sizes.seq * sizes.seq)
+    moved = (6.0 + (3.0 if model.attention_dropout > 0 else 0.0)) * squares * sizes.element
+    product = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.seq, sizes.heads * sizes.channels, sizes.channels)
+    return 2.0 * product + moved / hardware.pointwise_bytes_per_second
+
+
+def _squares(tensors: Tensors) -> int:
+    """Bytes kept of matrices of queries and keys: their time is the attention's."""
+    kept = layer_activation_bytes(tensors.model, tensors.sizes)
+    return kept.get("attention probabilities", 0)
+
+
+def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, outputs: int, smallest: int = 0) -> float:
+    """smallest: the smallest size where the product is a batch of smaller ones."""
+    flops = 2.0 * rows * inputs * outputs
+    compute = flops / (hardware.peak(dtype) * hardware.gemm_share(smallest or min(rows, inputs, outputs)))
+    moved = 2.0 * (rows * inputs + inputs * outputs + rows * outputs)
+    return max(compute, moved / hardware.memory_bytes_per_second)
+
+
+def _collective_seconds(tensors: Tensors, link: Link) -> float:
+    if tensors.tp == 1:
+        return 0.0
+    return collective_bytes(tensors.sizes, tensors.tp) / link.bytes_per_second + link.latency_seconds
+
+
+def _hidden(tensors: Tensors, collective: float, gemm: float) -> float:
+    """Of a column-parallel linear's backward: under sequence parallelism its input is gathered again under the GEMM of the input gradient,
+    which is then scattered under that of the weights; without, it is all-reduced there."""
+    if tensors.sequence_parallel:
+        return 2.0 * min(collective, gemm)
+    return min(2.0 * collective, gemm)
+
+
+def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]) -> dict[str, float]:
+    """What a backward computes again; its tensor-parallel messages are counted in `traffic`."""
+    if recompute.recompute_granularity is None:
+        return {}
+    if recompute.recompute_granularity == "full":
+        return {part: seconds for part, seconds in forward.items() if part != "tp"}
+    modules, again = frozenset(recompute.recompute_modules), dict.fromkeys(forward, 0.0)
+    if "core_attn" in modules:
+        again["attention"] += forward["attention"]
+    if "mlp" in modules:
+        again["gemm"] += _gemm_seconds(hardware, tensors.dtype, *tensors.gemms()[2])
+    kept = layer_activation_bytes(tensors.model, tensors.sizes)
+    saved = sum(kept.values()) - sum(layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values())
+    again["pointwise"] += POINTWISE_PASSES * saved / hardware.pointwise_bytes_per_second
+    return again
