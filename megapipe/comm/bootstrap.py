@@ -12,7 +12,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megapipe.environment import Environment
+from megapipe.comm.store import interface_towards, meeting_store
+from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 
 
@@ -75,25 +76,48 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
 
 def _meet(environment: Environment, backend: str, timeout_seconds: float) -> None:
     """Initialise torch.distributed: under torchrun through the store that its agent keeps, else at the address of the first node."""
-    address = f"[{environment.master_addr}]" if ":" in environment.master_addr else environment.master_addr
-    rendezvous = "env://" if environment.launcher == "torchrun" else f"tcp://{address}:{environment.master_port}"
     me = f"rank {environment.global_rank} of {environment.world_size}"
+    place = f"{environment.master_addr}:{environment.master_port}"
+    if backend == "gloo":
+        _keep_to_one_interface(environment)
     try:
         # no device_id: it would make every new group a collective split of the world's communicator, non-members included
         dist.init_process_group(
             backend,
-            init_method=rendezvous,
+            store=_store(environment, timeout_seconds),
             rank=environment.global_rank,
             world_size=environment.world_size,
             timeout=timedelta(seconds=timeout_seconds),
         )
     except ValueError as error:
         raise ConfigError(f"{me} cannot find the others: {error}; start it with torchrun") from error
+    except OSError as error:
+        raise CommunicationError(f"{me} cannot listen at {place}: {error.strerror}; set MASTER_PORT to a port that is free") from error
     except RuntimeError as error:
-        place = f"{environment.master_addr}:{environment.master_port}"
         raise CommunicationError(
             f"{me} could not join the others at {place} over {backend} (time-out {timeout_seconds:g} s): {error}"
         ) from error
+
+
+def _store(environment: Environment, timeout_seconds: float) -> dist.Store | None:
+    """Where the ranks meet; None under torchrun, which has told torch."""
+    if environment.launcher == "torchrun":
+        return None
+    return meeting_store(
+        environment.master_addr,
+        environment.master_port,
+        environment.world_size,
+        environment.global_rank == 0,
+        timeout_seconds,
+        environment.num_nodes,
+    )
+
+
+def _keep_to_one_interface(environment: Environment) -> None:
+    """gloo otherwise listens where the machine's own name leads, which may be no way for the other ranks, and open to more than them."""
+    interface = interface_towards(environment.master_addr, environment.num_nodes)
+    if interface is not None:
+        set_for_libraries(GLOO_SOCKET_IFNAME=interface)
 
 
 def shutdown(code: int = 0) -> None:

@@ -19,10 +19,12 @@ from typing import Any, NoReturn
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
+from megapipe.comm.store import meeting_store
 from megapipe.config.values import nearest
 from megapipe.environment import set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
@@ -207,7 +209,7 @@ def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence
         local_world_size=config.nproc_per_node,
         entrypoint=command,
         args=tuple(command_arguments),
-        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
+        rdzv_handler=_rendezvous(parameters),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         master_addr=address or None,
@@ -215,6 +217,25 @@ def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence
         local_addr=config.local_addr,
         numa_options=config.numa_options,
     )
+
+
+def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    """torch's own, but for the static one, whose store here listens on the job's interface alone."""
+    handler = rendezvous_registry.get_rendezvous_handler(parameters)
+    return _Static(handler) if isinstance(handler, StaticTCPRendezvous) else handler
+
+
+class _Static(StaticTCPRendezvous):
+    """torch's static rendezvous, with a store of ours."""
+
+    def __init__(self, of: StaticTCPRendezvous) -> None:
+        super().__init__(of.master_addr, of.master_port, of.rank, of.world_size, of.run_id, int(of.timeout.total_seconds()))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            seconds = self.timeout.total_seconds()
+            self._store = meeting_store(self.master_addr, self.master_port, self.world_size, self.rank == 0, seconds, self.world_size)
+        return super().next_rendezvous()
 
 
 @contextmanager
