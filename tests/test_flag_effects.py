@@ -30,6 +30,7 @@ from megapipe.config.flags import field_flags
 from megapipe.config.load import load_config
 from megapipe.data.indexed_file import IndexedWriter
 from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Step
@@ -249,6 +250,13 @@ def determinism(pair: Pair, _: str) -> None:
     assert seen[1]
 
 
+def comparisons(pair: Pair, _: str) -> None:
+    seen = []
+    pair.monkeypatch.setattr(Copies, "differ", lambda self: seen.append(0) or False)
+    assert pair.base.done[0] == 0 and not seen
+    assert pair.changed.done[0] == 0 and len(seen) == 1 + 3  # before the first step, after each
+
+
 def device(pair: Pair, _: str) -> None:
     before, after = pair.both(lambda case: case.done)
     assert before[0] == 0
@@ -308,7 +316,7 @@ def wandb(pair: Pair, argument: str) -> None:
 SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
-        records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, device, readers, manifest,
+        records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device, readers, manifest,
         checkpoints, failing_save, wandb,
     )
 }  # fmt: skip

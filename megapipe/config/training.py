@@ -41,4 +41,11 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop at a NaN or infinite loss or gradient", off_flag="--no-check-for-nan-in-loss-and-grad"
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None,
+        "compare what several ranks hold alike bit by bit: before the first step, after every so many steps and before every save; "
+        "a difference ends the run and names the ranks; unset: never",
+        unit="steps",
+        at_least=1,
+    )
     device: str = option("auto", "where tensors live; auto: cuda where there is one", choices=DEVICES)

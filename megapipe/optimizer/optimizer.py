@@ -14,6 +14,7 @@ from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
@@ -232,6 +233,20 @@ class Optimizer:
             for position, piece in shard.pieces():
                 if not torch.isfinite(shard.gradient[position : position + piece.box.num_elements]).all():
                     found[piece.spec.name] = None
+        return list(found)
+
+    @torch.no_grad()
+    def stale_parameters(self) -> list[str]:
+        """Names of the parameters that are not what this rank's master weights round to, bit by bit: the memory of one has changed."""
+        self._check_settled()
+        found: dict[str, None] = {}
+        for shard in self._shards:
+            if shard.has_own_master and not torch.equal(raw_bytes(shard.parameter), raw_bytes(shard.master.to(shard.parameter.dtype))):
+                rounded = shard.master.to(shard.parameter.dtype)
+                for position, piece in shard.pieces():
+                    part = slice(position, position + piece.box.num_elements)
+                    if not torch.equal(raw_bytes(shard.parameter[part]), raw_bytes(rounded[part])):
+                        found[piece.spec.name] = None
         return list(found)
 
     def state(self) -> Iterator[StatePiece]:

@@ -11,5 +11,6 @@
 - `run_log`:     run.jsonl, what `megapipe report` knows of a run beside its metrics
 - `profile`:     a trace by torch's profiler; `pipeline_profile`: every action of every rank beside the plan
 - `signals`:     SIGTERM, SIGUSR1, SIGINT: all ranks leave after the same step
+- `copies_check`: parameters that several ranks hold alike must be alike, to the bit
 - `faults`:      NaN and infinity: which rank, stage and microbatch was first
 """

@@ -21,6 +21,7 @@ from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.asynchronous_step import step_of
+from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.evaluation import evaluate
 from megapipe.train.faults import OutputWatch, Sums, raise_unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
@@ -94,6 +95,7 @@ class Training:
         self._pace = Pace(machines)
         self._profile = Profile(config.logging, machines)
         self._pipeline_profile = PipelineProfiler(machines, run_folder(config), writers.say)
+        self._copies = CopiesCheck(machines, self._heart)
         self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
         self._schedules = schedules
         self._started = time.monotonic()
@@ -130,14 +132,17 @@ class Training:
     def _train(self) -> Ending:
         train_iters = self._training.train_iters
         assert train_iters is not None
-        self._pace.start(self.state)
         first = self.state.step
+        self._copies.compare(first)  # what was loaded or drawn
+        self._pace.start(self.state)
         while self.state.step < train_iters:
             # in the first step kernels are compiled and connections made
             with self._heart.patient() if self.state.step == first else nullcontext():
                 self._one_step()
             if not self._step.is_ahead or self._something_is_due():
                 self._settle()
+            if self._is_due(self._copies.interval):
+                self._copies.compare(self.state.step)
             agreed, self._agreed = self._agreed, Agreed()
             if agreed.reason is not None:
                 return Ending(agreed.reason, early=self.state.step < train_iters)
@@ -174,7 +179,7 @@ class Training:
         """What comes after this step needs its result first."""
         training = self._training
         evaluations = training.eval_interval if training.eval_iters else None
-        intervals = evaluations, self._config.checkpoint.save_interval, training.exit_interval
+        intervals = evaluations, self._config.checkpoint.save_interval, training.exit_interval, self._copies.interval
         return self.state.step == training.train_iters or any(map(self._is_due, intervals))
 
     def _has_updated(self, launched: _Launched) -> None:
@@ -273,6 +278,7 @@ class Training:
     def _save_now(self) -> None:
         if self._saves is None or self._saved_step == self.state.step or self._training.skip_train:
             return
+        self._copies.compare(self.state.step)
         with self._heart.phase("saving", PATIENCE):
             self._saves.save(self.state)
         self._saved_step = self.state.step

@@ -1,0 +1,125 @@
+"""A flipped bit on one rank is found within the interval, the rank and the parameter are named, and nothing bad is saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.build.machines import Machines
+from megapipe.checkpoint.folder import steps_in
+from megapipe.data_parallel.checksum import raw_bytes
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.train.jobs import job_on_rank
+from tests.train.test_saving import contents
+
+Pools = Callable[[int], RankPool]
+FLAG = "--check-weight-hash-across-dp-replicas-interval"
+STRIKES_AFTER = 3
+
+
+def flip(values: torch.Tensor, element: int) -> None:
+    """One bit of one element, the lowest of its highest byte but one: a value that stays finite."""
+    raw_bytes(values)[element * values.element_size() + values.element_size() - 2] ^= 1
+
+
+def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "parameter") -> None:
+    """After step STRIKES_AFTER, in the memory of some ranks."""
+    settle, count = TrainStep.settle, 0
+
+    def settled(self: TrainStep, *arguments: Any) -> Any:
+        nonlocal count
+        result = settle(self, *arguments)
+        count += 1
+        if count == STRIKES_AFTER:
+            TrainStep.settle = settle  # type: ignore[method-assign]
+            machines = self._machines
+            machines.gather.finish()
+            strike(machines, name, where)
+        return result
+
+    if rank in victims:
+        TrainStep.settle = settled  # type: ignore[method-assign]
+
+
+def strike(machines: Machines, name: str, where: str) -> None:
+    for buffers in machines.buffers.values():
+        for found in [one for one in buffers.names if name in one][:1]:
+            if where == "parameter":
+                flip(buffers.parameter(found).reshape(-1), buffers.parameter(found).numel() // 2)
+                return
+    for shard in machines.optimizer._shards:
+        for position, piece in shard.pieces():
+            if name in piece.spec.name:
+                flip(shard.master, position)
+                return
+
+
+CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
+    "dp4_majority": (4, "", ((2,), "mlp"), ("changed on rank 2 (dp 2) on ", "over replicas (ranks 0 1 2 3): 1 of ", "on rank 2")),
+    "dp2_both": (2, "", ((1,), "mlp"), ("one of rank 0 (dp 0) on ", "rank 1 (dp 1) on ", "two copies cannot tell which")),
+    "norm_in_tp2_dp2": (
+        4,
+        "--tensor-model-parallel-size 2",
+        ((3,), "norm"),
+        ("changed on rank 3 (dp 1, tp 1) on ", "over replicas (ranks 1 3)", "over tp (ranks 2 3)"),
+    ),
+    "shared_kv_of_tp4": (4, "--tensor-model-parallel-size 4 --num-query-groups 2", ((1,), "qkv"), ("over kv (ranks 0 1)",)),
+    "tied_ends": (2, "--pipeline-model-parallel-size 2", ((1,), "embedding"), ("over embedding (ranks 0 1)", "word_embeddings")),
+    "master_of_bf16": (1, f"--bf16 {FLAG} 3", ((0,), "mlp", "master"), ("is not what the optimizer's master weights round to",)),
+}
+
+
+@pytest.mark.parametrize(("world", "grid", "fault", "words"), CASES.values(), ids=CASES.keys())
+def test_a_flipped_bit_is_found_and_named(
+    rank_pools: Pools, tmp_path: Path, world: int, grid: str, fault: tuple[Any, ...], words: tuple[str, ...]
+) -> None:
+    flags = f"{FLAG} 4 --train-iters 9 --save-interval 2 --save {tmp_path}/run {grid}"
+    answers = rank_pools(world).run(job_on_rank, flags, flipping, *fault)
+    assert {answer[1] for answer in answers} == {"TrainingError"}, answers
+    assert len({answer[2] for answer in answers}) == 1
+    for word in (*words, f"found after step {STRIKES_AFTER if '--bf16' in grid else STRIKES_AFTER + 1}"):
+        assert word in answers[0][2], answers[0][2]
+    assert steps_in(tmp_path / "run") == [2]
+
+
+@pytest.mark.parametrize(
+    ("world", "grid"),
+    [
+        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather --bf16 --ddp-bucket-size 700"),
+        (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --optimizer-post-validation --untie-embeddings-and-output-weights"),
+    ],
+    ids=["zero_bf16", "tp_sp", "dualpipe", "post_validation"],
+)
+def test_a_healthy_run_is_not_disturbed(rank_pools: Pools, tmp_path: Path, world: int, grid: str) -> None:
+    for name, extra in (("with", f"{FLAG} 2"), ("without", "")):
+        for answer in rank_pools(world).run(job_on_rank, f"{grid} --train-iters 5 --save {tmp_path / name} {extra}"):
+            assert answer[2] is None, answer
+    found, expected = contents(tmp_path / "with", 5), contents(tmp_path / "without", 5)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_that_starts_with_different_copies_is_refused(rank_pools: Pools) -> None:
+    answers = rank_pools(2).run(job_on_rank, f"--train-iters 2 {FLAG} 1000", other_start)
+    assert re.search("found after step 0: .* elements differ", answers[0][2] or ""), answers
+
+
+def other_start(rank: int) -> None:
+    begin = Machines.__init__
+
+    def begun(self: Machines, *arguments: Any, **named: Any) -> None:
+        Machines.__init__ = begin  # type: ignore[method-assign]
+        begin(self, *arguments, **named)
+        if rank == 1:
+            for buffers in self.buffers.values():
+                for buffer in buffers.buffers:
+                    buffer.parameters.mul_(1.5)
+
+    Machines.__init__ = begun  # type: ignore[method-assign]
