@@ -193,3 +193,8 @@ def set_for_libraries(**settings: str | int) -> None:
     """Sets variables that libraries read in this process (CUBLAS_WORKSPACE_CONFIG, say), where they are not set yet."""
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
+
+
+def value_for_libraries(name: str) -> str | None:
+    """What the environment tells libraries under this name; None where it is not set."""
+    return os.environ.get(name)

@@ -213,4 +213,10 @@ logging.profile_pipeline | --profile-pipeline | file ckpt/pipeline_profile_*.jso
 logging.metrics_file | --metrics-file {{tmp}}/lines.jsonl | file lines.jsonl | !--metrics-file
 logging.sample_prompts | --sample-prompts 1 2 | said samples: | --tokenizer-type NullTokenizer --vocab-size 31
 logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullTokenizer --vocab-size 31 --sample-prompts 1
+gpu.nccl_settings | --nccl-settings NCCL_DEBUG=INFO | said --nccl-settings: without effect, ranks talk over gloo
+gpu.nccl_communicator_config_path | --nccl-communicator-config-path {{tmp}}/none.yaml | said none.yaml cannot be read
+gpu.high_priority_stream_groups | --high-priority-stream-groups tp pp | said --high-priority-stream-groups: without effect
+gpu.nvtx_ranges | --nvtx-ranges | said --nvtx-ranges looks at a GPU, and this run has none
+gpu.record_memory_history | --record-memory-history | said --record-memory-history looks at a GPU
+gpu.memory_snapshot_path | --memory-snapshot-path here.pickle | snapshot
 """

@@ -36,6 +36,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Step
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
+from megapipe.train.card import snapshot_path
 from megapipe.train.loop import Training
 from megapipe.train.run import join
 from megapipe.train.step import Rates
@@ -263,6 +264,13 @@ def device(pair: Pair, _: str) -> None:
     assert after[0] == 0 if torch.cuda.is_available() else "--device cuda: torch sees no GPU" in after[1]
 
 
+def snapshot(pair: Pair, _: str) -> None:
+    assert pair.both(lambda case: snapshot_path(case.plan(1).config.gpu, 3).name) == (
+        "here_rank_00003.pickle",
+        "snapshot_rank_00003.pickle",
+    )
+
+
 def readers(pair: Pair, _: str) -> None:
     seen = set()
     read = SyntheticDataset.__getitem__
@@ -317,7 +325,7 @@ SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device, readers, manifest,
-        checkpoints, failing_save, wandb,
+        checkpoints, failing_save, wandb, snapshot,
     )
 }  # fmt: skip
 ROWS = rows()

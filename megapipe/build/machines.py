@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 
 from megapipe.build.forward_machines import DrawSlice, ForwardMachines
@@ -20,7 +24,7 @@ from megapipe.schedule.action import Op
 class Machines(ForwardMachines):
     """Stages with their parameters in flat buffers, and what reduces, updates, gathers and runs them.
 
-    groups, draw_slice, tracer: as in ForwardMachines.
+    groups, draw_slice, tracer: as in ForwardMachines. marks: as in Engine.
     """
 
     def __init__(
@@ -30,6 +34,7 @@ class Machines(ForwardMachines):
         device: torch.device,
         draw_slice: DrawSlice | None = None,
         tracer: Tracer | None = None,
+        marks: Callable[[str], AbstractContextManager[Any]] | None = None,
     ) -> None:
         super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
         parallel = plan.config.parallel
@@ -46,6 +51,7 @@ class Machines(ForwardMachines):
         if not plan.is_synchronous:
             (own,) = self.buffers.values()
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
+        self.marks = marks
         self._engines: dict[int, Engine] = {}
 
     def finish_parameters(self) -> None:
@@ -69,5 +75,6 @@ class Machines(ForwardMachines):
                 self.updates,
                 head_start,
                 self.groups.world.heart,
+                self.marks,
             )
         return self._engines[num_microbatches]

@@ -50,7 +50,7 @@ def start(environment: Environment, backend: str = "auto", timeout_seconds: floa
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
-    """(backend, device) of this process; never another than asked for."""
+    """(backend, device) of this process; never another than asked for. gloo on GPUs, when asked for, lets ranks share cards."""
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cpu" and device == "auto" and backend == "nccl":
         raise ConfigError("--distributed-backend nccl needs GPUs and torch sees none; use gloo")
@@ -64,12 +64,12 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
         raise ConfigError(
             "--device cuda: torch sees no GPU (a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES); use --device cpu"
         )
-    if backend == "gloo":
-        raise ConfigError("--distributed-backend gloo moves tensors of CPUs, but the device is cuda; use nccl or --device cpu")
+    if backend == "gloo":  # ranks may share a card: what travels goes through host memory
+        return "gloo", torch.device("cuda", local_rank % torch.cuda.device_count())
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}; start at most one rank a GPU, "
-            "or use --device cpu"
+            "let ranks share cards over host memory with --distributed-backend gloo (slow, for tests), or use --device cpu"
         )
     return "nccl", torch.device("cuda", local_rank)
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megapipe.comm.failures import communication_error
 from megapipe.comm.groups import Group, new_handle
+from megapipe.comm.host_copies import HostCopies, travels_through_host
 from megapipe.errors import CommunicationError, ScheduleError
 from megapipe.monitor.record import Wait
 from megapipe.schedule.placement import Placement
@@ -259,6 +260,8 @@ class Channel:
         self._number += 1
         operation = self._handle.send if self.sends else self._handle.recv
         try:
+            if travels_through_host(self._handle, tensor):
+                return HostCopies([tensor], 0 if self.sends else 1, lambda copy: operation([copy], self._handle_peer, tag))
             return operation([tensor], self._handle_peer, tag)
         except RuntimeError as error:
             raise self._failed(error, perf_counter_ns(), (tensor,)) from error
@@ -359,7 +362,7 @@ def _communicator(pp: Group, path: Path, sender: int, receiver: int) -> Any:
     mine = None
     for pipeline in pp.siblings:
         ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
-        handle = new_handle(ranks, "pp channel {} {} {}".format(*path), "nccl", pp.timeout_seconds)
+        handle = new_handle(ranks, "pp channel {} {} {}".format(*path), "nccl", pp.timeout_seconds, "pp", pp.nccl)
         if pipeline == pp.ranks:
             mine = handle
     return mine

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megapipe.comm.failures import communication_error
 from megapipe.comm.groups import Group
+from megapipe.comm.host_copies import HostCopies, travels_through_host
 from megapipe.comm.wire import pack, unpack
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -94,7 +95,9 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
     """tensor, any shape: replaced by the sum, maximum or minimum over the group ('sum', 'max', 'min')."""
     _check_contiguous("all_reduce", group, tensor)
     reduction = REDUCTIONS[op]
-    return _run("all_reduce", group, (tensor,), async_op, lambda: dist.all_reduce(tensor, reduction, group=group.handle, async_op=True))
+    return _run(
+        "all_reduce", group, (tensor,), async_op, lambda tensor: dist.all_reduce(tensor, reduction, group=group.handle, async_op=True)
+    )
 
 
 def all_gather(output: Tensor, tensor: Tensor, group: Group, async_op: bool = False) -> Work:
@@ -107,7 +110,7 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, async_op: bool = Fa
         group,
         (output, tensor),
         async_op,
-        lambda: _all_gather_single(output, tensor, group=group.handle, async_op=True),
+        lambda output, tensor: _all_gather_single(output, tensor, group=group.handle, async_op=True),
     )
 
 
@@ -121,7 +124,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group, async_op: bool 
         group,
         (output, tensor),
         async_op,
-        lambda: _reduce_scatter_single(output, tensor, group=group.handle, async_op=True),
+        lambda output, tensor: _reduce_scatter_single(output, tensor, group=group.handle, async_op=True),
     )
 
 
@@ -129,7 +132,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, async_op: bool = Fa
     """tensor: replaced by that of the group's rank `source`."""
     _check_contiguous("broadcast", group, tensor)
     return _run(
-        "broadcast", group, (tensor,), async_op, lambda: dist.broadcast(tensor, group=group.handle, group_src=source, async_op=True)
+        "broadcast", group, (tensor,), async_op, lambda tensor: dist.broadcast(tensor, group=group.handle, group_src=source, async_op=True)
     )
 
 
@@ -212,13 +215,17 @@ def _device_of(group: Group) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
 
 
-def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[[], Any]) -> Work:
+def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[..., Any]) -> Work:
+    """launch: starts the operation on the tensors, of which it writes the first."""
     start_ns = perf_counter_ns()
     if group.handle is None:
         return Work(None, name, group, start_ns)
     number = 0 if group.heart is None else group.heart.joins(group.name)
     try:
-        handle = launch()
+        if tensors and travels_through_host(group.handle, tensors[0]):
+            handle = HostCopies(tensors, 1, launch)
+        else:
+            handle = launch(*tensors)
     except RuntimeError as error:
         raise _failed(name, group, tensors, start_ns, error) from error
     work = Work(handle, name, group, start_ns, tensors, number)

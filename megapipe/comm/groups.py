@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megapipe.comm.nccl import NcclSettings
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.monitor.heartbeat import Heartbeat
@@ -22,7 +23,7 @@ class Group:
     name: of topology.GROUP_NAMES. ranks: global, ascending. rank: this rank's index in `ranks`. handle: torch's process group; None for a
     group of one, where every operation is a no-op. siblings: all groups of this kind in the world, this one included. timeout_seconds:
     after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog). heart: told of
-    every operation and wait.
+    every operation and wait. nccl: how communicators made later for these ranks are set.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Group:
     timeout_seconds: float | None = None
     siblings: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     heart: Heartbeat | None = field(default=None, repr=False)
+    nccl: NcclSettings | None = field(default=None, repr=False)
 
     @classmethod
     def alone(cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None) -> Group:
@@ -81,6 +83,7 @@ def build_process_groups(
     timeout_seconds: float,
     tracer: Tracer | None = None,
     heart: Heartbeat | None = None,
+    nccl: NcclSettings | None = None,
 ) -> ProcessGroups:
     """Make every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
 
@@ -96,7 +99,7 @@ def build_process_groups(
     for name in GROUP_NAMES:
         other = _same_ranks(name, topology)
         if other is None:
-            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer, heart)
+            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer, heart, nccl)
         else:
             made[name] = _renamed(made[other], name)
     return ProcessGroups(**made)  # type: ignore[arg-type]
@@ -109,10 +112,20 @@ def _same_ranks(name: str, topology: Topology) -> str | None:
     return "dp_cp" if name == "replicas" and not topology.mirrored_pipeline else None
 
 
-def new_handle(ranks: tuple[int, ...], description: str, backend: str | None, timeout_seconds: float | None) -> Any:
-    """torch's process group of these ranks; to be called by every rank of the world in one order. Meaningless on ranks outside it."""
+def new_handle(
+    ranks: tuple[int, ...],
+    description: str,
+    backend: str | None,
+    timeout_seconds: float | None,
+    kind: str = "",
+    nccl: NcclSettings | None = None,
+) -> Any:
+    """torch's process group of these ranks; to be called by every rank of the world in one order. Meaningless on ranks outside it.
+
+    kind: of topology.GROUP_NAMES, by which `nccl` sets NCCL's options."""
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=description)
+    options = nccl.options(kind, timeout) if nccl is not None and backend == "nccl" else None
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
 
 def _build(
@@ -123,6 +136,7 @@ def _build(
     timeout_seconds: float,
     tracer: Tracer | None,
     heart: Heartbeat | None,
+    nccl: NcclSettings | None,
 ) -> Group | None:
     siblings = topology.groups(name)
     mine: Group | None = None
@@ -130,9 +144,9 @@ def _build(
         if name == "world":
             handle = dist.group.WORLD  # there since bootstrap.start
         else:
-            handle = new_handle(ranks, name, backend, timeout_seconds) if len(ranks) > 1 else None
+            handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
         if global_rank in ranks:
-            mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings, heart)
+            mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings, heart, nccl)
     return mine
 
 

@@ -1,4 +1,4 @@
-"""The whole configuration: nine sections."""
+"""The whole configuration: ten sections."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.data import DataConfig
+from megapipe.config.gpu import GpuConfig
 from megapipe.config.logging import LoggingConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
@@ -28,3 +29,4 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)

@@ -96,6 +96,7 @@ DELIBERATE_DIFFERENCES = (
     Difference(
         "--num-query-groups", "1, and unused without --group-query-attention", "acts alone", "a number that is given is never ignored"
     ),
+    Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
     Difference("--recompute-modules", "core_attn by way of none", "core_attn", "the same, said openly; activation is ours"),
     Difference(

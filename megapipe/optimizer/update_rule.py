@@ -79,7 +79,7 @@ class _FlatRule:
         if factor != 1.0:
             # the kernels divide by an fp32 scalar: too coarse for fp64
             if self._fused and gradients[0].dtype == torch.float32:
-                divisor = torch.tensor(1.0 / factor, dtype=torch.float32, device=gradients[0].device)
+                divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=gradients[0].device)  # no copy from the host
             else:
                 torch._foreach_mul_(gradients, factor)
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]

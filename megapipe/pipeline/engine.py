@@ -7,6 +7,7 @@ The engine waits only where an action needs what a peer makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,7 +75,7 @@ class Engine:
     records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
     GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
     weights: needed by schedules with UPDATE. head_start: how many of the row's first actions `begin` runs; they are closed under messages
-    (schedule.head_start). heart: told of every action as it begins.
+    (schedule.head_start). heart: told of every action as it begins. marks: opened around every action under its text form, for profilers.
     Raises ValueError for stages that are not those of the row.
     """
 
@@ -90,6 +91,7 @@ class Engine:
         weights: StageWeights | None = None,
         head_start: int = 0,
         heart: Heartbeat | None = None,
+        marks: Callable[[str], AbstractContextManager[Any]] | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -137,6 +139,8 @@ class Engine:
         if streams is not None:
             self._handlers |= {op: self._on_stream(streams, self._handlers[op]) for op in COMPUTE_OPS}
             self._handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
+        if marks is not None:
+            self._handlers = {op: self._marked(marks, handler) for op, handler in self._handlers.items()}
 
     def run(self, step: Step) -> list[Any]:
         """Run the row once. Returns the last stage's reports of this rank's microbatches, in their order; an empty list on other ranks.
@@ -192,6 +196,14 @@ class Engine:
     def _on_stream(streams: StageStreams, handler: Handler) -> Handler:
         def handle(run: BegunRun, action: Action) -> None:
             with streams.computing(action.stage):
+                handler(run, action)
+
+        return handle
+
+    @staticmethod
+    def _marked(marks: Callable[[str], AbstractContextManager[Any]], handler: Handler) -> Handler:
+        def handle(run: BegunRun, action: Action) -> None:
+            with marks(str(action)):
                 handler(run, action)
 
         return handle

@@ -38,10 +38,7 @@ class EmbeddingWeightGradient:
         grad_output = self.grad_output.whole()
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         rows, is_here = self.rows.local(self.tokens.reshape(-1))
-        if grad_output.is_cuda:
-            grad_output = grad_output.masked_fill(~is_here[:, None], 0)  # choosing by a mask would wait for the device
-        elif not bool(is_here.all()):
-            rows, grad_output = rows[is_here], grad_output[is_here]
+        rows, grad_output = _contributing(rows, grad_output, is_here)
         slot = self.slots.get("weight")
         if slot is None:
             dense = GradientSlot(torch.zeros_like(self.weight))
@@ -55,6 +52,13 @@ class EmbeddingWeightGradient:
     def accumulate(self) -> None:
         """As `compute`, but without a slot the gradient goes to .grad."""
         add_to_grad(self.weight, self.compute())
+
+
+def _contributing(rows: Tensor, gradient: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n] and gradient [n, h] of the tokens that are in this rank's vocabulary; on a GPU those of all, zeros for the others."""
+    if gradient.is_cuda:
+        return rows, gradient.masked_fill(~is_here[:, None], 0)  # choosing by a mask would wait for the device
+    return (rows, gradient) if bool(is_here.all()) else (rows[is_here], gradient[is_here])
 
 
 class _Embedding(Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,12 +33,15 @@ class GradientSlot:
     def add_outer(self, grad_output: Tensor, inputs: Tensor) -> None:
         """Add grad_output^T @ inputs, the weight GEMM of a linear, straight into main_grad.
 
-        grad_output: [tokens, out], inputs: [tokens, in], main_grad: [out, in]. In equal dtypes nothing is allocated; lower inputs are
-        multiplied with an fp32 result where the device can (CUDA), else in their own dtype, and added in main_grad's.
+        grad_output: [tokens, out], inputs: [tokens, in], main_grad: [out, in]. In equal dtypes nothing is allocated, nor where a GPU's
+        GEMM adds 16-bit products to an fp32 matrix; else lower inputs are multiplied with an fp32 result where the device can (CUDA) or in
+        their own dtype, and added in main_grad's.
         """
         main_grad = self.main_grad
         if inputs.dtype == main_grad.dtype:
             main_grad.addmm_(grad_output.t(), inputs)
+        elif inputs.is_cuda and main_grad.dtype == torch.float32 and gemm_adds_to_fp32(inputs.device, inputs.dtype):
+            torch.ops.aten.addmm.dtype_out(main_grad, grad_output.t(), inputs, torch.float32, out=main_grad)
         elif inputs.is_cuda and main_grad.dtype == torch.float32:
             main_grad.add_(torch.mm(grad_output.t(), inputs, out_dtype=torch.float32))
         else:
@@ -67,3 +71,17 @@ class GradientSlot:
             self._done = 0
             if self.on_ready is not None:
                 self.on_ready(self)
+
+
+@cache
+def gemm_adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether GEMMs of this dtype on this device add their product to an fp32 matrix themselves: found out once, by a small one."""
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    total = torch.ones(16, 16, device=device)
+    factor = torch.full((16, 16), 0.5, dtype=dtype, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, factor.t(), factor, torch.float32, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return bool((total == 5.0).all())

@@ -21,6 +21,7 @@ from megapipe.planner.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import persistence
+from megapipe.train.card import marks_of, prepare, unused, watched_memory
 from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
 from megapipe.train.run_log import RunLog
@@ -49,11 +50,14 @@ def pretrain(
     log = RunLog(recorded_folder(config), environment.global_rank)
     with log.failures(), stop_requests(config.training.exit_signal_handler) as stop:
         writers = build_writers(config, log, logs_here=environment.global_rank == 0)
+        nccl = prepare(config, environment)
         world = join(plan, environment)
         log.start(plan, world, config_text, remarks)
+        for remark in unused(config.gpu, world):
+            writers.say(remark)
         heart = heart_of(config)
-        groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart)
-        with watched(plan, environment, groups, recorded_folder(config), log):
+        groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart, nccl=nccl)
+        with watched(plan, environment, groups, recorded_folder(config), log), watched_memory(plan, world.device, world.global_rank):
             _train(plan, groups, world, config_text, Surroundings(log, writers, stop), afterwards)
     if world.world_size > 1:
         shutdown(0)
@@ -76,7 +80,8 @@ def _train(
     writers = around.writers
     heart = groups.world.heart or Heartbeat(GROUP_NAMES)
     with heart.phase("starting", PATIENCE):
-        machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device))
+        marks = marks_of(plan.config.gpu, plan.config.logging, world.global_rank)
+        machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device), marks=marks)
         data = build_data(plan)
     try:
         with heart.phase("loading", PATIENCE):

@@ -40,6 +40,7 @@ def environment_of(rank: int, world_size: int, port: int = 1, launcher: str = "s
 
 def join_and_leave(rank: int, world_size: int, port: int, code: int, folder: Path) -> None:
     """A whole life without the harness's own process group."""
+    dist.barrier()  # all have joined it: gloo fails where a peer leaves while others still connect
     dist.destroy_process_group()
     world = start(environment_of(rank, world_size, port), timeout_seconds=30, device="cpu")
     groups = build_process_groups(Topology(dp=world.world_size), world.global_rank, world.backend, world.timeout_seconds)
@@ -108,7 +109,6 @@ def test_backend_that_is_not_there_is_refused_and_not_replaced(
 @pytest.mark.parametrize(
     ("backend", "local_rank", "message"),
     [
-        pytest.param("gloo", 0, "gloo moves tensors of CPUs, but the device is cuda", id="gloo on gpu"),
         pytest.param("auto", 4, "local rank 4 has no GPU of its own: this node shows 4", id="more ranks than gpus"),
     ],
 )
@@ -118,3 +118,4 @@ def test_gpu_node_that_does_not_fit_is_refused(backend: str, local_rank: int, me
     with pytest.raises(ConfigError, match=message):
         choose_backend(backend, "cuda", local_rank)
     assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 3))
+    assert choose_backend("gloo", "cuda", 5) == ("gloo", torch.device("cuda", 1)), "ranks share cards where gloo is asked for"

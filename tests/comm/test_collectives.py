@@ -46,7 +46,7 @@ def every_collective(rank: int, world_size: int, async_op: bool) -> dict[str, li
             work.append(reduce_scatter(scattered, input_of(rank, 2 * world_size, dtype), group, async_op))
             results.setdefault("reduce_scatter", []).append(scattered)
             copied = x.clone()
-            work.append(broadcast(copied, group, source=2, async_op=async_op))
+            work.append(broadcast(copied, group, source=world_size // 2, async_op=async_op))
             results.setdefault("broadcast", []).append(copied)
             for one in work:
                 one.wait()

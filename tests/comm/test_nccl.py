@@ -1,0 +1,92 @@
+"""What NCCL is told, seen without NCCL: variables, options of communicators, the flight recorder, mistakes."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megapipe.comm import groups
+from megapipe.comm.nccl import NcclSettings, parse_variables, read_communicators
+from megapipe.config.gpu import NCCL_GROUPS, GpuConfig
+from megapipe.errors import ConfigError
+from megapipe.topology import GROUP_NAMES
+
+
+class Options:
+    """As torch.distributed.ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(cga_cluster_size=0, min_ctas=0, max_ctas=0, net_name="")
+        self._timeout: timedelta | None = None
+
+
+@pytest.fixture
+def _with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+
+
+@pytest.mark.usefixtures("_with_nccl")
+def test_communicators_get_the_options_of_their_kind_of_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "nccl.yaml"
+    file.write_text("dp: {min_ctas: 2, max_ctas: 8, net_name: IB}\n")
+    settings = NcclSettings.of(GpuConfig(nccl_communicator_config_path=str(file)))
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **arguments: made.append(arguments))
+    for kind in ("tp", "pp", "dp"):
+        groups.new_handle((0, 1), kind, "nccl", 5.0, kind, settings)
+        groups.new_handle((0, 1), kind, "gloo", 5.0, kind, settings)
+    tp, _, pp, _, dp, _ = (arguments["pg_options"] for arguments in made)
+    assert tp is None
+    assert pp.is_high_priority_stream and pp._timeout == timedelta(seconds=5)
+    assert not dp.is_high_priority_stream and dp.config == SimpleNamespace(cga_cluster_size=0, min_ctas=2, max_ctas=8, net_name="IB")
+    assert all(arguments["pg_options"] is None for arguments in made[1::2]), "gloo has none"
+
+
+def test_environment_is_set_but_never_overruled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"NCCL_IB_HCA": "mlx5_0"}
+    monkeypatch.setattr("megapipe.environment.os.environ", variables)
+    NcclSettings.of(GpuConfig(nccl_settings=("NCCL_DEBUG=INFO", "NCCL_IB_HCA=mlx5_0"))).prepare(tmp_path / "nccl")
+    assert variables["NCCL_DEBUG"] == "INFO"
+    assert variables["TORCH_FR_BUFFER_SIZE"] == variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl" / "rank_")
+    assert (tmp_path / "nccl").is_dir()
+    with pytest.raises(ConfigError, match="NCCL_IB_HCA=mlx5_1, but the environment sets NCCL_IB_HCA=mlx5_0: say it in one place"):
+        NcclSettings.of(GpuConfig(nccl_settings=("NCCL_IB_HCA=mlx5_1",))).prepare(None)
+
+
+@pytest.mark.parametrize("word", ["DEBUG=INFO", "NCCL_DEBUG", "NCCL_DEBUG=", "nccl_debug=INFO", "LD_PRELOAD=x.so"])
+def test_only_variables_of_nccl_are_settings(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word}: expected NCCL_NAME=VALUE"):
+        parse_variables((word,))
+
+
+def test_a_setting_said_twice_is_refused() -> None:
+    assert parse_variables(("NCCL_ALGO=Ring", "NCCL_ALGO=Ring")) == {"NCCL_ALGO": "Ring"}
+    with pytest.raises(ConfigError, match="sets NCCL_ALGO twice, to Ring and Tree"):
+        parse_variables(("NCCL_ALGO=Ring", "NCCL_ALGO=Tree"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("- 1", "expected kinds of groups with keys and values", id="list"),
+        pytest.param("ep: {max_ctas: 1}", "ep is no kind of group; there are tp, cp", id="group"),
+        pytest.param("dp: {ctas: 1}", "dp.ctas is no key; there are cga_cluster_size", id="key"),
+        pytest.param("dp: {max_ctas: many}", "dp.max_ctas is 'many'; expected a whole number", id="value"),
+        pytest.param("dp: [", "cannot be read", id="yaml"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_communicators(path)
+
+
+def test_kinds_of_groups_are_those_of_the_topology() -> None:
+    assert {*NCCL_GROUPS, "world"} == set(GROUP_NAMES)
