@@ -18,6 +18,7 @@ from megapipe.errors import ConfigError
 
 TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SLURM_NEEDS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+LAUNCHER_PID = "MEGAPIPE_LAUNCHER_PID"  # from `megapipe launch` to its ranks
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
 
 
@@ -38,6 +39,7 @@ class Environment:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     run_id: str | None = None  # torchrun's or SLURM's name for the job
     restart_count: int = 0  # how often torchrun has restarted this rank
+    launcher_pid: int | None = None  # process of `megapipe launch`; None under torchrun itself
 
     @property
     def is_distributed(self) -> bool:
@@ -95,6 +97,7 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0"),
+        launcher_pid=whole_number(variables, LAUNCHER_PID) if variables.get(LAUNCHER_PID) else None,
         num_threads=threads_of(variables),
         visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
     )
@@ -198,3 +201,8 @@ def set_for_libraries(**settings: str | int) -> None:
 def value_for_libraries(name: str) -> str | None:
     """What the environment tells libraries under this name; None where it is not set."""
     return os.environ.get(name)
+
+
+def announce_launcher() -> None:
+    """Tell the ranks that this process will start who their launcher is."""
+    os.environ[LAUNCHER_PID] = str(os.getpid())

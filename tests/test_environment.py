@@ -34,6 +34,11 @@ SLURM = {
 }
 
 
+def test_the_launcher_says_who_it_is() -> None:
+    assert read_environment(TORCHRUN).launcher_pid is None
+    assert read_environment(TORCHRUN | {"MEGAPIPE_LAUNCHER_PID": "17"}).launcher_pid == 17
+
+
 def test_torchrun() -> None:
     found = read_environment(TORCHRUN)
     assert (found.global_rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 4)

@@ -13,6 +13,7 @@ from pathlib import Path
 from megapipe.build.datasets import tokenizer_of
 from megapipe.checkpoint.configuration import checkpoint_config
 from megapipe.cli.failure import end_at_once, guarded
+from megapipe.cli.orphan import end_with_launcher
 from megapipe.config.config import Config
 from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
 from megapipe.config.megatron_flags import differences_line
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # who we are is not known, so everybody speaks
         print(f"this cannot run: {error}", file=sys.stderr)
         return error.exit_code
+    end_with_launcher(found)
     code = guarded(lambda: _pretrain(arguments, found), found.global_rank, found.world_size)
     if code and found.is_distributed:
         end_at_once(code)

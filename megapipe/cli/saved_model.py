@@ -14,6 +14,7 @@ from megapipe.build.datasets import tokenizer_of
 from megapipe.checkpoint.configuration import saved_config
 from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint
 from megapipe.cli.failure import end_at_once, guarded
+from megapipe.cli.orphan import end_with_launcher
 from megapipe.config.config import Config
 from megapipe.config.data import TOKENIZER_TYPES, DataConfig
 from megapipe.config.model import ModelConfig
@@ -125,6 +126,7 @@ def run_on_all_ranks(name: str, body: Callable[[Environment], int]) -> int:
     except ConfigError as error:
         print(f"{name} cannot run: {error}", file=sys.stderr)
         return error.exit_code
+    end_with_launcher(environment)
     code = guarded(lambda: body(environment), environment.global_rank, environment.world_size)
     if environment.is_distributed:
         if code:

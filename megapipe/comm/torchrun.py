@@ -26,7 +26,7 @@ from torch.distributed.run import config_from_args, determine_local_world_size, 
 
 from megapipe.comm.store import meeting_store
 from megapipe.config.values import nearest
-from megapipe.environment import set_for_libraries
+from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace, num_threads: int) -> Outcome:
     On one node, with nothing said about the rendezvous, the ranks meet at a free port of the loopback device.
     """
     set_for_libraries(OMP_NUM_THREADS=num_threads)
+    announce_launcher()
     alone = str(arguments.nnodes) in ("1", "1:1")
     if alone and arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and not arguments.standalone:
         arguments.master_port = free_port() if arguments.master_port is None else arguments.master_port
