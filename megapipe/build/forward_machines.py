@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapipe.build.precision import main_dtype, parameter_dtype
 from megapipe.comm.channels import Channels, MessageSpec
-from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.groups import Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.model.init import draw
@@ -52,8 +52,9 @@ class ForwardMachines:
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
-        for stage in plan.placement.stages_of(self.coordinates.pp_rank):
-            self._add_stage(stage, draw_slice or self._draw, trains)
+        held = plan.placement.stages_of(self.coordinates.pp_rank)
+        for stage, tp in zip(held, self._tensor_parallel_groups(len(held), trains), strict=True):
+            self._add_stage(stage, tp, draw_slice or self._draw, trains)
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
         self._forward_engines: dict[int, Engine] = {}
 
@@ -86,7 +87,14 @@ class ForwardMachines:
     def finish_parameters(self) -> None:
         """Return when all parameters are up to date: they always are where nobody updates them."""
 
-    def _add_stage(self, stage: int, draw_slice: DrawSlice, trains: bool) -> None:
+    def _tensor_parallel_groups(self, num_stages: int, trains: bool) -> list[Group]:
+        """For each stage on this rank. The two stages of an overlapped pair, which compute at one time, have communicators of their own."""
+        tp = self.groups.tp
+        if trains and num_stages == 2 and tp.size > 1 and self.plan.overlaps_stages:
+            return [tp, second_communicator(tp)]
+        return [tp] * num_stages
+
+    def _add_stage(self, stage: int, tp_group: Group, draw_slice: DrawSlice, trains: bool) -> None:
         plan, tp_rank, tp = self.plan, self.coordinates.tp_rank, self.plan.topology.tp
         layouts = plan.buffers(stage, tp_rank)
         audit_buffers(plan.stage_specs[stage], layouts, tp_rank, tp)
@@ -94,7 +102,7 @@ class ForwardMachines:
         module = GPTStage(
             plan.config.model,
             plan.partition.stages[stage],
-            self.groups.tp,
+            tp_group,
             sequence_parallel=plan.config.parallel.sequence_parallel,
             recompute=plan.config.recompute,
             loss=plan.config.training,

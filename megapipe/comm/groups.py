@@ -128,6 +128,19 @@ def new_handle(
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
 
+def second_communicator(group: Group) -> Group:
+    """The same ranks over a communicator of their own, so that what is sent over one does not wait for the other's. A group of one is
+    returned as it is. Called by all ranks of the world at one time; `group` is of one kind on all of them."""
+    if group.handle is None:
+        return group
+    backend, mine = dist.get_backend(group.handle), group
+    for ranks in group.siblings:
+        handle = new_handle(ranks, f"{group.name} 2", backend, group.timeout_seconds, group.name, group.nccl)
+        if ranks == group.ranks:
+            mine = dataclasses.replace(group, handle=handle)
+    return mine
+
+
 def _build(
     name: str,
     topology: Topology,

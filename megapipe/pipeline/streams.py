@@ -19,7 +19,7 @@ class StageStreams:
     autograd runs a backward on the stream of its forward, so a pair, a forward of one stage beside a backward of the other, is two streams.
     Outside a pair every computation waits for the current stream, which then waits for it. In a pair both halves wait for what was there
     before the pair, not for each other, and the current stream for both.
-    The halves share their communicators: with tp > 1 NCCL runs the collectives of one half after those of the other.
+    With tp > 1 each half has a communicator of its own, or NCCL would run the collectives of one after those of the other.
     """
 
     def __init__(self, stages: Iterable[int], device: torch.device, cuda: Any = torch.cuda) -> None:

@@ -90,6 +90,11 @@ class RunPlan:
         """False for schedules that update weights while microbatches are under way: they train something else than one process would."""
         return SCHEDULES[self.schedule_name].is_synchronous
 
+    @property
+    def overlaps_stages(self) -> bool:
+        """Rows hold pairs: a forward of one stage beside a backward of the other (DualPipe)."""
+        return any(Op.OVERLAP in self.schedule(count).ops for count in self._microbatch_counts)
+
     def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
         """Of an asynchronous schedule: which version of the weights each microbatch uses on this rank."""
         rule = SCHEDULES[self.schedule_name].versions

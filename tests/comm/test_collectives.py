@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.collectives import Work, all_gather, all_reduce, barrier, broadcast, broadcast_object, gather_objects, reduce_scatter
-from megapipe.comm.groups import Group
+from megapipe.comm.groups import Group, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.topology import Topology
@@ -206,3 +206,22 @@ def many_rounds(rank: int, world_size: int, rounds: int) -> float:
 def test_pool_rebuilds_groups_for_each_job() -> None:
     with RankPool(2) as pool:
         assert [pool.run(many_rounds, 3) for _ in range(3)] == [[1.0, 1.0]] * 3
+
+
+def over_two_communicators(rank: int, world_size: int) -> tuple[list[float], bool, str]:
+    """Sums over the two communicators of one pair of ranks, completed in the other order than they were started in."""
+    first = groups_of(rank, Topology(tp=2, dp=2)).tp
+    second = second_communicator(first)
+    values = [torch.tensor([rank + 1.0]), torch.tensor([10.0 * (rank + 1)])]
+    works = [all_reduce(values[0], first, async_op=True), all_reduce(values[1], second, async_op=True)]
+    for work in reversed(works):
+        work.wait()
+    return [float(value) for value in values], first.handle is not second.handle, second.name
+
+
+def test_a_second_communicator_serves_the_same_ranks() -> None:
+    for rank, (sums, is_another, name) in enumerate(run_ranks(over_two_communicators, WORLD)):
+        total = 3.0 if rank < 2 else 7.0
+        assert (sums, is_another, name) == ([total, 10 * total], True, "tp")
+    alone = Group.alone("tp")
+    assert second_communicator(alone) is alone
