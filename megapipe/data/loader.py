@@ -46,7 +46,8 @@ class Loader:
     def microbatch(self, consumed_samples: int, k: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> Batch:
         """Microbatch k of dp rank `dp_rank` in the step that begins after `consumed_samples`.
 
-        Raises DataError past the last sample: data sets are built for the whole run, so that is a wrong count and never wraps around.
+        Raises DataError where samples cannot be read, and past the last one: data sets are built for the whole run, so that is a wrong
+        count and never wraps around.
         """
         start = microbatch_start(consumed_samples, k, dp_rank, dp_size, micro_batch_size)
         if start < 0 or start + micro_batch_size > len(self.dataset):
@@ -75,7 +76,10 @@ class Loader:
 
     def _read(self, start: int, count: int) -> Batch:
         sample_ids = tuple(range(start, start + count))
-        samples = np.stack([self.dataset[i] for i in sample_ids])
+        try:
+            samples = np.stack([self.dataset[i] for i in sample_ids])
+        except OSError as error:
+            raise DataError(f"samples {start} to {start + count - 1} of the {self.name} data cannot be read: {error}") from error
         return Batch.of(samples, sample_ids, self.rules)
 
     def close(self) -> None:

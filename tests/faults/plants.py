@@ -1,0 +1,76 @@
+"""Faults inside a rank, struck on order while it trains: a NaN, a data set that cannot be read, a flipped bit, slowness."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data_parallel.checksum import raw_bytes
+from megapipe.model.block import Block
+from megapipe.train.step import TrainStep
+
+ORDER = "order"
+
+
+def order(folder: Path, kind: str, rank: int) -> None:
+    """Let the armed rank strike when its next step begins."""
+    temporary = folder / f"{ORDER}.part"
+    temporary.write_text(f"{kind} {rank}")
+    os.replace(temporary, folder / ORDER)
+
+
+def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
+    """From now on this rank carries out what is ordered in `folder`. pause_seconds: that every step takes longer."""
+    launch, path = TrainStep.launch, folder / ORDER
+
+    def launched(self: TrainStep, *arguments: Any, **named: Any) -> bool:
+        time.sleep(pause_seconds)
+        try:
+            kind, whom = path.read_text().split()
+        except FileNotFoundError:
+            return launch(self, *arguments, **named)
+        if int(whom) == rank:
+            path.unlink()
+            PLANTS[kind](self)
+        return launch(self, *arguments, **named)
+
+    TrainStep.launch = launched  # type: ignore[method-assign]
+
+
+def nan_in_one_microbatch(step: TrainStep) -> None:
+    """The output of one layer, once."""
+    forward = Block.forward
+
+    def broken(self: Block, *arguments: Any) -> torch.Tensor:
+        Block.forward = forward  # type: ignore[method-assign]
+        return forward(self, *arguments) * torch.nan
+
+    Block.forward = broken  # type: ignore[method-assign]
+
+
+def unreadable_data(step: TrainStep) -> None:
+    """What a disk that fails does."""
+
+    def unreadable(self: SyntheticDataset, index: int) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    SyntheticDataset.__getitem__ = unreadable  # type: ignore[method-assign]
+
+
+def flipped_bit(step: TrainStep) -> None:
+    """One bit of one weight; the value stays finite."""
+    machines = step._machines
+    machines.gather.finish()
+    buffers = next(iter(machines.buffers.values()))
+    values = buffers.parameter(next(name for name in buffers.names if "mlp" in name)).reshape(-1)
+    raw_bytes(values)[values.numel() // 2 * values.element_size() + 2] ^= 1
+
+
+PLANTS: dict[str, Callable[[TrainStep], None]] = {"nan": nan_in_one_microbatch, "loader": unreadable_data, "flip": flipped_bit}
