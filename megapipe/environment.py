@@ -20,6 +20,8 @@ TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 SLURM_NEEDS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
 LAUNCHER_PID = "MEGAPIPE_LAUNCHER_PID"  # from `megapipe launch` to its ranks
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
+LIBRARY_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH_", "PYTORCH_", "UCX_", "NVIDIA_")
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
 
 
 @dataclass(frozen=True)
@@ -206,3 +208,13 @@ def value_for_libraries(name: str) -> str | None:
 def announce_launcher() -> None:
     """Tell the ranks that this process will start who their launcher is."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
+
+
+def library_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that torch and what it stands on read, for a person to see; none whose name sounds like a secret."""
+    variables = os.environ if environ is None else environ
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith(LIBRARY_PREFIXES) and not any(word in name.upper() for word in SECRET_WORDS)
+    }

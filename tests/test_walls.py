@@ -36,6 +36,7 @@ FLOORS: dict[str, int] = {
     "data_parallel": 4,
     "checkpoint": 4,
     "visualize": 4,
+    "doctor": 4,
     "model": 5,
     "pipeline": 5,
     "optimizer": 5,

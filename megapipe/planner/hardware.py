@@ -124,6 +124,14 @@ def hardware_named(name: str) -> Hardware:
     return HARDWARE[name.lower()]
 
 
+def hardware_of(device_name: str) -> Hardware | None:
+    """The row of a device by the name that its driver gives it; None where it is not in the table."""
+    if any(part in device_name for part, _ in OTHER_PEAKS):
+        return None
+    rows = sorted(HARDWARE.values(), key=lambda row: -len(row.driver_name))
+    return next((row for row in rows if row.driver_name in device_name), None)
+
+
 def read_hardware(path: Path) -> Hardware:
     """A YAML file with the fields of `Hardware`; `like: h100` takes what is not said from the table.
 
@@ -170,7 +178,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     for part, peak in OTHER_PEAKS:
         if part in device_name:
             return peak
-    for hardware in sorted(HARDWARE.values(), key=lambda row: -len(row.driver_name)):
-        if hardware.driver_name in device_name:
-            return hardware.flops.get(dtype)
-    return None
+    hardware = hardware_of(device_name)
+    return None if hardware is None else hardware.flops.get(dtype)
