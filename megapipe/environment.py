@@ -183,6 +183,11 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
     return counts[node_rank]
 
 
+def prefixed(prefix: str) -> dict[str, str]:
+    """Variables whose names begin so, without the prefix: torchrun takes PET_NNODES for --nnodes."""
+    return {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
 def child_environment(**settings: str | int | None) -> dict[str, str]:
     """This process's environment for a child, with some variables set, or taken out where the setting is None."""
     variables = dict(os.environ)

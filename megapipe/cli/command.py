@@ -25,6 +25,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.cli.schedule"),
     "doctor": Subcommand("is this machine, or a whole allocation, fit: versions, interfaces, every group's links", "megapipe.cli.doctor"),
     "status": Subcommand("what every rank of a run does now, and what it waits for", "megapipe.cli.status"),
+    "progress": Subcommand("how far a run is: what job scripts ask", "megapipe.cli.progress"),
     "report": Subcommand("one HTML page that tells a run", "megapipe.cli.report"),
     "verify": Subcommand("compare the grid with one plain process: pretrain --verify-grid", "megapipe.cli.pretrain", ("--verify-grid",)),
     "generate": Subcommand("texts from a trained model", "megapipe.cli.generate"),

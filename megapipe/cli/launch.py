@@ -7,6 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.cli.failure import INTERRUPTED
+from megapipe.cli.launch_flags import read_launch
+from megapipe.cli.launch_preview import preview
+from megapipe.comm.forwarder import Forwarder, InterruptedBeforeStart
 from megapipe.errors import ConfigError, MegapipeError
 
 HELP = """\
@@ -21,6 +25,12 @@ What differs: no traceback and no log of the launcher's own; the exit code is th
 SIGUSR1 go on to the ranks, which save and leave (code 0); a second Ctrl-C leaves without saving, a third kills. OMP_NUM_THREADS is cores /
 ranks where it is not set. On one node the ranks meet at a free port of the loopback device.
 
+  megapipe launch --dry-run --hosts node[01-16] --nproc-per-node 8 pretrain_gpt.py ...
+
+prints instead the command of each node, the host, GPU and place in the grid of each rank, and which groups reach over nodes with what they
+send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes them; --slurm: as a job of
+launch/slurm/pretrain.sbatch. docs/launch.md
+
 All flags: megapipe launch --torchrun-help
 """
 
@@ -34,6 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     if words[0] == "--torchrun-help":
         words = ["--help"]
     try:
+        if asks_for_preview(words):
+            print(preview(words))
+            return 0
         return launch(words)
     except MegapipeError as error:
         print(f"{error}", file=sys.stderr)
@@ -42,15 +55,24 @@ def main(arguments: Sequence[str]) -> int:
 
 def launch(arguments: Sequence[str]) -> int:
     """Run a script on ranks; the exit code of the first rank that failed, or 0. arguments: as for torchrun. Raises ConfigError."""
-    from megapipe.comm.torchrun import parse, ranks_here, run  # torch
+    try:
+        with Forwarder() as forwarder:
+            from megapipe.comm.torchrun import parse, ranks_here, run  # torch, which takes seconds
 
-    parsed = parse(arguments)
-    if not parsed.module and not parsed.no_python and not Path(parsed.training_script).is_file():
-        raise ConfigError(f"megapipe launch: there is no script {parsed.training_script}")
-    outcome = run(parsed, threads_of_a_rank(ranks_here(parsed)))
+            parsed = parse(arguments)
+            if not parsed.module and not parsed.no_python and not Path(parsed.training_script).is_file():
+                raise ConfigError(f"megapipe launch: there is no script {parsed.training_script}")
+            outcome = run(parsed, threads_of_a_rank(ranks_here(parsed)), forwarder)
+    except InterruptedBeforeStart:
+        return INTERRUPTED
     if outcome.message:
         print(outcome.message, file=sys.stderr, flush=True)
     return outcome.exit_code
+
+
+def asks_for_preview(words: Sequence[str]) -> bool:
+    """--dry-run stands among the launcher's own words; one of the script's is the script's."""
+    return "--dry-run" in words and read_launch(words).dry_run
 
 
 def threads_of_a_rank(num_ranks: int) -> int:

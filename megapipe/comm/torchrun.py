@@ -12,26 +12,26 @@ import os
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
+from megapipe.comm.forwarder import Forwarder
 from megapipe.comm.store import meeting_store
 from megapipe.config.values import nearest
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-PASSED_ON_AS = {signal.SIGHUP: signal.SIGTERM}  # a closed terminal: save and leave
-MOST_INTERRUPTS = 2  # the ranks know what the first two mean: save and leave, leave now; the third kills
+LAST_LINES = 30  # of a log file, shown where nothing was printed
 GRACE_SECONDS = 2  # for the ranks that are left when one has failed: they can save nothing, and what they would say is said (cli.failure)
 TOLD_BY_RANK = (1, 2, 130)  # exit codes of a program that has said on standard error what was wrong
 LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
@@ -39,10 +39,11 @@ LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of this node ended. message: what no rank can have said itself; empty where one has."""
+    """How the ranks of this node ended. message: what no rank can have said itself; empty where one has. rank: the first that failed."""
 
     exit_code: int
     message: str = ""
+    rank: int | None = None
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -73,8 +74,9 @@ def ranks_here(arguments: argparse.Namespace) -> int:
     return count
 
 
-def run(arguments: argparse.Namespace, num_threads: int) -> Outcome:
+def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -> Outcome:
     """Run the script on all ranks of this node and wait for their end. num_threads: OMP_NUM_THREADS of a rank, where it is not set.
+    forwarder: entered; what it receives goes to the ranks.
 
     On one node, with nothing said about the rendezvous, the ranks meet at a free port of the loopback device.
     """
@@ -87,20 +89,20 @@ def run(arguments: argparse.Namespace, num_threads: int) -> Outcome:
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id = "c10d", f"{LOOPBACK}:0", "standalone"
     if arguments.master_port is None:
         arguments.master_port = TORCHRUN_PORT
-    with _silence(), _Forwarder() as forwarder:
+    with _silence():
         try:
             config, command, command_arguments = config_from_args(arguments)
             agent = _Agent(forwarder, _worker_spec(config, command, command_arguments), config.logs_specs)
             result = agent.run()
-        except _InterruptedBeforeStart:
-            return Outcome(130)
         except (AssertionError, ValueError) as error:
             raise ConfigError(f"megapipe launch: {error}") from None
         except (RuntimeError, OSError) as error:
             raise CommunicationError(f"the launcher could not bring the nodes together: {str(error).splitlines()[0]}") from error
     if not result.is_failed():
         return Outcome(0)
-    return outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
+    outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
+    words = "" if outcome.rank is None else agent.last_words(outcome.rank, result.failures[outcome.rank].local_rank)
+    return replace(outcome, message="\n".join(filter(None, [outcome.message, words])))
 
 
 def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = None) -> Outcome:
@@ -111,12 +113,12 @@ def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = 
     own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     rank, code = next(iter((own or exit_codes).items()))
     if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
-        return Outcome(128 + received, f"ended by {received.name} before the ranks could save; what was saved earlier stays")
+        return Outcome(128 + received, f"ended by {received.name} before the ranks could save; what was saved earlier stays", rank)
     if code < 0:
         name = signal.Signals(-code).name
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-        return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}. All ranks were ended; what is saved stays")
-    return Outcome(code, "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were ended")
+        return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}. All ranks were ended; what is saved stays", rank)
+    return Outcome(code, "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were ended", rank)
 
 
 def free_port() -> int:
@@ -126,62 +128,26 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-class _InterruptedBeforeStart(Exception):
-    """A signal came before there were ranks to pass it on to."""
-
-
-class _Forwarder:
-    """Passes signals on to the ranks while it is entered; each rank leads a session of its own, so the terminal does not reach them."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._ranks: tuple[int, ...] = ()
-        self._starting = False
-        self._held: list[int] = []
-        self._num_interrupts = 0
-        self._before: dict[signal.Signals, Any] = {}
-
-    @contextmanager
-    def adopting(self) -> Iterator[list[int]]:
-        """Ranks are being started; their process ids go into the list. Signals wait until all of them are there."""
-        process_ids: list[int] = []
-        self._starting = True
-        try:
-            yield process_ids
-        finally:
-            self._ranks, self._starting = tuple(process_ids), False
-        for number in self._held:
-            self._receive(number, None)
-        self._held.clear()
-
-    def __enter__(self) -> _Forwarder:
-        self._before = {number: signal.signal(number, self._receive) for number in FORWARDED}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _frame: object) -> None:
-        if self._starting:
-            self._held.append(number)
-            return
-        if not self._ranks:
-            raise _InterruptedBeforeStart
-        self.received = signal.Signals(number)
-        self._num_interrupts += number == signal.SIGINT
-        passed_on = signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else PASSED_ON_AS.get(self.received, self.received)
-        for process_id in self._ranks:
-            with suppress(ProcessLookupError, PermissionError):  # it has ended
-                os.killpg(process_id, passed_on)
-
-
 class _Agent(LocalElasticAgent):
     """torchrun's agent, whose ranks are known to the forwarder and get GRACE_SECONDS once one of them has failed."""
 
-    def __init__(self, forwarder: _Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
+    def __init__(self, forwarder: Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
         super().__init__(spec=spec, logs_specs=logs_specs)
         self._forwarder = forwarder
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._forwarder.repeat()
+        return super()._monitor_workers(worker_group)
+
+    def last_words(self, rank: int, local_rank: int) -> str:
+        """The end of a rank's log, where its standard error went to a file alone (--log-dir with --redirects); else nothing."""
+        assert self._pcontext is not None
+        path = self._pcontext.stderrs.get(local_rank, "")
+        try:
+            lines = Path(path).read_text(errors="replace").splitlines() if path and path != os.devnull else []
+        except OSError:
+            return ""
+        return "\n".join([f"the last lines of rank {rank}, {path}:", *lines[-LAST_LINES:]]) if lines else ""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._forwarder.adopting() as process_ids:

@@ -7,6 +7,7 @@ what goes between replicas. Left out are sums of a few numbers a token or a step
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megapipe.config.recompute import RecomputeConfig
@@ -14,8 +15,10 @@ from megapipe.planner.activations import LocalSizes
 from megapipe.planner.memory import local_sizes
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.action import Op
+from megapipe.schedule.schedule import Schedule
 
 ALL_REDUCE = 2  # collectives that it counts as
+MESSAGES = {Op.SEND_F: 1, Op.SEND_B: -1}  # and how many stages further they go
 
 
 @dataclass(frozen=True)
@@ -112,18 +115,31 @@ def stage_collectives(plan: RunPlan, stage: int) -> Collectives:
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     """What a rank of this pp_rank sends in a step at the full global batch size, by group: 'tp', 'pp', 'replicas', 'embedding'."""
-    schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
-    held, sizes = plan.placement.stages_of(pp_rank), local_sizes(plan)
-    row = schedule.rows[pp_rank]
+    row = full_schedule(plan).rows[pp_rank]
+    held = plan.placement.stages_of(pp_rank)
     collectives = {stage: stage_collectives(plan, stage).total for stage in held}
-    over_tp = sum(collectives[stage] for stage, op, _ in row if op is Op.F)
-    messages = sum(op in (Op.SEND_F, Op.SEND_B) for _, op, _ in row)
+    reductions = Counter(stage for stage, op, _ in row if op is Op.REDUCE_GRAD)  # more than one where a step has several updates
     return {
-        "tp": over_tp * collective_bytes(sizes, plan.topology.tp),
-        "pp": float(messages * message_bytes(plan)),
-        "replicas": sum(reduction_bytes(plan, stage) + gather_bytes(plan, stage) for stage in held),
+        "tp": sum(collectives[stage] for stage, op, _ in row if op is Op.F) * collective_bytes(local_sizes(plan), plan.topology.tp),
+        "pp": float(sum(op in MESSAGES for _, op, _ in row) * message_bytes(plan)),
+        "replicas": sum(reductions[stage] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held),
         "embedding": sum(tied_bytes(plan, stage) for stage in held),
     }
+
+
+def messages_to(plan: RunPlan, pp_rank: int) -> Counter[int]:
+    """Messages that a rank of this pp_rank sends in a full step, by the pp_rank that they go to."""
+    to: Counter[int] = Counter()
+    for stage, op, microbatch in full_schedule(plan).rows[pp_rank]:
+        if op in MESSAGES:
+            assert microbatch is not None
+            to[plan.placement.rank_of(stage + MESSAGES[op], microbatch)] += 1
+    return to
+
+
+def full_schedule(plan: RunPlan) -> Schedule:
+    """Of a step at the full global batch size."""
+    return plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
 
 
 def _elements(plan: RunPlan, stage: int) -> int:

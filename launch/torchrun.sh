@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Starts the ranks of one node; the same command on every node of the job. What follows goes to pretrain_gpt.py:
+#
+#   HOSTS="node1 node2" NPROC_PER_NODE=8 launch/torchrun.sh --config configs/llama3_8b.yaml --save /shared/8b --load /shared/8b
+#
+#   HOSTS            all nodes in the order of their ranks, by names or addresses that the others can reach; not given: this machine alone
+#   NODE_RANK        which of them this one is; found by name or address where it is not given, and under srun
+#   NPROC_PER_NODE   ranks of a node; not given: its GPUs
+#   MASTER_ADDR      where the nodes meet; not given: the first of HOSTS
+#   MASTER_PORT      29500 where it is not given; under SLURM a port of the job's own
+#   AGENT            megapipe (`megapipe launch`, without tracebacks of its own) or torchrun
+#   PYTHON           the Python to use; not given: that of the active virtual environment, of .venv, or python3
+#   LOG_DIR          a folder for logs of all ranks but a node's first; not given: everything goes to the terminal
+#   ELASTIC          MIN:MAX, a number of nodes that may change; RDZV_ID then names the job. See docs/launch.md: c10d numbers nodes by
+#                    their names as text, so HOSTS has to be sorted that way
+#
+# Nodes meet by static rendezvous: rank r is on node r / NPROC_PER_NODE of HOSTS, as the grid is planned.
+set -euo pipefail
+
+fail() {
+    printf 'torchrun.sh: %s\n' "$*" >&2
+    exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    python=${VIRTUAL_ENV:-$root/.venv}/bin/python
+    [ -x "$python" ] || python=python3
+fi
+read -ra hosts <<<"${HOSTS:-}"
+[ ${#hosts[@]} -gt 0 ] || hosts=("$(hostname)")
+
+# The place in HOSTS of a name or an address of this machine.
+own_place() {
+    local name index
+    for name in "$(hostname)" "$(hostname -s)" "$(hostname -f 2>/dev/null || true)" $(hostname -I 2>/dev/null || true); do
+        for index in "${!hosts[@]}"; do
+            if [ "${hosts[$index]}" = "$name" ]; then
+                printf '%s' "$index"
+                return
+            fi
+        done
+    done
+}
+
+node_rank=${NODE_RANK:-${SLURM_NODEID:-}}
+if [ -z "$node_rank" ]; then
+    node_rank=0
+    [ ${#hosts[@]} -eq 1 ] || node_rank=$(own_place)
+    [ -n "$node_rank" ] || fail "none of HOSTS (${hosts[*]}) is a name or address of this machine; set NODE_RANK"
+fi
+case $node_rank in '' | *[!0-9]*) fail "NODE_RANK=$node_rank is no whole number" ;; esac
+[ "$node_rank" -lt ${#hosts[@]} ] || fail "NODE_RANK=$node_rank, but HOSTS lists ${#hosts[@]}: 0 .. $((${#hosts[@]} - 1))"
+
+ranks=${NPROC_PER_NODE:-}
+if [ -z "$ranks" ]; then
+    ranks=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
+    [ "$ranks" -gt 0 ] || fail "nvidia-smi shows no GPUs here; set NPROC_PER_NODE to the number of ranks of a node"
+fi
+port=${MASTER_PORT:-29500}
+[ -n "${MASTER_PORT:-}" ] || [ -z "${SLURM_JOB_ID:-}" ] || port=$((20000 + SLURM_JOB_ID % 20000))
+
+case ${AGENT:-megapipe} in
+    megapipe) command=("$python" -m megapipe launch) ;;
+    torchrun) command=("$python" -m torch.distributed.run) ;;
+    *) fail "AGENT=$AGENT is neither megapipe nor torchrun" ;;
+esac
+if [ -n "${ELASTIC:-}" ]; then
+    sorted=$(printf '%s\n' "${hosts[@]}" | LC_ALL=C sort | tr '\n' ' ')
+    [ "${hosts[*]} " = "$sorted" ] ||
+        fail "ELASTIC: c10d numbers nodes by their names as text, which gives $sorted; write HOSTS in this order, or leave ELASTIC out"
+    command+=(--nnodes "$ELASTIC" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-${SLURM_JOB_ID:-megapipe}}"
+        --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:$port" --local-addr "${hosts[$node_rank]}" --max-restarts 100)
+    [ "$node_rank" -ne 0 ] || command+=(--rdzv-conf is_host=1) # it would look for itself by name, which can fail
+else
+    command+=(--nnodes "${#hosts[@]}" --node-rank "$node_rank" --master-addr "${MASTER_ADDR:-${hosts[0]}}" --master-port "$port")
+fi
+command+=(--nproc-per-node "$ranks")
+if [ -n "${LOG_DIR:-}" ] && [ "$ranks" -gt 1 ]; then # the node's first rank stays where this script writes
+    redirects=$(printf ',%d:3' $(seq 1 $((ranks - 1))))
+    command+=(--log-dir "$LOG_DIR/node-$node_rank" --redirects "${redirects#,}")
+fi
+
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+trap '' USR1 # inherited: Python ignores the signal until it has a handler, and would be killed by an early one
+exec "${command[@]}" "$root/pretrain_gpt.py" "$@"

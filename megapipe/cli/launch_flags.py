@@ -1,0 +1,157 @@
+"""torchrun's flags without torch: what `megapipe launch --dry-run` reads, and how a launch looks on each node."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from megapipe.config.values import nearest
+from megapipe.environment import prefixed
+from megapipe.errors import ConfigError
+
+# as torch.distributed.run of torch 2.13 has them, '-' for '_' accepted as there; a test compares
+VALUE_FLAGS = (
+    *("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts"),
+    *("--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee"),
+    *("--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--node-rank", "--master-addr"),
+    *("--master-port", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle", "--shutdown-timeout"),
+)
+BARE_FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
+SHORT = {"--redirects": "-r", "--tee": "-t", "--module": "-m"}
+OWN_VALUE_FLAGS, OWN_BARE_FLAGS = ("--hosts",), ("--dry-run", "--slurm")
+TORCHRUN_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be launched. flags: torchrun's that were given, and values of the environment's PET_ variables; '' for those without a
+    value. hosts: names of the nodes in the order of their ranks, () where none were given."""
+
+    flags: Mapping[str, str]
+    script: str
+    script_arguments: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    slurm: bool = False
+    dry_run: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        """The most, where --nnodes is a range."""
+        text = self.flags.get("--nnodes", "1")
+        if not re.fullmatch(r"\d+(:\d+)?", text) or min(map(int, text.split(":"))) < 1:
+            raise ConfigError(f"--nnodes {text}: expected a number of nodes, or MIN:MAX")
+        return max(map(int, text.split(":")))
+
+    @property
+    def ranks_per_node(self) -> int:
+        text = self.flags.get("--nproc-per-node", "1")
+        if not text.isdigit():
+            raise ConfigError(
+                f"--nproc-per-node {text} asks the machine that it runs on, which a dry run need not be: give the number of ranks of a node"
+            )
+        if int(text) < 1:
+            raise ConfigError(f"--nproc-per-node {text}: at least one rank is needed")
+        return int(text)
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.flags.get("--rdzv-backend", "static") != "static"
+
+    def on_node(self, node: int) -> list[str]:
+        """The command of one node. Raises ConfigError where the nodes could not meet."""
+        flags = dict(self.flags)
+        if self.num_nodes > 1 and not self.is_elastic:
+            if not self.hosts and not {"--master-addr", "--rdzv-endpoint"} & set(flags):
+                raise ConfigError(
+                    f"--nnodes {self.num_nodes} without --master-addr: every node would look for the others on itself; give the first "
+                    "node's name or address, or all of them: --hosts node[01-16]"
+                )
+            flags["--node-rank"] = str(node)
+            if "--rdzv-endpoint" not in flags:
+                flags = {"--master-addr": self.names[0], "--master-port": str(TORCHRUN_PORT)} | flags
+        words = [word for flag, value in flags.items() for word in ([flag, value] if value else [flag])]
+        return ["megapipe", "launch", *words, self.script, *self.script_arguments]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all nodes: those given, else that of the first and numbers."""
+        first = self.flags.get("--master-addr") or self.flags.get("--rdzv-endpoint", "").rpartition(":")[0]
+        made_up = [f"node{node}" for node in range(self.num_nodes)]
+        return self.hosts or (first or made_up[0], *made_up[1:])
+
+
+def read_launch(arguments: Sequence[str]) -> Launch:
+    """Of the words after `megapipe launch`. Raises ConfigError."""
+    found = vars(_parser(arguments).parse_args(list(arguments)))
+    variables = prefixed("PET_")
+    flags = {}
+    for flag in VALUE_FLAGS:
+        value = found[flag] if found[flag] is not None else variables.get(flag[2:].replace("-", "_").upper())
+        if value is not None:
+            flags[flag] = value
+    flags |= {flag: "" for flag in BARE_FLAGS if found[flag]}
+    launch = Launch(flags, found["script"], tuple(found["arguments"]), slurm=found["--slurm"], dry_run=found["--dry-run"])
+    if found["--hosts"] is None:
+        return launch
+    hosts = expand_hosts(found["--hosts"])
+    if "--nnodes" not in flags:
+        launch = replace(launch, flags={"--nnodes": str(len(hosts))} | flags)
+    if launch.num_nodes != len(hosts):
+        raise ConfigError(f"--hosts {found['--hosts']} names {len(hosts)} nodes, --nnodes says {launch.flags['--nnodes']}")
+    return replace(launch, hosts=hosts)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Names as SLURM writes them, or separated by commas or spaces: 'n[01-03,7],login' is n01 n02 n03 n7 login. Raises ConfigError."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+", text):
+        names += _expanded(part, text)
+    if not names or "[" in re.sub(r"\[[^\[\]]*\]", "", text) or "]" in re.sub(r"\[[^\[\]]*\]", "", text):
+        raise ConfigError(f"--hosts {text}: expected names such as node1,node2 or node[01-16]")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--hosts {text}: {next(name for name in names if names.count(name) > 1)} stands there twice")
+    return tuple(names)
+
+
+def _expanded(part: str, text: str) -> list[str]:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if match is None:
+        return [part]
+    names = []
+    for piece in match[2].split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
+            raise ConfigError(f"--hosts {text}: {piece!r} is no number and no range such as 01-16")
+        for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
+            names += [f"{match[1]}{number:0{len(ends[1])}d}{rest}" for rest in _expanded(match[3], text)]
+    return names
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megapipe launch", add_help=False)
+    for flag in (*VALUE_FLAGS, *OWN_VALUE_FLAGS):
+        parser.add_argument(*_spellings(flag), dest=flag)
+    for flag in (*BARE_FLAGS, *OWN_BARE_FLAGS):
+        parser.add_argument(*_spellings(flag), dest=flag, action="store_true")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    known = [spelling for flag in (*VALUE_FLAGS, *BARE_FLAGS, *OWN_VALUE_FLAGS, *OWN_BARE_FLAGS) for spelling in _spellings(flag)]
+
+    def refuse(message: str) -> NoReturn:
+        unknown = next((word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None)
+        if "required: script" in message:
+            hint = f": {unknown} is no flag of torchrun{nearest(unknown, known)}" if unknown else ": the script to run is missing"
+            raise ConfigError(f"megapipe launch --dry-run [flags of torchrun] SCRIPT [flags of the script]{hint}")
+        raise ConfigError(f"megapipe launch: {message}")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
+
+
+def _spellings(flag: str) -> list[str]:
+    short = [SHORT[flag]] if flag in SHORT else []
+    underscored = "--" + flag[2:].replace("-", "_")
+    return [*short, flag, *([underscored] if underscored != flag else [])]

@@ -1,0 +1,252 @@
+"""A real SLURM of a few nodes on this one machine: own key, own ports, own folder; gone when left.
+
+    with SlurmCluster(folder, num_nodes=2) as cluster:
+        cluster.run("sbatch", "--parsable", "job.sh")
+
+To try things by hand, as root, with Debian's slurm-wlm, slurmctld, slurmd and munge installed:
+
+    python -m tests.lab.cluster FOLDER           brings it up, prints what to export, takes it down at Ctrl-C
+
+Nodes are called n1, n2, ...; each has 4 CPUs and 2 GPUs, which are made up, and all share this machine's. No cgroups and no systemd are
+needed. A requeued job waits for the life of a credential, 120 seconds unless slurm.conf says otherwise; here it says 5, SLURM's least.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "scancel", "sinfo", "squeue")
+CPUS, GPUS = 4, 2  # of a node
+SRUN_PORTS = 40
+UP_SECONDS, DOWN_SECONDS = 20.0, 5.0
+DEBIAN_PLUGINS = "/usr/lib/{machine}-linux-gnu/slurm-wlm"
+
+CONFIGURATION = """\
+ClusterName=megapipe
+SlurmctldHost={host}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={root}/munge/socket,cred_expire=5
+CredType=cred/munge
+SlurmctldPort={controller_port}
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd-%n.pid
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool-%n
+SlurmctldLogFile={root}/slurmctld.log
+SlurmdLogFile={root}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+FirstJobId={first_job}
+KillWait=5
+MailProg=/bin/true
+SrunPortRange={first_srun_port}-{last_srun_port}
+GresTypes=gpu
+{plugins}
+NodeName=n[1-{num_nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_node_port}-{last_node_port}] {node}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no SLURM here, None if there can."""
+    lacking = [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
+    if lacking:
+        return (
+            f"SLURM is not installed ({', '.join(lacking)} not found); launch/test.sh --lab installs it on Debian and Ubuntu, or by hand: "
+            "apt-get install --no-install-recommends slurm-wlm slurmctld slurmd munge"
+        )
+    if os.geteuid() != 0:
+        return "bringing up SLURM's daemons needs root"
+    return None
+
+
+class SlurmCluster:
+    """SLURM's daemons under `folder`; every process that they started is gone after the block."""
+
+    def __init__(self, folder: Path, num_nodes: int = 2) -> None:
+        self._root, self._num_nodes = folder.resolve(), num_nodes
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What SLURM's commands need to find this cluster and no other; nothing of a job that this process may be part of."""
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        return outer | {"SLURM_CONF": str(self._root / "slurm.conf"), "PATH": _search_path()}
+
+    def __enter__(self) -> Self:
+        for name in ("munge", "state"):
+            (self._root / name).mkdir(parents=True)
+        self._write_configuration()
+        try:
+            self._start_munge()
+            self._start("slurmctld", "-D", "-f", str(self._root / "slurm.conf"))
+            for node in range(1, self._num_nodes + 1):
+                (self._root / f"spool-n{node}").mkdir()
+                self._start("slurmd", "-D", "-N", f"n{node}", "-f", str(self._root / "slurm.conf"))
+            self._wait_until_idle()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if len(self._daemons) > 1:
+            jobs = subprocess.run(["squeue", "--noheader", "--format=%A"], env=self.environment, capture_output=True, text=True)
+            if jobs.stdout.split():
+                subprocess.run(["scancel", *jobs.stdout.split()], env=self.environment, capture_output=True)
+                self._wait_for(lambda: not self.run("squeue", "--noheader"), "the end of all jobs", 2 * DOWN_SECONDS, must=False)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(DOWN_SECONDS)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+        for process_id in self.left_over():
+            os.kill(process_id, signal.SIGKILL)
+
+    def run(self, *words: str, folder: Path | None = None, **settings: str) -> str:
+        """Standard output of one of SLURM's commands, stripped. Raises AssertionError with what it said if it fails."""
+        environment = self.environment | settings
+        ended = subprocess.run(words, cwd=folder or self._root, env=environment, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr.strip() or ended.stdout.strip()}"
+        return ended.stdout.strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What scontrol says of a job, by key."""
+        words = self.run("scontrol", "show", "job", number, "--oneliner").split()
+        return {key: value for key, is_there, value in (word.partition("=") for word in words) if is_there}
+
+    def state(self, number: str) -> str:
+        return self.job(number)["JobState"]
+
+    def left_over(self) -> list[int]:
+        """Processes of jobs of this cluster, by what stands in their environment."""
+        mark = f"SLURM_CONF={self._root / 'slurm.conf'}".encode()
+        found = ((process_id, _environment_of(process_id)) for process_id in _all_processes())
+        return [
+            process_id for process_id, variables in found if mark in variables and any(v.startswith(b"SLURM_JOB_ID=") for v in variables)
+        ]
+
+    def logs(self) -> str:
+        """The last lines of the daemons, for a test that fails."""
+        parts = (f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in self._root.glob("*.log"))
+        return "\n".join(parts)
+
+    def _write_configuration(self) -> None:
+        first = _free_block(2 + self._num_nodes + SRUN_PORTS)
+        plugins = Path(DEBIAN_PLUGINS.format(machine=os.uname().machine))
+        text = CONFIGURATION.format(
+            root=self._root,
+            host=socket.gethostname().partition(".")[0],
+            user="root",
+            controller_port=first,
+            first_node_port=first + 1,
+            last_node_port=first + self._num_nodes,
+            first_srun_port=first + self._num_nodes + 1,
+            last_srun_port=first + self._num_nodes + SRUN_PORTS,
+            first_job=random.SystemRandom().randrange(1000, 60_000_000),  # the ranks' port follows from it: two clusters must not meet
+            num_nodes=self._num_nodes,
+            node=f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 Gres=gpu:{GPUS} State=UNKNOWN",
+            plugins=f"PluginDir={plugins}" if plugins.is_dir() else "",
+        )
+        (self._root / "slurm.conf").write_text(text)
+        (self._root / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")  # some device files
+
+    def _start_munge(self) -> None:
+        folder = self._root / "munge"
+        folder.chmod(0o755)
+        key = folder / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        words = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/socket", f"--pid-file={folder}/pid"]
+        self._start("munged", *words, f"--log-file={folder}/log", f"--seed-file={folder}/seed")
+        self._wait_for((folder / "socket").exists, "munged")
+
+    def _start(self, program: str, *words: str) -> None:
+        with (self._root / f"{program}-{len(self._daemons)}.out.log").open("wb") as out:
+            daemon = subprocess.Popen([program, *words], env=self.environment, stdout=out, stderr=out, start_new_session=True)
+        self._daemons.append(daemon)
+
+    def _wait_until_idle(self) -> None:
+        def is_idle() -> bool:
+            shown = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], env=self.environment, capture_output=True, text=True)
+            return shown.stdout.split() == ["idle"] * self._num_nodes
+
+        self._wait_for(is_idle, "idle nodes")
+
+    def _wait_for(self, is_so: object, what: str, seconds: float = UP_SECONDS, must: bool = True) -> None:
+        assert callable(is_so)
+        began = time.monotonic()
+        while not is_so():
+            if time.monotonic() - began > seconds:
+                if must:
+                    raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.logs()}")
+                return
+            time.sleep(0.1)
+
+
+def _search_path() -> str:
+    """Daemons lie where a user's PATH does not look."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def _free_block(size: int) -> int:
+    """The first of so many neighbouring ports that nobody listens on now."""
+    for _ in range(100):
+        first = random.SystemRandom().randrange(41000, 60000)
+        if all(_is_free(port) for port in range(first, first + size)):
+            return first
+    raise AssertionError(f"no {size} free ports in a row were found")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _all_processes() -> Iterable[int]:
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _environment_of(process_id: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    reason = missing()
+    if reason is not None or len(sys.argv) != 2:
+        sys.exit(reason or "python -m tests.lab.cluster FOLDER (one that is not there yet)")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), SlurmCluster(Path(sys.argv[1])) as cluster:
+        print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}", flush=True)
+        print(cluster.run("sinfo"), flush=True)
+        signal.pause()

@@ -1,0 +1,190 @@
+"""launch/slurm/pretrain.sbatch on a real SLURM: asked to leave, queued up again, resumed to the bit; failures told; nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.lab.cluster import SlurmCluster, missing
+from tests.launch.scripts import REPOSITORY
+
+REASON = missing()
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(300)]
+
+SCRIPT = REPOSITORY / "launch" / "slurm" / "pretrain.sbatch"
+NODES = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+STEPS = 30
+TRAINING = (
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--vocab-size", "32", "--lr", "1e-3"),
+    *("--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
+    *("--make-vocab-size-divisible-by", "8", "--device", "cpu", "--mock-data", "--log-interval", "1", "--eval-iters", "0"),
+    *("--hidden-dropout", "0.1", "--train-iters", str(STEPS), "--save", "run with a space", "--load", "run with a space"),
+)
+PYTHON = """\
+#!/bin/sh
+[ "$1" != -m ] || exec "{python}" "$@"
+exec "{python}" -m tests.lab.paced "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster", num_nodes=4) as started:
+        yield started
+
+
+@dataclass
+class Job:
+    """A submitted job, in a folder of its own."""
+
+    cluster: SlurmCluster
+    folder: Path
+    number: str
+
+    @property
+    def log(self) -> str:
+        path = self.folder / f"megapipe-{self.number}.log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run with a space"
+
+    def wait_for(self, text: str, seconds: float = 100.0) -> None:
+        """Until the log holds a text, a regular expression."""
+        began = time.monotonic()
+        while not re.search(text, self.log):
+            assert time.monotonic() - began < seconds, f"{text!r} never came\n{self.log[-4000:]}\n{self.cluster.logs()}"
+            time.sleep(0.1)
+
+    def ended(self, seconds: float = 150.0) -> str:
+        """The state in which it ended."""
+        began = time.monotonic()
+        while (state := self.cluster.state(self.number)) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
+            assert time.monotonic() - began < seconds, f"still {state}\n{self.log[-4000:]}\n{self.cluster.logs()}"
+            time.sleep(0.2)
+        return state
+
+    def ask_to_leave(self) -> None:
+        """What --signal=B:USR1 does, at a moment of the test's choosing."""
+        self.cluster.run("scancel", "--batch", "--signal=USR1", self.number)
+
+    def losses(self) -> dict[int, float]:
+        """By step; a step that was logged twice has the same loss in both."""
+        found: dict[int, float] = {}
+        for line in (self.run / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if "loss" in record and record.get("kind", "step") == "step":
+                assert found.setdefault(record["step"], record["loss"]) == record["loss"], record
+        return found
+
+    def weights(self) -> dict[str, bytes]:
+        """Every file of the last checkpoint that holds tensors."""
+        return {path.name: path.read_bytes() for path in sorted((self.run / f"step_{STEPS:08d}").glob("*.safetensors"))}
+
+
+def submit(cluster: SlurmCluster, folder: Path, *options: str, training: tuple[str, ...] = TRAINING, **settings: str) -> Job:
+    folder.mkdir(exist_ok=True)
+    python = folder / "python of the test"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    settings = {"MEGAPIPE_ROOT": str(REPOSITORY), "PYTHON": str(python)} | settings
+    options = ("--time=10", "--signal=B:USR1@30", *NODES, *options)
+    number = cluster.run("sbatch", "--parsable", *options, str(SCRIPT), *training, folder=folder, **settings)
+    return Job(cluster, folder, number)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same training without a disturbance, and by the other way to start ranks: one launcher a node."""
+    return submit(cluster, tmp_path_factory.mktemp("undisturbed"), LAUNCHER="launch")
+
+
+def test_a_job_near_its_time_limit_saves_queues_up_again_and_ends_as_if_undisturbed(
+    cluster: SlurmCluster, undisturbed: Job, tmp_path: Path
+) -> None:
+    job = submit(cluster, tmp_path, PACE="0.25")
+    job.wait_for("step  6/30")
+    job.ask_to_leave()
+    assert job.ended() == "COMPLETED", job.log
+    assert undisturbed.ended() == "COMPLETED", undisturbed.log
+    said = re.search(r"asked to leave after step (\d+) of 30: the job queues up again", job.log)
+    assert said is not None and 6 <= int(said[1]) < STEPS, job.log
+    assert job.log.count("going on after step " + said[1]) == 1
+    assert "ended after step 30: all 30 steps done" in job.log
+    assert job.losses() == undisturbed.losses() and len(job.losses()) == STEPS
+    assert job.weights() == undisturbed.weights() and len(job.weights()) == 4
+    assert cluster.left_over() == []
+
+
+def test_the_words_of_the_rank_that_failed_first_come_first(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, REQUEUE="signal", FAULT="3:2")
+    assert job.ended() == "FAILED", job.log
+    report = job.log[job.log.index("failed first") :]
+    assert re.match(r"failed first, with exit code 1; the last lines of .*/attempt-0/rank-3.log:\n", report), report
+    assert re.search(r"rank 3 on n[24] failed first", job.log)
+    assert report.index("RuntimeError: planted in step 2") < report.index("in order: rank 3 (code 1), rank ")
+    assert "not queued up again after a failure: REQUEUE=signal" in report
+    assert cluster.job(job.number)["ExitCode"] == "1:0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "launch"])
+def test_a_job_that_failed_goes_on_from_what_it_saved(cluster: SlurmCluster, undisturbed: Job, launcher: str, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, training=(*TRAINING, "--save-interval", "4"), FAULT="3:10", LAUNCHER=launcher)
+    assert job.ended() == "COMPLETED", job.log
+    report = job.log[job.log.index("failed first") :]
+    assert "RuntimeError: planted in step 10" in report
+    assert "failed after step 8 of 30: the job queues up again" in report
+    assert undisturbed.ended() == "COMPLETED", undisturbed.log
+    assert job.losses() == undisturbed.losses()
+    assert job.weights() == undisturbed.weights()
+
+
+@pytest.mark.slow
+def test_the_time_limit_itself_sends_the_signal(cluster: SlurmCluster, undisturbed: Job, tmp_path: Path) -> None:
+    # SLURM looks at time limits every 30 seconds, so the signal comes up to that much later than asked for
+    job = submit(cluster, tmp_path, "--time=2", "--signal=B:USR1@75", PACE="5")
+    job.wait_for("the time limit is near", 150)
+    assert job.ended() == "COMPLETED", job.log
+    assert undisturbed.ended() == "COMPLETED", undisturbed.log
+    assert re.search(r"asked to leave after step (\d+) of 30: the job queues up again", job.log), job.log
+    assert job.weights() == undisturbed.weights()
+
+
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("launch", marks=pytest.mark.slow)])
+def test_a_signal_that_comes_before_python_waits_for_it(cluster: SlurmCluster, launcher: str, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, LAUNCHER=launcher, REQUEUE="never")
+    job.wait_for("step 0 of 30")
+    job.ask_to_leave()
+    assert job.ended() == "COMPLETED", job.log
+    said = re.search(r"ended after step (\d+): SIGUSR1 received", job.log)
+    assert said is not None and int(said[1]) < STEPS, job.log
+    assert (job.run / f"step_{int(said[1]):08d}" / "manifest.json").exists()
+    assert "not queued up again: REQUEUE=never" in job.log
+
+
+def test_a_cancelled_job_leaves_no_process_and_does_not_come_back(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, PACE="0.2")
+    job.wait_for("step  3/30")
+    cluster.run("scancel", job.number)
+    assert job.ended() == "CANCELLED"
+    began = time.monotonic()
+    while cluster.left_over():
+        assert time.monotonic() - began < 20, "processes of the job are still there"
+        time.sleep(0.1)
+    assert "ended after step" in job.log and "SIGTERM received" in job.log and "queues up again" not in job.log, job.log
+
+
+def test_what_cannot_run_is_told_before_any_rank_is_started(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, training=(*TRAINING, "--tensor-model-parallel-size", "3"))
+    assert job.ended() == "FAILED"
+    assert "this cannot run: --tensor-model-parallel-size 3 does not divide" in job.log and "attempt" not in job.log, job.log
+    assert cluster.job(job.number)["ExitCode"] == "2:0"
