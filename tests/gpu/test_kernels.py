@@ -1,0 +1,50 @@
+"""Kernels that only a card has: gradients added in the GEMM, gathered rows in a fixed order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapipe.tensor_parallel.gradient_slot import GradientSlot, gemm_adds_to_fp32
+
+pytestmark = pytest.mark.gpu
+
+CARD = "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_are_added_in_fp32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gradient, inputs = (torch.randn(512, width, device=CARD).to(dtype) for width in (96, 64))
+    slot = GradientSlot(torch.zeros(96, 64, device=CARD))
+    for _ in range(3):
+        slot.add_outer(gradient, inputs)
+    expected = 3 * gradient.double().t() @ inputs.double()
+    assert torch.allclose(slot.main_grad.double(), expected, rtol=1e-5, atol=1e-3)
+    coarse = 3 * torch.mm(gradient.t(), inputs).double()
+    assert (slot.main_grad.double() - expected).abs().max() < (coarse - expected).abs().max() / 10, "sums were rounded to 16 bits"
+
+
+def test_the_gemm_itself_adds_on_this_card() -> None:
+    """Allocates nothing but its result: no fp32 product beside the gradient."""
+    device = torch.device(CARD, torch.cuda.current_device())
+    if not gemm_adds_to_fp32(device, torch.bfloat16):
+        pytest.skip(f"torch {torch.__version__} on {torch.cuda.get_device_name()} adds products of bf16 apart")
+    slot = GradientSlot(torch.zeros(2048, 2048, device=CARD))
+    gradient, inputs = (torch.randn(256, 2048, device=CARD, dtype=torch.bfloat16) for _ in range(2))
+    slot.add_outer(gradient, inputs)  # the workspace of the GEMM is allocated once
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    slot.add_outer(gradient, inputs)
+    assert torch.cuda.max_memory_allocated() - before < slot.main_grad.nbytes / 4
+
+
+def test_rows_of_an_embedding_are_added_in_one_order() -> None:
+    rows = torch.randint(0, 7, (4096,), device=CARD)
+    gradient = torch.randn(4096, 64, device=CARD)
+    sums = []
+    for _ in range(3):
+        slot = GradientSlot(torch.zeros(7, 64, device=CARD))
+        slot.add_rows(rows, gradient)
+        sums.append(slot.main_grad)
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[1], sums[2])

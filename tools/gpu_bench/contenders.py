@@ -1,0 +1,161 @@
+"""Who is timed: each trains the same Llama on the same tokens, on one device.
+
+A contender has `gradients` (forward and backward of all microbatches of a step; returns the mean loss as a tensor, without waiting for it)
+and `update` (the optimizer, clipping included; returns the norm of the gradients). Peers of megapipe keep everything in `dtype`, moments
+too: less to move than the fp32 masters and gradients that megapipe has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpu_bench.plain import PlainLlama
+from gpu_bench.shapes import CLIP, LR, WEIGHT_DECAY, Shape, configuration
+from megapipe.build.machines import Machines
+from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.comm.groups import ProcessGroups
+from megapipe.config.config import Config
+from megapipe.convert.names import LLAMA_ROWS, place
+from megapipe.data.batch import Batch, DocumentRules
+from megapipe.planner.resolve import resolve
+from megapipe.sharding.spec import ParamSpec
+from megapipe.train.step import TrainStep
+
+SEED = 1234
+
+
+class Contender(Protocol):
+    def gradients(self) -> Tensor: ...
+    def update(self) -> float: ...
+
+
+def draw_rows(shape: Shape) -> np.ndarray:
+    """One global batch of random tokens, [sequences, s + 1]."""
+    return np.random.default_rng(SEED).integers(0, shape.vocab, (shape.step_sequences, shape.seq + 1))
+
+
+def draw_weights(shape: Shape) -> dict[str, Tensor]:
+    """fp32 on the CPU, under transformers' names; the same for all contenders."""
+    torch.manual_seed(SEED)
+    model = PlainLlama(shape)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # so that every part of the model matters to the loss
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+class Megapipe:
+    """megapipe as pretrain_gpt.py runs it: Machines and TrainStep from a resolved configuration. change: of the configuration."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: str,
+        device: torch.device,
+        weights: Mapping[str, Tensor],
+        change: Callable[[Config], Config] = lambda c: c,
+    ) -> None:
+        self.plan = resolve(change(configuration(shape, dtype, device.type)), 1)
+        placed = {entry.spec.name: entry for entry in place(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
+
+        def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+            entry = placed[spec.name]
+            return entry.layout.join([weights[name] for name in entry.theirs]).clone()
+
+        self.machines = Machines(self.plan, ProcessGroups.alone(), device, draw_slice=slice_of)
+        self._step = TrainStep(self.machines)
+        self._shape, self._rows, self._number = shape, draw_rows(shape), 0
+
+    def gradients(self) -> Tensor:
+        return torch.tensor(self._step.gradients(self._microbatches()).loss)
+
+    def update(self) -> float:
+        """After `gradients`: as the training step does it."""
+        self.machines.optimizer.start(1.0 / self._shape.microbatches, LR, WEIGHT_DECAY, LR, count_zero_gradients=False)
+        return self.machines.optimizer.settle().grad_norm
+
+    def _microbatches(self) -> Microbatches:
+        micro = self._shape.micro_batch
+
+        def read(k: int) -> Batch:
+            first = k * micro
+            return Batch.of(self._rows[first : first + micro], tuple(range(first, first + micro)), DocumentRules())
+
+        self._number += 1
+        return Microbatches(self._shape.microbatches, read, Keys(SEED, self._number, 0, 1), self.machines.device)
+
+
+class Peer:
+    """A model of (tokens, labels) -> mean loss under a plain loop: gradients summed over microbatches, clipped, fused AdamW."""
+
+    def __init__(self, shape: Shape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._model, self._loss, self._shape = model, loss, shape
+        rows = torch.from_numpy(draw_rows(shape)).to(device)
+        self._batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(shape.micro_batch)]
+        self._parameters = list(model.parameters())
+        decayed = [p for p in self._parameters if p.ndim == 2]
+        others = [p for p in self._parameters if p.ndim < 2]
+        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+
+    def gradients(self) -> Tensor:
+        self._optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for tokens, labels in self._batches:
+            loss = self._loss(tokens, labels) / self._shape.microbatches
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def update(self) -> float:
+        norm = nn.utils.clip_grad_norm_(self._parameters, CLIP, foreach=True)
+        self._optimizer.step()
+        return float(norm)
+
+
+def plain(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor], compiled: bool) -> Peer:
+    """The plain Llama, whole under torch.compile where asked for."""
+    model = PlainLlama(shape)
+    model.load_state_dict(weights)
+    model = model.to(device, dtype)
+    forward: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if compiled else model
+    return Peer(shape, device, model, forward)
+
+
+def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
+    """transformers' LlamaForCausalLM with SDPA. Raises ImportError without transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.seq,
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(dict(weights))
+    model = model.to(device, dtype)
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = model(input_ids=tokens).logits
+        return torch.nn.functional.cross_entropy(logits.float().view(-1, shape.vocab), labels.reshape(-1))
+
+    return Peer(shape, device, model, loss)
+
+
+def with_precision(**changes: Any) -> Callable[[Config], Config]:
+    """A change of the precision section."""
+    return lambda config: dataclasses.replace(config, precision=dataclasses.replace(config.precision, **changes))

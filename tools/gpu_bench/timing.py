@@ -1,0 +1,78 @@
+"""Clocks for a device, the rate of a large GEMM, peak memory, and where a step's time goes by kind of kernel."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+GEMM_SIZE = {"cuda": 8192, "cpu": 512}
+# kinds of kernels by their names, the first that fits; CPU operators have other names than CUDA's kernels
+KINDS: tuple[tuple[str, str], ...] = (
+    ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
+    ("GEMM", r"gemm|nvjet|cutlass.*(tensorop|sm\d\d)|xmma|cublas|_scaled_mm|aten::(mm|addmm|bmm|linear)$"),
+    ("optimizer", r"adam|multi_tensor|foreach|lpnorm|clip"),
+    ("cross entropy", r"softmax|nll|log_softmax|amax|exp_|scatter|gather"),
+    ("copies", r"memcpy|memset|copy|fill|cat"),
+    ("norms and pointwise", r"elementwise|vectorized|reduce|triton|norm|silu|mul|add|sum"),
+)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
+    """Wall-clock seconds, the device's work included."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def gemm_rate(dtype: torch.dtype, device: torch.device, repeats: int = 10) -> float:
+    """FLOP/s of a square GEMM of random numbers: zeros would need less power and run faster."""
+    size = GEMM_SIZE[device.type]
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        torch.mm(a, b)
+    seconds = seconds_of(lambda: [torch.mm(a, b) for _ in range(repeats)], device) / repeats
+    return 2.0 * size**3 / seconds
+
+
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Most bytes that tensors held at once while `run` ran; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def kind_of(kernel: str) -> str:
+    name = kernel.lower()
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
+
+
+def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, list[str]]]:
+    """(kind, share of the device's time, its three longest kernels), the longest first, of one run."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        run()
+        synchronize(device)
+    seconds: dict[str, dict[str, float]] = {}
+    for event in profile.key_averages():
+        spent = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if spent > 0:
+            seconds.setdefault(kind_of(event.key), {})[event.key] = spent
+    total = sum(sum(kernels.values()) for kernels in seconds.values())
+    rows = [
+        (kind, sum(kernels.values()) / total, sorted(kernels, key=lambda name: -kernels[name])[:3]) for kind, kernels in seconds.items()
+    ]
+    return sorted(rows, key=lambda row: -row[1])
