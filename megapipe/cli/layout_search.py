@@ -13,8 +13,9 @@ from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import ConfigError
 from megapipe.planner.hardware import Hardware, hardware_named, read_hardware
+from megapipe.planner.layout import Layout
 from megapipe.planner.resolve import resolve
-from megapipe.planner.search import Candidate, Layout, predict_plan, search
+from megapipe.planner.search import Candidate, predict_plan, search
 from megapipe.planner.search_report import search_json, search_text
 
 # what a flag of the command line pins: its field, and the same of a layout

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.planner.flops import head_forward_flops, layer_forward_flops
 from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, parse_layout
 from megapipe.schedule.placement import Placement
+
+
+def cut_key(parallel: ParallelConfig) -> tuple[Hashable, ...]:
+    """All of the section that a cut depends on."""
+    return (
+        parallel.pipeline_model_parallel_layout,
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+        parallel.pipeline_balance,
+        parallel.num_layers_per_virtual_pipeline_stage,
+    )
 
 
 def cut_layers(model: ModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition:

@@ -1,9 +1,9 @@
 """What accelerators and their links can do: the table that predictions of time and memory read, or a file in its place.
 
 Rates are dense matrix rates without sparsity, memory and link rates those of the makers' data sheets: NVIDIA A100 (2021), H100 SXM and H200
-(2023), B200 (2024), AMD MI300X (2023); links are counted in one direction for one device. How much of a peak kernels reach is not in data
-sheets: `GEMM_SHARES` and `ATTENTION_SHARE` are estimates, not fitted and not measured (docs/planner.md compares what comes of them),
-and a file may say otherwise.
+(2023), B200 (2024), AMD MI300X (2023); links are counted in one direction for one device. How much of a peak GEMMs reach is not in data
+sheets: tools/fit_efficiency.py fits it to published steps, of A100 and of H100, and later devices are taken to be like H100. The shares of
+attention, of the memory's rate and of links are estimates. docs/planner.md compares what comes of them; a file may say otherwise.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ from megapipe.errors import ConfigError
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
 
-# (smallest of the three sizes of a GEMM, share of the peak that it reaches); linear in the logarithm of the size between rows
-GEMM_SHARES = ((64, 0.06), (128, 0.15), (256, 0.30), (512, 0.45), (1024, 0.57), (2048, 0.65), (4096, 0.70), (8192, 0.72))
+
+def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
+    """Shares of the peak that GEMMs reach, (smallest of the three sizes, share): highest n / (n + half_at). Linear in the logarithm of the
+    size between rows."""
+    sizes = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    return tuple((size, round(highest * size / (size + half_at), 3)) for size in sizes)
+
+
+HALF_AT = 284.0
+GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
+SINCE_H100 = saturating(0.575, HALF_AT)
 ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
-POINTWISE_SHARE = 0.8  # of the memory's rate, what kernels reach that only move memory
+POINTWISE_SHARE = 0.9  # of the memory's rate, what kernels reach that only move memory
 
 
 @dataclass(frozen=True)
@@ -89,28 +98,38 @@ class Hardware:
         return int(self.memory_bytes * self.memory_share)
 
 
-def _of_nvidia(name: str, driver_name: str, tera: float, memory: float, terabytes: float, nvlink: float, network: float) -> Hardware:
-    """memory in GB (10^9), terabytes a second of memory, gigabytes a second and direction of NVLink and of one device's network card."""
+def _row(
+    name: str,
+    driver_name: str,
+    tera: float,
+    memory: float,
+    terabytes: float,
+    node: float,
+    network: float,
+    shares: tuple[tuple[int, float], ...] = SINCE_H100,
+) -> Hardware:
+    """memory in GiB, terabytes a second of memory, gigabytes a second and direction of links in a node and of a device's network card."""
     return Hardware(
         name,
         driver_name,
         {"bf16": tera * TERA, "fp16": tera * TERA},
         int(memory * GIB),
         terabytes * TERA,
-        Link(0.75 * nvlink * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
+        Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
         Link(0.85 * network * GIGA, 20e-6),
+        gemm_shares=shares,
     )
 
 
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _of_nvidia("a100-40", "A100-SXM4-40GB", 312, 40, 1.555, 300, 25),
-        _of_nvidia("a100-80", "A100", 312, 80, 2.039, 300, 25),
-        _of_nvidia("h100", "H100", 989, 80, 3.35, 450, 50),
-        _of_nvidia("h200", "H200", 989, 141, 4.8, 450, 50),
-        _of_nvidia("b200", "B200", 2250, 180, 8.0, 900, 50),
-        _of_nvidia("mi300x", "MI300X", 1307, 192, 5.3, 448, 50),
+        _row("a100-40", "A100-SXM4-40GB", 312, 40, 1.555, 300, 25, GEMM_SHARES),
+        _row("a100-80", "A100", 312, 80, 2.039, 300, 25, GEMM_SHARES),
+        _row("h100", "H100", 989, 80, 3.35, 450, 50),
+        _row("h200", "H200", 989, 141, 4.8, 450, 50),
+        _row("b200", "B200", 2250, 180, 8.0, 900, 50),
+        _row("mi300x", "MI300X", 1307, 192, 5.3, 448, 50),
     )
 }
 # cards that are told apart by more of their name than the table's

@@ -95,7 +95,12 @@ def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardwa
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
     collective, count = _collective_seconds(tensors, tp_link), layer_collectives(tensors.sequence_parallel, recompute)
     forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": count.forward * collective}
-    inputs = {"gemm": gemm, "attention": 2.5 * attention, "pointwise": 2.0 * pointwise, "tp": count.inputs * collective}
+    inputs = {
+        "gemm": gemm,
+        "attention": _backward_of_attention(tensors.model) * attention,
+        "pointwise": 2.0 * pointwise,
+        "tp": count.inputs * collective,
+    }
     weights = {"gemm": gemm, "tp": count.weights * collective}
     again = _recomputed(tensors, recompute, hardware, forward)
     hidden = sum(_hidden(tensors, collective, gemms[linear]) for linear in (0, 2))
@@ -123,9 +128,15 @@ def attention_seconds(tensors: Tensors, hardware: Hardware) -> float:
         flops = 4.0 * sizes.tokens * mean_keys(sizes.seq, model.window_size) * sizes.heads * sizes.channels
         return flops / (hardware.peak(tensors.dtype) * hardware.attention_share)
     squares = float(sizes.batch * sizes.heads * sizes.seq * sizes.seq)
-    moved = (6.0 + (3.0 if model.attention_dropout > 0 else 0.0)) * squares * sizes.element
-    product = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.seq, sizes.heads * sizes.channels, sizes.channels)
-    return 2.0 * product + moved / hardware.pointwise_bytes_per_second
+    dropped = 2.0 * sizes.element + 1.0 if model.attention_dropout > 0 else 0.0  # read, write, and the mask
+    flops = 4.0 * squares * sizes.channels
+    moved = squares * (4.0 * sizes.element + dropped)
+    return flops / (hardware.peak(tensors.dtype) * hardware.attention_share) + moved / hardware.pointwise_bytes_per_second
+
+
+def _backward_of_attention(model: ModelConfig) -> float:
+    """Its backward in forwards: four products for two; a fused kernel makes the probabilities again."""
+    return 2.0 if is_explicit(model) else 2.5
 
 
 def _squares(tensors: Tensors) -> int:
@@ -134,10 +145,9 @@ def _squares(tensors: Tensors) -> int:
     return kept.get("attention probabilities", 0)
 
 
-def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, outputs: int, smallest: int = 0) -> float:
-    """smallest: the smallest size where the product is a batch of smaller ones."""
+def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, outputs: int) -> float:
     flops = 2.0 * rows * inputs * outputs
-    compute = flops / (hardware.peak(dtype) * hardware.gemm_share(smallest or min(rows, inputs, outputs)))
+    compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(rows, inputs, outputs)))
     moved = 2.0 * (rows * inputs + inputs * outputs + rows * outputs)
     return max(compute, moved / hardware.memory_bytes_per_second)
 

@@ -19,7 +19,7 @@ from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
 from megapipe.planner.batch import BatchSchedule, batch_schedule
 from megapipe.planner.chunks import group_size, memory_limit, schedule_and_chunks
-from megapipe.planner.cut import cut_layers
+from megapipe.planner.cut import cut_key, cut_layers
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.shelf import Shelf
 from megapipe.schedule.build import SCHEDULES
@@ -42,14 +42,15 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     topology = _topology(config.parallel, model, world_size, ranks_per_node, placement)
     training, batch = _batch(config.training, topology)
     parallel = _parallel(config.parallel, topology, schedule_name, chunks)
-    partition = cut_layers(model, parallel, placement)
+    shelf = shelf or Shelf()
+    partition = shelf.once(("cut", placement, model, cut_key(parallel)), lambda: cut_layers(model, parallel, placement))
     specs = model_specs(model, parallel.sequence_parallel and topology.tp > 1)
     optimizer = _optimizer(config.optimizer, training, batch)
     data = config.data
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data)
-    plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf or Shelf())
+    plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
     plan.shelf.once(("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp))
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     _check_post_validation(plan)

@@ -8,8 +8,9 @@ from typing import Any
 
 from megapipe.planner.flops import step_flops
 from megapipe.planner.hardware import GIB, TERA, Hardware
+from megapipe.planner.layout import recompute_text
 from megapipe.planner.report import text_table
-from megapipe.planner.search import Candidate, Found, recompute_text
+from megapipe.planner.search import Candidate, Found
 
 BAR_WIDTH = 40
 MOST_BARS = 16

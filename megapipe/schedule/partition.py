@@ -108,11 +108,16 @@ def cut_by_cost(
     fewest = 1 if num_layers >= num_stages else 0
     prefix = [0.0, *accumulate(layer_costs)]
 
+    beside = [0.0] * num_stages  # what a stage costs beside its layers
+    beside[0] += embedding_cost
+    beside[-1] += head_cost
+
     def cost(stage: int, first: int, end: int) -> float:
-        layers = StageLayers(first, end, stage == 0, stage == num_stages - 1)
-        if stage_bytes is not None and stage_bytes(stage, layers) > limit_bytes:
-            return float("inf")
-        return prefix[end] - prefix[first] + embedding_cost * layers.has_embedding + head_cost * layers.has_head
+        if stage_bytes is not None:
+            layers = StageLayers(first, end, stage == 0, stage == num_stages - 1)
+            if stage_bytes(stage, layers) > limit_bytes:
+                return float("inf")
+        return prefix[end] - prefix[first] + beside[stage]
 
     bound = _least_maximum(cost, num_layers, num_stages, fewest)
     if bound == float("inf"):
