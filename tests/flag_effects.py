@@ -27,6 +27,7 @@ WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 3"
 RAMP = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5"
 FP16 = "--fp16 --initial-loss-scale 256"
 FULL = "--num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FP8 = "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 1"
 FILES = "!--mock-data --train-data-path {A} --valid-data-path {A} --test-data-path {A}"
 LOAD = "--load {saved} --lr-decay-style constant"
 SAVE = "--save {tmp}/ckpt"
@@ -162,6 +163,19 @@ precision.initial_loss_scale | --initial-loss-scale 512 | records | {FP16}
 precision.min_loss_scale | --min-loss-scale 5e11 | outcome | --fp16 --hysteresis 1 --initial-loss-scale 1e12
 precision.loss_scale_window | --loss-scale-window 1 | records | {FP16}
 precision.hysteresis | --hysteresis 1 | records | --fp16 --initial-loss-scale 1e12
+precision.fp8_format | --fp8-format e4m3 | records | {FP8}
+precision.fp8_recipe | --fp8-recipe tensorwise | records | {FP8} --fp8 hybrid
+precision.fp8_margin | --fp8-margin 3 | records | {FP8} --fp8 hybrid
+precision.fp8_amax_history_len | --fp8-amax-history-len 2 | records | {FP8} --fp8 hybrid --fp8-amax-compute-algo max --lr 0.1
+precision.fp8_amax_compute_algo | --fp8-amax-compute-algo max | records | {FP8} --fp8 hybrid --fp8-amax-history-len 2 --lr 0.1
+precision.first_last_layers_bf16 | --first-last-layers-bf16 | records | {FP8} --fp8 hybrid
+precision.num_layers_at_start_in_bf16 | --num-layers-at-start-in-bf16 0 | records | {FP8} --fp8 hybrid --first-last-layers-bf16
+precision.num_layers_at_end_in_bf16 | --num-layers-at-end-in-bf16 0 | records | {FP8} --fp8 hybrid --first-last-layers-bf16
+
+kernels.transformer_impl | --transformer-impl transformer_engine | said pip install --no-build-isolation 'transformer_engine | !--device
+kernels.attention_impl | --attention-impl flash | said pip install --no-build-isolation flash-attn | !--device --bf16
+kernels.optimizer_impl | --optimizer-impl apex | said git clone https://github.com/NVIDIA/apex | !--device
+kernels.compile_pointwise | --compile-pointwise | said pointwise functions compiled | --skip-train
 
 data.data_path | --data-path {{B}} | records | !--mock-data --data-path {{A}}
 data.split | --split 50,25,25 | records | !--mock-data --data-path {{A}}

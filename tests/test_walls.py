@@ -32,6 +32,7 @@ FLOORS: dict[str, int] = {
     "planner": 3,
     "measured": 3,
     "comm": 3,
+    "kernels": 3,
     "tensor_parallel": 4,
     "data_parallel": 4,
     "checkpoint": 4,

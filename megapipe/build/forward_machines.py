@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.groups import Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.kernels.apex import Apex
+from megapipe.kernels.choose import choose
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.engine import Engine
@@ -49,6 +52,9 @@ class ForwardMachines:
         self.coordinates = plan.topology.coordinates(groups.world.global_rank)
         self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
         self.main_dtype = main_dtype(plan.config.precision.dtype)
+        self.kernels = choose(plan.config, plan.splits_backward)
+        outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
+        self._slot_factory = partial(GradientSlot, outer=outer)
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
@@ -107,12 +113,13 @@ class ForwardMachines:
             recompute=plan.config.recompute,
             loss=plan.config.training,
             weight_queue=queue,
+            kernels=self.kernels,
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions)
         lender = self.buffers[0] if plan.borrows_embedding(stage) else None
-        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), GradientSlot if trains else None, lender)
-        self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module, queue)
+        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), self._slot_factory if trains else None, lender)
+        self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module, queue, module.begin_row)
 
     def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         return draw(spec, tp_rank, tp, self.plan.config.training.seed, self.main_dtype)

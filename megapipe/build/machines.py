@@ -45,7 +45,7 @@ class Machines(ForwardMachines):
         self.gather = ParameterGather(self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer)
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
-        self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather)
+        self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather, self.kernels.optimizer)
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.updates: RowUpdates | None = None  # of asynchronous schedules
         if not plan.is_synchronous:

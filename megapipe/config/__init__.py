@@ -1,6 +1,6 @@
 """What is wanted: frozen dataclasses, one section a file, filled from defaults < YAML files < flags.
 
-config.py         Config: the nine sections together
+config.py         Config: the eleven sections together
 model.py parallel.py recompute.py training.py optimizer.py precision.py data.py checkpoint.py logging.py    one section each
 option.py         how a field declares help, unit, choices, range and flags
 fields.py         all_fields(): every field with its section, type and declaration

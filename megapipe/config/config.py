@@ -1,4 +1,4 @@
-"""The whole configuration: ten sections."""
+"""The whole configuration: eleven sections."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.data import DataConfig
 from megapipe.config.gpu import GpuConfig
+from megapipe.config.kernels import KernelsConfig
 from megapipe.config.logging import LoggingConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
@@ -26,6 +27,7 @@ class Config:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -98,6 +98,7 @@ DELIBERATE_DIFFERENCES = (
     ),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
+    Difference("--transformer-impl", "transformer_engine", "local", "Transformer Engine is installed apart, and runs on GPUs alone"),
     Difference("--recompute-modules", "core_attn by way of none", "core_attn", "the same, said openly; activation is ours"),
     Difference(
         "--window-size",

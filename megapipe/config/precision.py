@@ -1,12 +1,15 @@
-"""The precision section: the dtype of weights and activations, and fp16's loss scale."""
+"""The precision section: the dtype of weights and activations, fp16's loss scale, and fp8 for the GEMMs of linears."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.option import Flag, option
+from megapipe.config.option import TAKES_VALUE, Flag, option
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+FP8_FORMATS = ("e4m3", "hybrid")
+FP8_RECIPES = ("tensorwise", "delayed")
+FP8_AMAX_ALGORITHMS = ("most_recent", "max")
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,23 @@ class PrecisionConfig:
     min_loss_scale: float = option(1.0, "fp16: the dynamic loss scale never falls below this", above=0)
     loss_scale_window: int = option(1000, "fp16: good steps before the scale doubles", unit="steps", at_least=1)
     hysteresis: int = option(2, "fp16: overflows before the scale halves", unit="steps", at_least=1)
+    fp8_format: str | None = option(
+        None,
+        "operands of the linears' GEMMs in the layers in 8 bits, forward and backward, with one scale a tensor: e4m3, or hybrid with "
+        "e5m2 for output gradients; weights, activations between the GEMMs and messages stay in --dtype; unset: no fp8",
+        choices=FP8_FORMATS,
+        more_flags=(Flag("--fp8", value=TAKES_VALUE, help="same as --fp8-format"),),
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "fp8: a tensor's scale comes from its own largest value (tensorwise), or from those of the steps before (delayed)",
+        choices=FP8_RECIPES,
+    )
+    fp8_margin: int = option(0, "fp8: scales are divided by 2 to this power", at_least=0)
+    fp8_amax_history_len: int = option(1, "fp8, delayed: steps whose largest values are remembered", unit="steps", at_least=1)
+    fp8_amax_compute_algo: str = option(
+        "most_recent", "fp8, delayed: the scale follows the last of them or the largest", choices=FP8_AMAX_ALGORITHMS
+    )
+    first_last_layers_bf16: bool = option(False, "fp8: some first and last layers of the model stay in --dtype")
+    num_layers_at_start_in_bf16: int = option(1, "how many at the start, with --first-last-layers-bf16", unit="layers", at_least=0)
+    num_layers_at_end_in_bf16: int = option(1, "how many at the end, with --first-last-layers-bf16", unit="layers", at_least=0)

@@ -14,11 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
+Pointwise = Callable[..., Tensor]
 
 
-def activation(name: str) -> Activation:
-    """name: one of config.model.ACTIVATIONS."""
-    return ACTIVATIONS[name]
+def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
+    """name: one of config.model.ACTIVATIONS. compiler: makes one kernel of a function and one of its gradient."""
+    if compiler is None or name not in GRADIENTS:
+        return ACTIVATIONS[name]
+    forward, backward = GRADIENTS[name]
+    forward, backward = compiler(forward), compiler(backward)
+    return lambda x: _Compiled.apply(x, forward, backward)
+
+
+class _Compiled(torch.autograd.Function):
+    """A function of one tensor and its gradient, both compiled, neither seen by autograd: the input alone is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Pointwise, backward: Pointwise) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return ctx.gradient(grad, x), None, None
 
 
 class _Gated(torch.autograd.Function):
@@ -75,4 +95,28 @@ ACTIVATIONS: dict[str, Activation] = {
     "squared_relu": _SquaredReLU.apply,
     "swiglu": _swiglu,
     "geglu_tanh": _geglu_tanh,
+}
+
+
+def _gated(act: Activation, act_backward: Pointwise) -> tuple[Pointwise, Pointwise]:
+    """act(gate) * up and its gradient, for compilation: as formulas, without memory of their own."""
+
+    def forward(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate) * up
+
+    def backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.cat((act_backward(grad * up, gate), grad * act(gate)), dim=-1)
+
+    return forward, backward
+
+
+# what gains by compilation: ReLU is one kernel anyway
+GRADIENTS: dict[str, tuple[Pointwise, Pointwise]] = {
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (_gelu_tanh, partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+    "squared_relu": (lambda x: F.relu(x).square(), lambda grad, x: 2 * F.relu(x) * grad),
+    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": _gated(_gelu_tanh, partial(torch.ops.aten.gelu_backward, approximate="tanh")),
 }

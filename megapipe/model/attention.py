@@ -10,29 +10,24 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
 from megapipe.model.context import LayerContext
 from megapipe.model.core_attention import explicit_attention, fused_attention
-from megapipe.model.norm import Norm
-from megapipe.model.recompute import Replay
+from megapipe.model.parts import Parts
+from megapipe.model.recompute import Replay, remaking
 from megapipe.model.rotary import rotate_
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.tensor_parallel.random import DropoutKey, keyed_dropout
 from megapipe.tensor_parallel.weight_gradient import Remake
-from megapipe.tensor_parallel.weight_queue import WeightQueue
 
 
 class SelfAttention(nn.Module):
     """x: [s, b, h] (a slice of s under sequence parallelism) -> the same shape."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, tp: Group, *, sequence_parallel: bool, recompute: frozenset[str], queue: WeightQueue | None
-    ) -> None:
+    def __init__(self, layer: int, parts: Parts) -> None:
         super().__init__()
+        config, tp = parts.config, parts.tp
         assert config.kv_channels is not None and config.num_query_groups is not None
         self.config, self.layer, self.tp = config, layer, tp
-        self.recompute_core = "core_attn" in recompute
+        self.recompute_core = "core_attn" in parts.recompute
         self.head_dim = config.kv_channels
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
@@ -41,26 +36,22 @@ class SelfAttention(nn.Module):
         local_rows = self.groups * (self.queries + 2) * self.head_dim  # not 1 / tp of the whole where k and v are replicated
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         rows = width + 2 * config.num_query_groups * self.head_dim
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size, rows, bias=qkv_bias, tp=tp, sequence_parallel=sequence_parallel, queue=queue, local_out_features=local_rows
-        )
-        self.linear_proj = RowParallelLinear(
-            width, config.hidden_size, bias=config.add_bias_linear, tp=tp, sequence_parallel=sequence_parallel, queue=queue
-        )
+        self.kernel = parts.attention(layer, self.queries, self.scale)
+        self.linear_qkv = parts.column(layer, config.hidden_size, rows, bias=qkv_bias, local_out_features=local_rows)
+        self.linear_proj = parts.row(layer, width, config.hidden_size, bias=config.add_bias_linear)
         if config.qk_layernorm:
-            self.q_layernorm = Norm(config, self.head_dim)
-            self.k_layernorm = Norm(config, self.head_dim)
+            self.q_layernorm = parts.norm(self.head_dim)
+            self.k_layernorm = parts.norm(self.head_dim)
 
     def forward(self, x: Tensor, context: LayerContext, remake: Remake | None = None) -> Tensor:
         """remake: how linear_qkv makes x again in the backward, instead of keeping it."""
-        q, k, v = self._heads(self.linear_qkv(x, remake=remake), context)
+        q, k, v = self._heads(self.linear_qkv(x, *remaking(remake)), context)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
         core = partial(self._core, context=context)
         if not self.recompute_core:
             return self.linear_proj(core(q, k, v))
-        replay = Replay(core)
-        return self.linear_proj(replay(q, k, v), remake=replay.remake(q, k, v))
+        return Replay(core).into(self.linear_proj, q, k, v)
 
     def _heads(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, groups (queries + 2) head_dim] -> q [s, b, groups, queries, head_dim], k and v [s, b, groups, 1, head_dim]."""
@@ -76,6 +67,8 @@ class SelfAttention(nn.Module):
         return q, k, v
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext) -> Tensor:
+        if self.kernel is not None and context.cache is None:
+            return self.kernel(q, k, v)
         if not context.explicit:
             return fused_attention(q, k, v, context.mask, self.scale)
         assert context.mask is not None

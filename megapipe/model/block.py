@@ -9,29 +9,27 @@ from megapipe.config.model import ModelConfig
 from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext
 from megapipe.model.mlp import MLP
-from megapipe.model.norm import Norm
+from megapipe.model.norm import again
+from megapipe.model.parts import Parts
 from megapipe.tensor_parallel.random import DropoutKey, keyed_dropout
 from megapipe.tensor_parallel.weight_gradient import Remake
-from megapipe.tensor_parallel.weight_queue import WeightQueue
 
 
 class Block(nn.Module):
     """hidden: [s, b, h] (a slice of s under sequence parallelism) -> the same shape. layer: global index."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, tp: Group, *, sequence_parallel: bool, recompute: frozenset[str], queue: WeightQueue | None
-    ) -> None:
+    def __init__(self, layer: int, parts: Parts) -> None:
         super().__init__()
         self.layer = layer
-        self.recompute_norm = "layernorm" in recompute
-        self.dropout = HiddenDropout(config, tp, sequence_parallel)
-        self.input_layernorm = Norm(config, config.hidden_size)
-        self.self_attention = SelfAttention(config, layer, tp, sequence_parallel=sequence_parallel, recompute=recompute, queue=queue)
-        self.pre_mlp_layernorm = Norm(config, config.hidden_size)
-        self.mlp = MLP(config, tp, sequence_parallel=sequence_parallel, recompute=recompute, queue=queue)
+        self.recompute_norm = "layernorm" in parts.recompute
+        self.dropout = HiddenDropout(parts.config, parts.tp, parts.sequence_parallel)
+        self.input_layernorm = parts.norm(parts.config.hidden_size)
+        self.self_attention = SelfAttention(layer, parts)
+        self.pre_mlp_layernorm = parts.norm(parts.config.hidden_size)
+        self.mlp = MLP(layer, parts)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        remake = Remake(self.input_layernorm.again, (hidden,)) if self.recompute_norm else None
+        remake = Remake(again(self.input_layernorm), (hidden,)) if self.recompute_norm else None
         update = self.self_attention(self.input_layernorm(hidden), context, remake)
         # in place: the update is the output of a linear or of a dropout, which nothing keeps
         hidden = self.dropout(update, context.dropout_key, self.layer, "attention_output").add_(hidden)

@@ -36,8 +36,9 @@ class LayerContext:
 class ContextMaker:
     """Makes the context of each microbatch for one stage."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, has_own_attention: bool = False) -> None:
+        """has_own_attention: the layers' kernel knows causality, window and soft-cap by itself; only a cache needs masks."""
+        self.config, self.has_own_attention = config, has_own_attention
         self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None
         self._mask_key: tuple[int, torch.device, torch.dtype] | None = None
         self._last_mask: Tensor | None = None  # one only: generation comes with a new length for each token
@@ -45,6 +46,10 @@ class ContextMaker:
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> LayerContext:
         """dtype: of the activations."""
         config, key = self.config, microbatch.dropout_key
+        if self.has_own_attention and microbatch.cache is None:
+            if microbatch.document_ids is not None:
+                raise ValueError("an attention kernel of a library was given documents, which it cannot keep apart")
+            return LayerContext(self._rotary(microbatch, dtype), None, False, key)
         explicit = config.attn_logit_softcapping is not None or config.attention_softmax_in_fp32
         explicit = explicit or (config.attention_dropout > 0.0 and key is not None)
         mask = self._mask(microbatch, dtype, explicit) if microbatch.cache is None else self._cached_mask(microbatch, dtype, explicit)

@@ -6,6 +6,7 @@ mean and 1 / deviation, RMSNorm 1 / rms) in at least fp32. A zero-centred weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +15,18 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 
+# (x, weight as it multiplies, bias or None for RMSNorm, epsilon) -> x's shape and dtype
+NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+
 
 class Norm(nn.Module):
-    """The norm that the configuration asks for: weight [size], and for LayerNorm bias [size]."""
+    """The norm that the configuration asks for: weight [size], and for LayerNorm bias [size]. kernel: instead of torch's."""
 
     bias: Tensor | None
 
-    def __init__(self, config: ModelConfig, size: int) -> None:
+    def __init__(self, config: ModelConfig, size: int, kernel: NormKernel | None = None) -> None:
         super().__init__()
+        self.kernel = kernel
         self.epsilon = config.norm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(size, device="meta"))
@@ -32,23 +37,25 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., size], any strides. Returns a new contiguous tensor of x's dtype."""
-        if x.is_cuda:
+        if self.kernel is not None or x.is_cuda:
             return self._fused(x)
         if self.bias is None:
             return _RMSNorm.apply(x, self.weight, self.epsilon, self.zero_centered)
         return _LayerNorm.apply(x, self.weight, self.bias, self.epsilon, self.zero_centered)
 
-    @torch.no_grad()
-    def again(self, x: Tensor) -> Tensor:
-        """The same numbers without a graph: how a linear makes its input again in the backward."""
-        return self.forward(x)
-
     def _fused(self, x: Tensor) -> Tensor:
         """torch's CUDA kernels compute and keep statistics in fp32 for every input dtype; the CPU ones do not for half types."""
         weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.kernel is not None:
+            return self.kernel(x, weight, self.bias, self.epsilon)
         if self.bias is None:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
+
+
+def again(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    """norm, its same numbers without a graph: how a linear makes its input again in the backward."""
+    return torch.no_grad()(norm.forward)
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:

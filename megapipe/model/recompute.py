@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
@@ -68,6 +68,11 @@ class Replay:
         self._has_consumer = True
         return Remake(self._again, inputs, is_made_in_backward=True)
 
+    def into(self, linear: nn.Module, *inputs: Tensor) -> Tensor:
+        """linear(fn(*inputs)); a linear that can make its input again does not keep it."""
+        output = self(*inputs)
+        return linear(output, self.remake(*inputs)) if getattr(linear, "takes_remake", True) else linear(output)
+
     def _again(self, *inputs: Tensor) -> Tensor:
         self._has_consumer = False
         output, self._output = self._output, None
@@ -100,6 +105,11 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return None, *ctx.replay.backward(ctx.saved_tensors, grad)
+
+
+def remaking(remake: Remake | None) -> tuple[Remake, ...]:
+    """The further argument of a linear that makes its input again; none where it keeps it."""
+    return () if remake is None else (remake,)
 
 
 def checkpoint(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor, nn
@@ -9,14 +10,16 @@ from torch import Tensor, nn
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.kernels.choose import TORCH, Kernels
 from megapipe.model.block import Block
 from megapipe.model.context import ContextMaker, LayerContext
 from megapipe.model.embedding import Embedding
 from megapipe.model.head import Loss, LossConfig, capped_logits
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.model.norm import Norm
+from megapipe.model.parts import Parts
 from megapipe.model.recompute import checkpoint, layer_groups, selected_modules
 from megapipe.schedule.partition import StageLayers
+from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 
@@ -24,7 +27,7 @@ from megapipe.tensor_parallel.weight_queue import WeightQueue
 class Decoder(nn.Module):
     """The stage's blocks under their global layer numbers, and on the last stage the final norm."""
 
-    def __init__(self, blocks: dict[int, Block], final_layernorm: Norm | None) -> None:
+    def __init__(self, blocks: dict[int, Block], final_layernorm: nn.Module | None) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.final_layernorm = final_layernorm
@@ -56,25 +59,25 @@ class GPTStage(nn.Module):
         recompute: RecomputeConfig,
         loss: LossConfig,
         weight_queue: WeightQueue | None = None,
+        kernels: Kernels = TORCH,
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp = config, layers, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.weight_queue = weight_queue
         self.loss = Loss(config, loss, tp) if layers.has_head else None
-        self._make_context = ContextMaker(config)
+        self._make_context = ContextMaker(config, has_own_attention=kernels.attention is not None)
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         self._groups = layer_groups(recompute, numbers)
         tied = not config.untie_embeddings_and_output_weights
         self.embedding: Embedding | TiedHead | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=self.sequence_parallel, queue=weight_queue)
-        modules = selected_modules(recompute)
-        blocks = {
-            number: Block(config, number, tp, sequence_parallel=self.sequence_parallel, recompute=modules, queue=weight_queue)
-            for number in numbers
-        }
-        self.decoder = Decoder(blocks, Norm(config, config.hidden_size) if layers.has_head else None)
+        parts = Parts(config, tp, self.sequence_parallel, selected_modules(recompute), weight_queue, kernels)
+        blocks = {number: Block(number, parts) for number in numbers}
+        self.decoder = Decoder(blocks, parts.norm(config.hidden_size) if layers.has_head else None)
+        self._library = kernels.layers
+        self._fp8 = [gemms for part in self.decoder.modules() if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)]
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_head:
             self._add_head(tied)
@@ -97,6 +100,11 @@ class GPTStage(nn.Module):
         if tied:
             assert isinstance(self.embedding, Embedding)
             head.weight = self.embedding.word_embeddings.weight
+
+    def begin_row(self, trains: bool) -> None:
+        """A row of the schedule begins: forwards, and if it trains backwards, with one set of weights."""
+        for gemms in self._fp8:
+            gemms.begin(trains)
 
     def parts(self) -> list[nn.Module]:
         """Submodules that together hold all parameters, in the order in which a forward calls them."""
@@ -137,8 +145,9 @@ class GPTStage(nn.Module):
         return hidden
 
     def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
-        for layer in layers:
-            hidden = self.decoder.layers[str(layer)](hidden, context)
+        with nullcontext() if self._library is None else self._library.stage_region(self.tp):
+            for layer in layers:
+                hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:

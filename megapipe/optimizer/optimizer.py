@@ -20,7 +20,7 @@ from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_z
 from megapipe.optimizer.loss_scale import LossScaler
 from megapipe.optimizer.rollback import Confidence, KeptShards
 from megapipe.optimizer.shards import make_shards
-from megapipe.optimizer.update_rule import make_update_rule, moment_names
+from megapipe.optimizer.update_rule import AdamLibrary, make_update_rule, moment_names
 from megapipe.sharding.boxes import Piece
 
 
@@ -72,7 +72,7 @@ class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and fp32 (fp64) master weights.
 
     stages: buffers by stage index, their parameters filled: masters start as copies of them. groups: replicas, dp_cp, tp, model are used.
-    gather: started after each update; needed with sharded buffers and more than one replica.
+    gather: started after each update; needed with sharded buffers and more than one replica. library: whose Adam it is, None: torch's.
 
     A step is `start`, which needs no other pipeline rank, and `settle`, which waits for the verdict: the global norm, that is the clip,
     and whether anything overflowed. With --optimizer-post-validation `start` also updates, as if the verdict were that nothing is due;
@@ -86,6 +86,7 @@ class Optimizer:
         config: OptimizerConfig,
         precision: PrecisionConfig,
         gather: ParameterGather | None = None,
+        library: AdamLibrary | None = None,
     ) -> None:
         self.scaler = LossScaler.of(precision)
         self._gather = gather
@@ -95,7 +96,7 @@ class Optimizer:
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]  # two in a mirrored pipeline
         counts = self._sharded or groups.model.global_rank == holders[0]
         self._shards = make_shards(stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config), counts)
-        self._rule = make_update_rule(config, self._shards)
+        self._rule = make_update_rule(config, self._shards, library)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
         self._device = next(iter(stages.values())).device

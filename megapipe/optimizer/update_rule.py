@@ -1,9 +1,9 @@
-"""AdamW and SGD over flat runs, by torch's fused kernels: one pass over gradient, master weight and moments."""
+"""AdamW and SGD over flat runs, by torch's fused kernels or another library's: one pass over gradient, master weight and moments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ class UpdateRule(Protocol):
     def step(self, factor: float, lr: float, decoupled_lr: float, weight_decay: float) -> None: ...
 
 
+class AdamLibrary(Protocol):
+    """A library's Adam: kernels.apex, kernels.transformer_engine."""
+
+    def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer: ...
+
+
 def moment_names(config: OptimizerConfig) -> tuple[str, ...]:
     """The flat tensors of state that the rule keeps beside the master weights."""
     if config.optimizer == "adam":
@@ -31,7 +37,10 @@ def moment_names(config: OptimizerConfig) -> tuple[str, ...]:
     return ("momentum",) if config.sgd_momentum else ()
 
 
-def make_update_rule(config: OptimizerConfig, shards: Sequence[Shard]) -> UpdateRule:
+def make_update_rule(config: OptimizerConfig, shards: Sequence[Shard], library: AdamLibrary | None = None) -> UpdateRule:
+    """library: whose Adam it is, None: torch's."""
+    if library is not None and config.optimizer == "adam":
+        return LibraryAdamRule(config, shards, library)
     return AdamRule(config, shards) if config.optimizer == "adam" else SgdRule(config, shards)
 
 
@@ -109,6 +118,29 @@ class AdamRule(_FlatRule):
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 state["step"].fill_(num_steps)
+
+
+class LibraryAdamRule(_FlatRule):
+    """AdamW of a library whose optimizer keeps exp_avg and exp_avg_sq by parameter and counts steps in its groups' 'step'."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[Shard], library: AdamLibrary) -> None:
+        self._config, self._library = config, library
+        super().__init__(shards)
+        self._fused = False  # gradients are scaled before it
+
+    def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        optimizer = self._library.adam(groups, self._config)
+        for group in optimizer.param_groups:
+            group["step"] = 0
+        for master, shard, run in self._runs:
+            optimizer.state[master] = {name: moment[run.start : run.stop] for name, moment in shard.moments.items()}
+        return optimizer
+
+    def set_num_steps(self, num_steps: int) -> None:
+        super().set_num_steps(num_steps)
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["step"] = num_steps
 
 
 class SgdRule(_FlatRule):

@@ -155,6 +155,8 @@ class Engine:
         if len(step.microbatches) != self.num_microbatches:
             raise ValueError(f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given")
         run = BegunRun(step)
+        for runner in self._stages.values():
+            runner.begin_row(self.is_training)
         if self._head_start:
             self._act(run, slice(self._head_start), run_ends=False)
         return run

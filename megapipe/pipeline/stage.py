@@ -42,11 +42,18 @@ class StageRunner:
     module: called with the tensors that came from the previous stage (none for the first) and the microbatch; returns a tensor or a
     tuple of tensors: the message to the next stage, or, on the last stage, whatever `loss` of the engine takes. Tensors of a message that
     are not floating-point travel forward only; a floating-point one that a stage does not use has gradient zero.
-    weight_gradients: needed only by schedules that split the backward (ops I and W). observe: if set, called with every output.
+    weight_gradients: needed only by schedules that split the backward (ops I and W). begin_row: called as a row begins, with whether it
+    trains. observe: if set, called with every output.
     """
 
-    def __init__(self, module: Callable[..., Any], weight_gradients: WeightGradients | None = None) -> None:
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        weight_gradients: WeightGradients | None = None,
+        begin_row: Callable[[bool], None] = lambda trains: None,
+    ) -> None:
         self.module = module
+        self.begin_row = begin_row
         self.weight_gradients = weight_gradients
         self.observe: Callable[[int, Any], None] | None = None
         self._kept: dict[int, _Kept] = {}

@@ -95,6 +95,11 @@ class RunPlan:
         """Rows hold pairs: a forward of one stage beside a backward of the other (DualPipe)."""
         return any(Op.OVERLAP in self.schedule(count).ops for count in self._microbatch_counts)
 
+    @property
+    def splits_backward(self) -> bool:
+        """The training schedule has I and W instead of B, at least in part."""
+        return any(Op.W in self.schedule(count).ops for count in self._microbatch_counts)
+
     def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
         """Of an asynchronous schedule: which version of the weights each microbatch uses on this rank."""
         rule = SCHEDULES[self.schedule_name].versions

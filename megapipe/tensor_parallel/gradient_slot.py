@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+Outer = Callable[[Tensor, Tensor, Tensor], None]  # (main_grad, grad_output, inputs): main_grad += grad_output^T @ inputs
+
 
 class GradientSlot:
     """Where the gradient of one parameter accumulates over microbatches.
@@ -16,14 +18,18 @@ class GradientSlot:
     uses: how often the parameter is used in one microbatch's backward (2 for a tied embedding whose head is on the same rank).
     on_ready: called with the slot when all uses of one microbatch are accumulated: gradient readiness cannot come from autograd hooks,
     which never fire for gradients that a hand-written backward or a queue adds itself.
+    outer: a kernel for `add_outer`, instead of torch's.
     """
 
-    __slots__ = ("_done", "main_grad", "on_ready", "uses")
+    __slots__ = ("_done", "main_grad", "on_ready", "outer", "uses")
 
-    def __init__(self, main_grad: Tensor, uses: int = 1, on_ready: Callable[[GradientSlot], None] | None = None) -> None:
+    def __init__(
+        self, main_grad: Tensor, uses: int = 1, on_ready: Callable[[GradientSlot], None] | None = None, outer: Outer | None = None
+    ) -> None:
         self.main_grad = main_grad
         self.uses = uses
         self.on_ready = on_ready
+        self.outer = outer
         self._done = 0
 
     def add(self, gradient: Tensor) -> None:
@@ -38,7 +44,9 @@ class GradientSlot:
         their own dtype, and added in main_grad's.
         """
         main_grad = self.main_grad
-        if inputs.dtype == main_grad.dtype:
+        if self.outer is not None:
+            self.outer(main_grad, grad_output, inputs)
+        elif inputs.dtype == main_grad.dtype:
             main_grad.addmm_(grad_output.t(), inputs)
         elif inputs.is_cuda and main_grad.dtype == torch.float32 and gemm_adds_to_fp32(inputs.device, inputs.dtype):
             torch.ops.aten.addmm.dtype_out(main_grad, grad_output.t(), inputs, torch.float32, out=main_grad)

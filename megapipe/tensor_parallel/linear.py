@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from megapipe.comm.collectives import all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.mappings import gathered, reduce_scattered, slice_length
 from megapipe.tensor_parallel.weight_gradient import Gathering, LinearWeightGradient, Remake, Slots
@@ -36,16 +36,25 @@ NO_SLOTS: Slots = {}
 
 
 class _Kept:
-    """What a linear's Function keeps besides tensors: its options, and the recipe to make its input again."""
+    """What a linear's Function keeps besides tensors: its options, its arithmetic, and the recipe to make its input again."""
 
-    __slots__ = ("queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
+    __slots__ = ("gemms", "queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
 
-    def __init__(self, tp: Group, sequence_parallel: bool, slots: Slots, queue: WeightQueue | None, remake: Remake | None) -> None:
+    def __init__(
+        self,
+        tp: Group,
+        sequence_parallel: bool,
+        slots: Slots,
+        queue: WeightQueue | None,
+        remake: Remake | None,
+        gemms: Gemms = PLAIN_GEMMS,
+    ) -> None:
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.slots = slots
         self.queue = queue
         self.remake = remake
+        self.gemms = gemms
         self.tensors_at: tuple[int, ...] = ()
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -85,6 +94,7 @@ class _Kept:
             gather_input,
             grad_output,
             grad_bias_from,
+            self.gemms,
         )
 
     @property
@@ -92,22 +102,11 @@ class _Kept:
         return self.queue is not None and self.queue.is_deferring
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias. No view of another tensor: autograd would forbid in-place work on it (rotation, residual sum)."""
-    y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
-
-
-def _input_gradient(grad_output: Tensor, weight: Tensor) -> Tensor:
-    """grad_output [s, b, out] @ weight [out, in] -> [s, b, in]."""
-    return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
-
-
 class _ColumnParallel(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
         kept.save(ctx, x, weight, bias)
-        return _affine(gathered(x, kept.tp) if kept.sequence_parallel else x, weight, bias)
+        return kept.gemms.forward(gathered(x, kept.tp) if kept.sequence_parallel else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -121,7 +120,7 @@ class _ColumnParallel(Function):
                 waiting.launch()
         grad_input = work = None
         if wants_input:
-            grad_input = partial = _input_gradient(grad_output, ctx.saved_tensors[0])
+            grad_input = partial = kept.gemms.input_gradient(grad_output, ctx.saved_tensors[0])
             if kept.sequence_parallel:
                 grad_input = partial.new_empty((slice_length(partial, kept.tp), *partial.shape[1:]))
                 work = reduce_scatter(grad_input, partial, kept.tp, async_op=True)
@@ -138,8 +137,8 @@ class _RowParallel(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
         kept.save(ctx, x, weight, bias)
         if kept.tp.size == 1:
-            return _affine(x, weight, bias)
-        y = _affine(x, weight)
+            return kept.gemms.forward(x, weight, bias)
+        y = kept.gemms.forward(x, weight, None)
         if kept.sequence_parallel:
             y = reduce_scattered(y, kept.tp)
         else:
@@ -152,7 +151,7 @@ class _RowParallel(Function):
         kept: _Kept = ctx.kept
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
         whole = Gathering(grad_output, kept.tp if kept.sequence_parallel else None)
-        grad_input = _input_gradient(whole.whole(), ctx.saved_tensors[0]) if wants_input else None
+        grad_input = kept.gemms.input_gradient(whole.whole(), ctx.saved_tensors[0]) if wants_input else None
         waiting = None
         if wants_weight or wants_bias:
             # what waits for W keeps this rank's slice of grad_output, not the gathered one
@@ -212,7 +211,7 @@ def row_parallel_linear(
 
 
 class _ParallelLinear(nn.Module):
-    """Weight, bias, slots and queue of a linear cut over tp. Parameters stand on the meta device until materialised."""
+    """Weight, bias, slots, queue and arithmetic of a linear cut over tp. Parameters stand on the meta device until materialised."""
 
     def __init__(
         self,
@@ -221,9 +220,11 @@ class _ParallelLinear(nn.Module):
         tp: Group,
         sequence_parallel: bool,
         queue: WeightQueue | None,
+        gemms: Gemms,
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.gemms = gemms
         self.sequence_parallel = sequence_parallel
         self.queue = queue
         self.slots: dict[str, GradientSlot] = {}
@@ -251,12 +252,14 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool,
         queue: WeightQueue | None = None,
         local_out_features: int | None = None,
+        gemms: Gemms = PLAIN_GEMMS,
     ) -> None:
         rows = _share(out_features, tp, "output") if local_out_features is None else local_out_features
-        super().__init__((rows, in_features), rows if bias else None, tp, sequence_parallel, queue)
+        super().__init__((rows, in_features), rows if bias else None, tp, sequence_parallel, queue, gemms)
 
     def forward(self, x: Tensor, remake: Remake | None = None) -> Tensor:
-        return _ColumnParallel.apply(x, self.weight, self.bias, _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake))
+        kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms)
+        return _ColumnParallel.apply(x, self.weight, self.bias, kept)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -271,12 +274,14 @@ class RowParallelLinear(_ParallelLinear):
         tp: Group,
         sequence_parallel: bool,
         queue: WeightQueue | None = None,
+        gemms: Gemms = PLAIN_GEMMS,
     ) -> None:
         columns = _share(in_features, tp, "input")
-        super().__init__((out_features, columns), out_features if bias else None, tp, sequence_parallel, queue)
+        super().__init__((out_features, columns), out_features if bias else None, tp, sequence_parallel, queue, gemms)
 
     def forward(self, x: Tensor, remake: Remake | None = None) -> Tensor:
-        return _RowParallel.apply(x, self.weight, self.bias, _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake))
+        kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms)
+        return _RowParallel.apply(x, self.weight, self.bias, kept)
 
 
 def _share(features: int, tp: Group, side: str) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.groups import Group
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 
 Slots = Mapping[str, GradientSlot]
@@ -78,11 +79,12 @@ class LinearWeightGradient:
         gather_input: Group | None,
         grad_output: Gathering,
         grad_bias_from: Tensor,
+        gemms: Gemms = PLAIN_GEMMS,
     ) -> None:
         """weight, bias: None where no gradient is wanted."""
         self.weight, self.bias, self.slots = weight, bias, slots
         self.inputs, self.remake, self.gather_input = inputs, remake, gather_input
-        self.grad_output, self.grad_bias_from = grad_output, grad_bias_from
+        self.grad_output, self.grad_bias_from, self.gemms = grad_output, grad_bias_from, gemms
         self._gathered_input: Gathering | None = None
 
     @torch.no_grad()
@@ -116,8 +118,8 @@ class LinearWeightGradient:
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         slot = self.slots.get("weight")
         if slot is None:
-            return torch.mm(grad_output.t(), inputs)
-        slot.add_outer(grad_output, inputs)
+            return self.gemms.weight_gradient(grad_output, inputs)
+        self.gemms.add_weight_gradient(slot, grad_output, inputs)
         slot.ready()
         return None
 

@@ -16,6 +16,7 @@ from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.environment import Environment, set_for_libraries
+from megapipe.kernels.choose import choose, words_of
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.planner.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
@@ -49,10 +50,14 @@ def pretrain(
         be_deterministic()
     log = RunLog(recorded_folder(config), environment.global_rank)
     with log.failures(), stop_requests(config.training.exit_signal_handler) as stop:
+        kernels = choose(config)  # what is missing is told before ranks wait for each other
         writers = build_writers(config, log, logs_here=environment.global_rank == 0)
         nccl = prepare(config, environment)
         world = join(plan, environment)
-        log.start(plan, world, config_text, remarks)
+        words = words_of(kernels, config, world.device.type)
+        log.start(plan, world, config_text, remarks, words)
+        if environment.global_rank == 0:
+            print("kernels: " + "\n         ".join(words), flush=True)
         for remark in unused(config.gpu, world):
             writers.say(remark)
         heart = heart_of(config)

@@ -2,7 +2,8 @@
 
 Every record has `kind` and `time` (Unix seconds), and:
 
-start    time, host, pid, command, versions, machine, grid, config (YAML), plan (text), resumed_from, remarks
+start    time, host, pid, command, versions, machine, grid, config (YAML), plan (text), resumed_from, remarks,
+         kernels (which library computes what)
 note     what was said at the console beside the steps: checkpoints, profiles, what was passed over
 warning  what did not go as asked and did not stop the run
 failure  rank, error, text: what ended it
@@ -43,7 +44,7 @@ class RunLog:
         self._path = None if folder is None else folder / FILE_NAME
         self._rank = global_rank
 
-    def start(self, plan: RunPlan, world: World, config_text: str, remarks: Sequence[str]) -> None:
+    def start(self, plan: RunPlan, world: World, config_text: str, remarks: Sequence[str], kernels: Sequence[str] = ()) -> None:
         """The ranks have met."""
         if self._rank == 0:
             self._write(
@@ -57,6 +58,7 @@ class RunLog:
                 config=config_text,
                 plan=plan_text(plan),
                 remarks=list(remarks),
+                kernels=list(kernels),
             )
 
     def resumed(self, path: Path) -> None:

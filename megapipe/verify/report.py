@@ -138,6 +138,10 @@ def _replaced(small: Shrunk) -> Iterator[str]:
     a, b = small.was.config, small.plan.config
     if a.precision.dtype != b.precision.dtype:
         yield f"{a.precision.dtype} by fp64 in every kernel; on a GPU attention then takes torch's math kernel: flash has no fp64"
+    if a.precision.fp8_format is not None:
+        yield f"fp8 {a.precision.fp8_format} by {b.precision.dtype}"
+    if (a.kernels.transformer_impl, a.kernels.attention_impl, a.kernels.optimizer_impl) != ("local", "sdpa", "torch"):
+        yield "other libraries' kernels by torch's: what is proven is the grid"
     if a.parallel.grad_reduce_in_bf16 and not b.parallel.grad_reduce_in_bf16:
         yield "gradients reduced in bf16 by gradients reduced in fp64"
     if b.precision.dtype == "fp16" and a.precision.initial_loss_scale != b.precision.initial_loss_scale:

@@ -202,6 +202,10 @@ def _optimizer(optimizer: OptimizerConfig, lr: float, adam_eps: float) -> Optimi
 def _precision(precision: PrecisionConfig, mode: str) -> PrecisionConfig:
     if mode == "fp64":
         return PrecisionConfig(dtype="fp64")
+    default = PrecisionConfig()  # what is proven is the grid: kernels are torch's, and their operands of the configured dtype
+    fp8 = {name: getattr(default, name) for name in ("fp8_format", "fp8_recipe", "fp8_margin", "first_last_layers_bf16")}
+    history = {name: getattr(default, name) for name in ("fp8_amax_history_len", "fp8_amax_compute_algo")}
+    precision = dataclasses.replace(precision, **fp8, **history)
     if precision.dtype != "fp16" or precision.loss_scale is not None:
         return precision
     scale = max(min(precision.initial_loss_scale, INITIAL_LOSS_SCALE), precision.min_loss_scale)

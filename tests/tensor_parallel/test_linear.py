@@ -13,6 +13,7 @@ from torch.nn import functional
 import megapipe.tensor_parallel.linear as linear_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
+from megapipe.tensor_parallel.gemms import PlainGemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, row_parallel_linear
 from megapipe.tensor_parallel.weight_gradient import Remake
@@ -233,17 +234,17 @@ def run_order(rank: int, world_size: int, sequence_parallel: bool) -> list[str]:
 
     places = [(linear_module, "all_reduce"), (linear_module, "reduce_scatter"), (weight_gradient_module, "all_gather")]
     originals = [getattr(*place) for place in places]
-    original_add, original_mm = GradientSlot.add_outer, linear_module._input_gradient
+    original_add, original_mm = GradientSlot.add_outer, PlainGemms.input_gradient
     try:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, spied(name, original))
         GradientSlot.add_outer = lambda *args: (events.append("wgrad"), original_add(*args))[1]
-        linear_module._input_gradient = lambda *args: (events.append("dgrad"), original_mm(*args))[1]
+        PlainGemms.input_gradient = lambda *args: (events.append("dgrad"), original_mm(*args))[1]
         y.backward(case.output_part(case.grad_outputs[0]))
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
-        GradientSlot.add_outer, linear_module._input_gradient = original_add, original_mm
+        GradientSlot.add_outer, PlainGemms.input_gradient = original_add, original_mm
     return events
 
 

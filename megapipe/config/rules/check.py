@@ -8,6 +8,7 @@ from megapipe.config.config import Config
 from megapipe.config.fields import all_fields, value_of
 from megapipe.config.rules.asynchronous import ASYNCHRONOUS_RULES
 from megapipe.config.rules.data import DATA_RULES, JOB_RULES
+from megapipe.config.rules.kernels import KERNEL_RULES
 from megapipe.config.rules.model import MODEL_RULES
 from megapipe.config.rules.parallel import PARALLEL_RULES
 from megapipe.config.rules.training import TRAINING_RULES
@@ -16,7 +17,7 @@ from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], str | None]
 
-CONSISTENCY_RULES: tuple[Rule, ...] = (*MODEL_RULES, *PARALLEL_RULES, *TRAINING_RULES, *DATA_RULES, *ASYNCHRONOUS_RULES)
+CONSISTENCY_RULES: tuple[Rule, ...] = (*MODEL_RULES, *PARALLEL_RULES, *TRAINING_RULES, *DATA_RULES, *ASYNCHRONOUS_RULES, *KERNEL_RULES)
 
 
 def check(config: Config) -> None:

@@ -1,0 +1,155 @@
+"""The GEMMs of a linear with 8-bit operands (Micikevicius et al. 2022, arXiv:2209.05433): one scale a tensor, sums in fp32.
+
+    forward   x e4m3, W e4m3      dgrad   dy e4m3 or e5m2 (hybrid), W e4m3      wgrad   dy and x as before
+
+A tensor t becomes round(t s) with s = largest number of the format / (2^margin amax). amax is max |t| (tensorwise), or what the steps
+before have seen of this tensor (delayed; in a first step tensorwise), so that s is the same for all microbatches of a step: what is
+computed again in a backward has the same bits. Weights are cast once a row (`begin`), not once a microbatch. Inputs are kept for the
+backward in the model's dtype, as without fp8, and cast when they are used.
+
+Each rank casts what its own GEMMs take: a gathered x is whole, so that all tp ranks cast it alike; of W, and of what is cut by columns,
+each tp rank has scales of its own, finer than one process would have. No maximum crosses a rank.
+
+On GPUs the products are torch._scaled_mm (compute capability 8.9 or higher); elsewhere the rounded operands are multiplied in fp32,
+which is the same arithmetic but for the order of sums: slow, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config.precision import PrecisionConfig
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """values [rows, k] in 8 bits, contiguous along k, which the GEMM sums over; inverse: fp32 scalar, values x inverse is the tensor."""
+
+    values: Tensor
+    inverse: Tensor
+
+    def dequantized(self) -> Tensor:
+        """[rows, k] fp32."""
+        return self.values.float() * self.inverse
+
+
+def scale_for(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """The factor that takes amax to the format's largest number / 2^margin; 1 for a tensor of zeros. An amax that is no number stays one
+    that is none, so that an overflow is seen in the gradients."""
+    largest = torch.finfo(dtype).max / 2.0**margin
+    return torch.where(amax > 0, largest / amax, torch.ones_like(amax) + 0 * amax)
+
+
+def rounded_values(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x scale in an 8-bit format, what lies beyond its largest number at that (a delayed scale can be too large)."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
+    """a [m, k] times b [n, k] transposed, plus bias [n]: [m, n]. fast: sums may be kept in less than fp32 for a while, as is usual in
+    forwards."""
+    if not a.values.is_cuda:
+        product = emulated(a, b, out_dtype)
+        return product if bias is None else product.add_(bias)
+    inside = bias if out_dtype in (torch.bfloat16, torch.float16) else None  # the kernel adds no fp32 bias
+    product = torch._scaled_mm(
+        a.values, b.values.t(), scale_a=a.inverse, scale_b=b.inverse, bias=inside, out_dtype=out_dtype, use_fast_accum=fast
+    )
+    return product if bias is None or bias is inside else product.add_(bias)
+
+
+def emulated(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> Tensor:
+    """`multiply` by an fp32 GEMM: what its result is compared with."""
+    return (torch.mm(a.values.float(), b.values.float().t()) * (a.inverse * b.inverse)).to(out_dtype)
+
+
+class TensorScale:
+    """The scale of one operand of one linear. Its state is on the device and is never waited for."""
+
+    def __init__(self, dtype: torch.dtype, precision: PrecisionConfig) -> None:
+        self.dtype, self._margin = dtype, precision.fp8_margin
+        self._length = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
+        self._by_maximum = precision.fp8_amax_compute_algo == "max"
+        self._history: list[Tensor] = []  # amax of past steps, the newest first
+        self._seen: Tensor | None = None  # amax of this step so far
+        self._fixed: Tensor | None = None  # the scale that the history gives
+
+    def of(self, x: Tensor, records: bool) -> Tensor:
+        """The scale for x, an fp32 scalar. records: x counts for the steps to come, if scales are delayed."""
+        records = records and self._length > 0
+        if self._fixed is not None and not records:
+            return self._fixed
+        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        if records:
+            self._seen = amax if self._seen is None else torch.maximum(self._seen, amax)
+        return scale_for(amax, self.dtype, self._margin) if self._fixed is None else self._fixed
+
+    def step(self) -> None:
+        """A step is over: what was seen in it becomes the newest of the history."""
+        if self._seen is None:
+            return
+        self._history = [self._seen, *self._history][: self._length]
+        self._seen = None
+        amax = torch.stack(self._history).amax() if self._by_maximum else self._history[0]
+        self._fixed = scale_for(amax, self.dtype, self._margin)
+
+
+class Fp8Gemms:
+    """`gemms.Gemms` of one linear in 8 bits, with its scales and its weights in 8 bits. pointwise: compiles the casts, or does not."""
+
+    def __init__(self, precision: PrecisionConfig, pointwise: Callable[[Any], Any] = lambda function: function) -> None:
+        self._round = pointwise(rounded_values)
+        self.x = TensorScale(E4M3, precision)
+        self.weight = TensorScale(E4M3, precision)
+        self.gradient = TensorScale(E4M3 if precision.fp8_format == "e4m3" else E5M2, precision)
+        self._weight: tuple[Rounded, Rounded] | None = None  # of this row, and its transpose
+        self._trains = True
+
+    def begin(self, trains: bool) -> None:
+        """A row of the schedule begins, with other weights than the last one, perhaps. trains: what it sees counts for scales to come."""
+        self._weight, self._trains = None, trains
+        if trains:
+            for scale in (self.x, self.weight, self.gradient):
+                scale.step()
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = multiply(self._cast(self.x, rows), self._cast_weight(weight)[0], x.dtype, bias, fast=True)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+
+    def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
+        rows = grad_output.reshape(-1, weight.shape[0])
+        dx = multiply(self._cast(self.gradient, rows), self._cast_weight(weight)[1], grad_output.dtype)
+        return dx.view(*grad_output.shape[:-1], weight.shape[1])
+
+    def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
+        return self._outer(grad_output, inputs, inputs.dtype)
+
+    def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
+        slot.add(self._outer(grad_output, inputs, torch.float32))
+
+    def _outer(self, grad_output: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        return multiply(self._cast(self.gradient, grad_output, transposed=True), self._cast(self.x, inputs, transposed=True), dtype)
+
+    @torch.no_grad()
+    def _cast(self, scale_of: TensorScale, x: Tensor, transposed: bool = False) -> Rounded:
+        """[rows, k] or, transposed, [k, rows]: the matrix units of Hopper take both operands with the summed dim last."""
+        scale = scale_of.of(x, records=self._trains)
+        values = self._round(x, scale, scale_of.dtype)
+        return Rounded(values.t().contiguous() if transposed else values, scale.reciprocal())
+
+    @torch.no_grad()
+    def _cast_weight(self, weight: Tensor) -> tuple[Rounded, Rounded]:
+        if self._weight is None:
+            whole = self._cast(self.weight, weight.detach())
+            self._weight = whole, Rounded(whole.values.t().contiguous(), whole.inverse)
+        return self._weight
