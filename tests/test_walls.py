@@ -69,6 +69,12 @@ PLAN_HALF = (
 )
 PEERS = REPOSITORY / "tools" / "schedule_bench" / "peers"  # whom the benchmark compares with: they speak to torch.distributed themselves
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
+LIBRARIES = {  # imported in one file each, inside functions: a run that did not choose them never asks for them
+    "transformer_engine": "megapipe.kernels.transformer_engine",
+    "apex": "megapipe.kernels.apex",
+    "fused_weight_gradient_mlp_cuda": "megapipe.kernels.apex",
+    "flash_attn": "megapipe.kernels.flash",
+}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 LIVE_STATE = {"Group", "ProcessGroups", "build_process_groups", "new_group", "Config", "Topology", "Tracer", "World", "Environment"}
 STATE_WITH_A_REASON = {
@@ -158,6 +164,17 @@ def breaches_of_the_one_door(tree: ast.Module, module: str) -> list[str]:
     ]
     lines += [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"]
     return [f"{module}:{line} uses torch.distributed" for line in lines]
+
+
+def breaches_of_libraries(tree: ast.Module, module: str) -> list[str]:
+    """Imports of a chosen library outside its one file, or there but outside functions."""
+    inside = {node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)}
+    lines_inside = {node.lineno for node in inside if isinstance(node, ast.Import | ast.ImportFrom)}
+    return [
+        f"{module}:{line} imports {name}"
+        for line, name, _ in imports_of(tree, module)
+        if (door := LIBRARIES.get(name.split(".")[0])) is not None and (module != door or line not in lines_inside)
+    ]
 
 
 def breaches_of_environment(tree: ast.Module, module: str) -> list[str]:
@@ -309,6 +326,11 @@ def test_torch_distributed_is_used_only_in_comm() -> None:
     assert not found, "\n".join(found)
 
 
+def test_chosen_libraries_are_imported_in_one_file_each() -> None:
+    found = [b for module, path in modules().items() for b in breaches_of_libraries(tree_of(path), module)]
+    assert not found, "\n".join(found)
+
+
 def test_environment_is_read_in_one_file() -> None:
     found = [
         b for module, path in modules().items() if module != "megapipe.environment" for b in breaches_of_environment(tree_of(path), module)
@@ -378,6 +400,19 @@ def test_planted_import_upwards_is_seen(source: str) -> None:
 def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
     assert breaches_of_the_one_door(ast.parse(source), "megapipe.optimizer.norm")
     assert not breaches_of_the_one_door(ast.parse("import torch\ntorch.zeros(1)"), "megapipe.optimizer.norm")
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("def f():\n    import flash_attn", "megapipe.model.attention"),
+        ("import apex.optimizers", "megapipe.kernels.apex"),
+        ("from transformer_engine.pytorch import Linear", "megapipe.kernels.transformer_engine"),
+    ],
+)
+def test_planted_import_of_a_library_is_seen(source: str, module: str) -> None:
+    assert breaches_of_libraries(ast.parse(source), module)
+    assert not breaches_of_libraries(ast.parse("def f():\n    import flash_attn"), "megapipe.kernels.flash")
 
 
 @pytest.mark.parametrize("source", ["import torch", "def f():\n    from torch import Tensor", "import transformers"])

@@ -195,13 +195,17 @@ class _Delayed:
         linear = self._linear
         if "weight" not in linear.slots:
             raise RuntimeError("Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would replace them")
+        bias = linear.bias if linear._wish.bias else None
+        is_added_apart = linear._wish.mode == "row" and linear._wish.tp.size > 1  # by autograd, which has had its gradient by now
+        if bias is not None and is_added_apart:
+            bias.grad = bias.detach()  # the library would fill an empty place with a gradient that it does not have
         linear.backward_dw()
         linear.slots["weight"].ready()
-        bias = linear.bias if linear._wish.bias else None
-        if bias is not None and bias.grad is not None:  # written past autograd, so that no hook has seen it
-            linear.slots["bias"].add(bias.grad)
-            bias.grad = None
-            linear.slots["bias"].ready()
+        if bias is not None:
+            gradient, bias.grad = bias.grad, None
+            if not is_added_apart:  # written past autograd, so that no hook has seen it
+                linear.slots["bias"].add(gradient)
+                linear.slots["bias"].ready()
 
 
 class _WeightGradient(torch.autograd.Function):

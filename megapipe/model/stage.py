@@ -139,15 +139,15 @@ class GPTStage(nn.Module):
         return logits if return_logits else self.loss(logits, microbatch)
 
     def _run_groups(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        for layers, is_checkpointed in self._groups:
-            run = partial(self._run_layers, layers=layers, context=context)
-            hidden = checkpoint(run, hidden) if is_checkpointed else run(hidden)
+        with nullcontext() if self._library is None else self._library.stage_region(self.tp):
+            for layers, is_checkpointed in self._groups:
+                run = partial(self._run_layers, layers=layers, context=context)
+                hidden = checkpoint(run, hidden) if is_checkpointed else run(hidden)
         return hidden
 
     def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
-        with nullcontext() if self._library is None else self._library.stage_region(self.tp):
-            for layer in layers:
-                hidden = self.decoder.layers[str(layer)](hidden, context)
+        for layer in layers:
+            hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:

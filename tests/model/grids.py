@@ -13,6 +13,7 @@ from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.kernels.choose import TORCH, Kernels
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
@@ -82,6 +83,7 @@ def make_stage(
     recompute: RecomputeConfig | None = None,
     loss: TrainingConfig | None = None,
     queue: WeightQueue | None = None,
+    kernels: Kernels = TORCH,
 ) -> GPTStage:
     """A stage (by default the whole model) whose parameters are slices of `weights`, global tensors by name."""
     tp = tp or Group.alone("tp")
@@ -93,6 +95,7 @@ def make_stage(
         recompute=recompute or RecomputeConfig(),
         loss=loss or TrainingConfig(),
         weight_queue=queue,
+        kernels=kernels,
     )
     specs = {spec.name: spec for spec in model_specs(config, sequence_parallel)}
     for name, parameter in list(stage.named_parameters()):

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megapipe.comm.groups import Group
+from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.model.stage import GPTStage
 from megapipe.sharding.model_specs import model_specs
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.harness import RankPool
-from tests.model.grids import GPT2, LLAMA, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+from tests.model.grids import GPT2, LLAMA, Expected, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 OPTIONS = {
@@ -50,6 +52,11 @@ def compared_tensors(rank: int, world_size: int, options: dict[str, Any], sequen
     loss = stage(microbatch)
     loss.loss_sum.backward()
     assert_equal(loss.loss_sum, expected.loss_sum, "loss")
+    return assert_gradients(stage, config, expected, rank, world_size, sequence_parallel)
+
+
+def assert_gradients(stage: GPTStage, config: ModelConfig, expected: Expected, rank: int, world_size: int, sequence_parallel: bool) -> int:
+    """Every gradient of this rank's slices, partial ones summed, is the reference's. Returns the number of tensors."""
     grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
     specs = {spec.name: spec for spec in model_specs(config, sequence_parallel)}
     assert grads.keys() == specs.keys()
