@@ -1,0 +1,139 @@
+"""Arithmetic of fp8: rounding within the formats' bounds, products as torch._scaled_mm makes them, scales that a step does not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import megapipe.tensor_parallel.fp8 as fp8
+from megapipe.comm.groups import Group
+from megapipe.config.precision import PrecisionConfig
+from megapipe.tensor_parallel.fp8 import E4M3, E5M2, Fp8Gemms, Rounded, TensorScale, emulated, multiply, rounded_values, scale_for
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+
+# half a unit in the last place, relative; half the smallest number, absolute
+ROUNDOFF = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
+TENSORWISE = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
+DELAYED = PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed", fp8_amax_history_len=2, fp8_amax_compute_algo="max")
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Rounded:
+    scale = scale_for(x.abs().amax(), dtype)
+    return Rounded(rounded_values(x, scale, dtype), scale.reciprocal())
+
+
+def bound(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most by which rounding changes each element of x (with some fp32 rounding of the scale itself)."""
+    relative, absolute = ROUNDOFF[dtype]
+    inverse = x.abs().amax() / torch.finfo(dtype).max
+    return torch.maximum(relative * x.abs(), absolute * inverse) + 1e-6 * x.abs()
+
+
+DTYPES = pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3-e4m3", "e5m2-e4m3", "e4m3-e5m2"])
+
+
+@DTYPES
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), exponent=st.integers(-30, 30), spread=st.floats(0, 6), sizes=st.tuples(*[st.integers(1, 20)] * 3))
+def test_a_product_is_within_the_bounds_of_its_formats(
+    dtypes: tuple[torch.dtype, torch.dtype], seed: int, exponent: int, spread: float, sizes: tuple[int, int, int]
+) -> None:
+    m, n, k = sizes
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, k, generator=generator) * torch.randn(rows, k, generator=generator).mul(spread).exp() for rows in (m, n))
+    a = a * 2.0**exponent
+    exact = a.double() @ b.double().t()
+    found = emulated(cast(a, dtypes[0]), cast(b, dtypes[1]), torch.float32)
+    da, db = bound(a, dtypes[0]).double(), bound(b, dtypes[1]).double()
+    most = da @ b.abs().double().t() + a.abs().double() @ db.t() + da @ db.t()
+    sums = 1e-6 * k * (a.abs().double() @ b.abs().double().t())  # of the fp32 sums
+    assert ((found.double() - exact).abs() <= most + sums + 1e-38).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_emulation_is_what_scaled_mm_computes(dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype) -> None:
+    a, b = cast(torch.randn(16, 32), dtypes[0]), cast(torch.randn(48, 32), dtypes[1])
+    product = torch._scaled_mm(a.values, b.values.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=out_dtype)
+    torch.testing.assert_close(multiply(a, b, out_dtype), product, rtol=1e-5 if out_dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_the_largest_element_becomes_the_largest_number_and_a_margin_keeps_away_from_it(dtype: torch.dtype) -> None:
+    x = torch.tensor([3.0, -0.7])
+    assert rounded_values(x, scale_for(x.abs().amax(), dtype), dtype)[0].float() == torch.finfo(dtype).max
+    assert rounded_values(x, scale_for(x.abs().amax(), dtype, 3), dtype)[0].float() == torch.finfo(dtype).max / 8
+    assert rounded_values(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max  # a scale of another step: no overflow
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(value: float, dtype: torch.dtype) -> None:
+    one = cast(torch.ones(2, 4), E4M3)
+    x = torch.ones(3, 4)
+    x[1, 2] = value
+    assert not emulated(cast(x, dtype), one, torch.float32)[1].isfinite().any()
+    assert torch.equal(emulated(cast(torch.zeros(3, 4), dtype), one, torch.float32), torch.zeros(3, 2))
+
+
+def test_a_delayed_scale_is_that_of_the_steps_before_and_holds_for_a_step() -> None:
+    scale = TensorScale(E4M3, DELAYED)
+    assert scale.of(torch.tensor([2.0]), records=True) == 448 / 2  # a first step has no history
+    assert scale.of(torch.tensor([4.0]), records=True) == 448 / 4
+    scale.step()
+    assert scale.of(torch.tensor([100.0]), records=False) == 448 / 4  # an evaluation leaves no trace
+    assert scale.of(torch.tensor([3.0]), records=True) == 448 / 4
+    scale.step()
+    assert scale.of(torch.tensor([1.0]), records=True) == 448 / 4  # the largest of two steps
+    scale.step()
+    assert scale.of(torch.tensor([1.0]), records=True).item() == pytest.approx(448 / 3)
+    recent = TensorScale(E4M3, PrecisionConfig(fp8_format="e4m3"))
+    for value in (5.0, 2.0):
+        recent.of(torch.tensor([value]), records=True)
+        recent.step()
+    assert recent.of(torch.tensor([7.0]), records=True) == 448 / 2
+
+
+def fp8_linear(precision: PrecisionConfig, bias: bool = True) -> tuple[ColumnParallelLinear, Fp8Gemms]:
+    gemms = Fp8Gemms(precision)
+    layer = ColumnParallelLinear(32, 16, bias=bias, tp=Group.alone("tp"), sequence_parallel=False, gemms=gemms)
+    layer.weight = nn.Parameter(torch.randn(16, 32))
+    if bias:
+        layer.bias = nn.Parameter(torch.randn(16))
+    layer.slots = {"weight": GradientSlot(torch.zeros(16, 32))}
+    return layer, gemms
+
+
+@pytest.mark.parametrize("format_", ["e4m3", "hybrid"])
+def test_the_three_products_of_a_linear_round_their_operands_alone(format_: str) -> None:
+    layer, _ = fp8_linear(PrecisionConfig(fp8_format=format_, fp8_recipe="tensorwise"))
+    x = torch.randn(8, 2, 32, requires_grad=True)
+    dy = torch.randn(8, 2, 16)
+    y = layer(x)
+    y.backward(dy)
+    gradient = E4M3 if format_ == "e4m3" else E5M2
+    x8, w8, dy8 = (cast(t.detach().flatten(0, -2), d).dequantized() for t, d in ((x, E4M3), (layer.weight, E4M3), (dy, gradient)))
+    torch.testing.assert_close(y.detach().flatten(0, 1), x8 @ w8.t() + layer.bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.flatten(0, 1), dy8 @ w8, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.slots["weight"].main_grad, dy8.t() @ x8, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, dy.flatten(0, 1).sum(0))  # not a product: not rounded
+
+
+def test_weights_are_cast_once_a_row_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    original = fp8.rounded_values
+    monkeypatch.setattr(fp8, "rounded_values", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1])
+    layer, gemms = fp8_linear(TENSORWISE, bias=False)
+    outputs = []
+    for row in range(2):
+        gemms.begin(trains=True)
+        for _ in range(3):
+            outputs.append(layer(torch.ones(4, 1, 32, requires_grad=True)))
+            outputs[-1].sum().backward()
+        assert shapes.count((16, 32)) == row + 1
+        layer.weight.data.mul_(2)
+    torch.testing.assert_close(outputs[-1], 2 * outputs[0])
