@@ -36,8 +36,7 @@ def trained(rank: int, world_size: int, flags: str, num_steps: int = 3) -> tuple
     return losses, {name: tensor.clone() for name, tensor in whole_parameters(machines)}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-@pytest.mark.parametrize("format_", ["e4m3", "hybrid"])
+@pytest.mark.parametrize(("format_", "recipe"), [("e4m3", "tensorwise"), ("hybrid", "delayed")], ids=["e4m3", "hybrid-delayed"])
 def test_the_loss_falls_near_that_of_bf16(format_: str, recipe: str) -> None:
     losses, _ = trained(0, 1, f"--bf16 --fp8 {format_} --fp8-recipe {recipe}", 8)
     plain, _ = trained(0, 1, "--bf16", 8)
