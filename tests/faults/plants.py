@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.data.synthetic import SyntheticDataset
 from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.model.block import Block
@@ -71,6 +72,18 @@ def flipped_bit(step: TrainStep) -> None:
     buffers = next(iter(machines.buffers.values()))
     values = buffers.parameter(next(name for name in buffers.names if "mlp" in name)).reshape(-1)
     raw_bytes(values)[values.numel() // 2 * values.element_size() + 2] ^= 1
+
+
+def damage_newest(save: Path) -> None:
+    """One bit of one tensor in the newest checkpoint turns over."""
+    newest = find_checkpoint(save)
+    assert newest is not None
+    saved = next(iter(newest.manifest.tensors.values())).boxes[0]
+    with (newest.path / saved.file).open("r+b") as file:
+        file.seek(saved.start + 5)
+        byte = file.read(1)
+        file.seek(saved.start + 5)
+        file.write(bytes([byte[0] ^ 16]))
 
 
 PLANTS: dict[str, Callable[[TrainStep], None]] = {"nan": nan_in_one_microbatch, "loader": unreadable_data, "flip": flipped_bit}

@@ -14,13 +14,11 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,15 +26,15 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.folder import find_checkpoint, steps_in
-from tests.faults.plants import order
+from megapipe.checkpoint.folder import steps_in
+from tests.faults.disks import can_mount, fill, free, small_disk
+from tests.faults.plants import damage_newest, order
 from tests.launch.scripts import Door
 from tests.train.jobs import TINY
 from tests.train.test_saving import contents
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 NUM_RANKS = 4
-DISK_BYTES = 32 << 20
 START_SECONDS, END_SECONDS = 240.0, 120.0  # most that a start takes to its first step, and a fault to the end of all ranks
 FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --hang-timeout-seconds 12 --check-weight-hash-across-dp-replicas-interval 4"
 
@@ -55,6 +53,7 @@ class Plan:
     pause_seconds: float = 0.25
     save_interval: int = 10
     seed: int = 1
+    without: tuple[str, ...] = ()  # kinds of faults that are left out
 
     @property
     def num_steps(self) -> int:
@@ -113,7 +112,7 @@ class Life:
         return until()
 
     def all_ended(self) -> bool:
-        return self.exit_code is not None and not any(_is_alive(rank) for rank in self.ranks)
+        return self.exit_code is not None and not any(is_alive(rank) for rank in self.ranks)
 
     def told(self) -> str:
         return self.door.error() + self.door.out()
@@ -145,10 +144,7 @@ def _stop_rank(life: Life, choose: random.Random) -> None:
 
 
 def _fill_disk(life: Life, choose: random.Random) -> None:
-    with (life.save.parent / "filler").open("wb") as file, suppress(OSError):
-        while True:
-            file.write(bytes(1 << 12))
-            file.flush()
+    fill(life.save.parent)
 
 
 def _corrupt_newest(life: Life, choose: random.Random) -> None:
@@ -156,14 +152,7 @@ def _corrupt_newest(life: Life, choose: random.Random) -> None:
     life.wait(END_SECONDS, lambda: len(steps_in(life.save)) > 1)
     life.door.signal(signal.SIGKILL)
     life.wait(END_SECONDS, life.all_ended)
-    newest = find_checkpoint(life.save)
-    assert newest is not None
-    saved = next(iter(newest.manifest.tensors.values())).boxes[0]
-    with (newest.path / saved.file).open("r+b") as file:
-        file.seek(saved.start + 5)
-        byte = file.read(1)
-        file.seek(saved.start + 5)
-        file.write(bytes([byte[0] ^ 16]))
+    damage_newest(life.save)
 
 
 FAULTS: dict[str, Fault] = {
@@ -187,7 +176,7 @@ class Soak:
         self.choose = random.Random(plan.seed)
         self.save = self.out / "disk" / "run"
         self.struck: list[Struck] = []
-        self.kinds = [kind for kind in FAULTS if kind != "disk full" or _can_mount()]
+        self.kinds = [kind for kind in FAULTS if kind not in plan.without and (kind != "disk full" or can_mount())]
         self._bag: list[str] = []
         out.mkdir(parents=True)
 
@@ -195,7 +184,7 @@ class Soak:
         """The report. Raises SoakError."""
         self._undisturbed()
         began = time.monotonic()
-        with _disk(self.out / "disk"):
+        with small_disk(self.out / "disk") if can_mount() else nullcontext():
             number = 0
             while time.monotonic() - began < 60 * self.plan.minutes:
                 self._struck_life(number)
@@ -231,7 +220,7 @@ class Soak:
         if not life.wait(END_SECONDS, life.all_ended):
             raise life.fail(f"{END_SECONDS:g} s after {kind} not all ranks have ended")
         seconds, code = time.monotonic() - began, life.exit_code
-        (life.save.parent / "filler").unlink(missing_ok=True)
+        free(life.save.parent)
         if code not in fault.codes or not all(word in life.told() for word in fault.words):
             raise life.fail(f"{kind}: exit code {code}, expected {fault.codes} and {fault.words}")
         said = next((line for line in life.told().splitlines() if fault.words and fault.words[0] in line), "")
@@ -303,29 +292,11 @@ class Soak:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def _can_mount() -> bool:
-    return os.geteuid() == 0 and shutil.which("mount") is not None
-
-
-@contextmanager
-def _disk(folder: Path) -> Iterator[None]:
-    """A small disk of its own, where this user may mount one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not _can_mount():
-        yield
-        return
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -334,9 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", type=float, nargs=2, default=(20.0, 60.0), metavar=("LEAST", "MOST"))
     parser.add_argument("--save-interval", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--without", nargs="*", choices=FAULTS, default=[], help="kinds of faults to leave out")
     parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
     options = parser.parse_args(arguments)
-    plan = Plan(options.minutes, tuple(options.after), save_interval=options.save_interval, seed=options.seed)
+    plan = Plan(
+        options.minutes, tuple(options.after), save_interval=options.save_interval, seed=options.seed, without=tuple(options.without)
+    )
     report = Soak(plan, options.out).run()
     print(json.dumps({key: value for key, value in report.items() if key != "struck"}, indent=1))
     return 0

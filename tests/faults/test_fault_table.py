@@ -1,0 +1,253 @@
+"""The fault table of docs/reliability.md: each fault strikes real ranks in the middle of a run; it is told within seconds, and the next
+start goes on from the newest complete checkpoint and ends with the weights of a run that nobody disturbed, to the bit.
+
+`pytest -rP` prints a row of the table for each: seconds from the fault to the first message, and the steps that were done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.folder import find_checkpoint
+from megapipe.model.stage import GPTStage
+from megapipe.monitor.process import host
+from megapipe.train.step import TrainStep
+from tests.faults.disks import can_mount, fill, free, small_disk
+from tests.faults.plants import flipped_bit, nan_in_one_microbatch, unreadable_data
+from tests.faults.soak import is_alive
+from tests.harness import RankPool
+from tests.launch.scripts import Door, launch
+from tests.train.jobs import TINY, job_on_rank
+from tests.train.test_hangs import at_step
+from tests.train.test_saving import contents
+from tests.train.test_stragglers import slow_link, slow_stage
+
+SCRIPT = Path(__file__).with_name("pretrain.py")
+PAUSE_SECONDS = "0.2"  # in every step under the launcher, so that the blow comes in time
+NUM_RANKS, NUM_STEPS, STRUCK_STEP, SAVE_INTERVAL = 4, 12, 8, 3
+FLAGS = (
+    f"--pipeline-model-parallel-size 2 --train-iters {NUM_STEPS} --save-interval {SAVE_INTERVAL} --hang-timeout-seconds 1.5 "
+    "--check-weight-hash-across-dp-replicas-interval 2"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """strike: what the victim does when step STRUCK_STEP begins. words: of the message. error: type, None where the run leaves by itself.
+    most_lost: steps that are done again."""
+
+    strike: Callable[[TrainStep], object]
+    words: tuple[str, ...]
+    error: str | None
+    most_lost: int = SAVE_INTERVAL
+    victim: int = 3
+
+
+def stop_for_ever(step: TrainStep) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die(step: TrainStep) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask_to_leave(step: TrainStep) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def loop_for_ever(step: TrainStep) -> None:
+    def endless(self: GPTStage, *arguments: object) -> None:
+        while True:
+            time.sleep(0.01)
+
+    GPTStage.forward = endless  # type: ignore[method-assign, assignment]
+
+
+FAULTS: dict[str, Fault] = {
+    "kill -9 of a rank, no launcher": Fault(die, ("Gone without a word: rank 3 (pp 1, dp 1, stage 1)",), "CommunicationError"),
+    "SIGSTOP of a rank": Fault(stop_for_ever, ("training hangs on rank 3", "the process is stopped (SIGSTOP)"), "CommunicationError"),
+    "a stage that does not end": Fault(loop_for_ever, ("training hangs on rank 3", "in endless"), "CommunicationError"),
+    "SIGTERM to a rank": Fault(ask_to_leave, ("SIGTERM received",), None, most_lost=0),
+    "NaN in one microbatch": Fault(nan_in_one_microbatch, ("loss nan", "stage 1", "rank 3, microbatch 0"), "TrainingError"),
+    "data that cannot be read": Fault(unreadable_data, ("of the train data cannot be read: [Errno 5]",), "DataError"),
+    "a flipped bit of a parameter": Fault(flipped_bit, ("bits of the parameters have changed", "rank 3"), "TrainingError", victim=3),
+}
+
+
+def life(rank: int, world_size: int, flags: str, folder: str, fault: str | None) -> str:
+    """What the job said. A rank that fails writes why and ends, as it does under a launcher."""
+
+    def prepare(_: int) -> None:
+        if fault is not None and rank == FAULTS[fault].victim:
+
+            def strike(step: TrainStep) -> None:
+                (Path(folder) / "struck").write_text(str(time.time()))
+                FAULTS[fault].strike(step)
+
+            at_step(STRUCK_STEP, strike)
+
+    said, kind, text = job_on_rank(rank, world_size, flags, prepare)
+    if kind:
+        (Path(folder) / f"rank{rank}.error").write_text(f"{time.time()}\n{kind}\n{text}")
+        os._exit(1)
+    return said
+
+
+def run(pool: RankPool, save: Path, folder: Path, fault: str | None = None) -> str:
+    """One start; what rank 0 said."""
+    said: str | None = pool.run(life, f"{FLAGS} --save {save} --load {save}", str(folder), fault, may_die=range(NUM_RANKS))[0]
+    return said or ""
+
+
+def errors(folder: Path) -> list[tuple[float, str, str]]:
+    """(Unix seconds, type, text) of every rank that raised, the first one first."""
+    found = [path.read_text().split("\n", 2) for path in folder.glob("*.error")]
+    return sorted((float(when), kind, text) for when, kind, text in found)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """The end of a run without faults, and ranks for the next starts."""
+
+    pool: RankPool
+    expected: dict[str, Tensor]
+
+    def assert_equal(self, save: Path) -> None:
+        after = contents(save, NUM_STEPS)
+        assert after.keys() == self.expected.keys() and len(after) > 20
+        assert [name for name in after if not torch.equal(after[name], self.expected[name])] == []
+
+    def assert_recovers(self, save: Path, folder: Path, most_lost: int, words: str = "") -> int:
+        """The next start goes on and ends like this run. Returns the steps that were done again. words: that it says."""
+        for left in folder.glob("*.error"):
+            left.unlink()
+        said = run(self.pool, save, folder)
+        assert errors(folder) == []
+        found = re.search(r"going on after step (\d+)", said)
+        assert found is not None and words in said, said
+        lost = max(0, STRUCK_STEP - 1 - int(found[1]))
+        assert lost <= most_lost
+        self.assert_equal(save)
+        return lost
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbed]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with RankPool(NUM_RANKS) as pool:
+        run(pool, folder / "run", folder)
+        yield Undisturbed(pool, contents(folder / "run", NUM_STEPS))
+
+
+def reports(folder: Path) -> list[tuple[float, str, str]]:
+    """`errors`, and where there are none the report of a hang, after which ranks end without another word."""
+    record = folder / "run" / "run.jsonl"
+    lines = map(json.loads, record.read_text().splitlines()) if record.exists() else ()
+    return errors(folder) or [(line["time"], line["error"], line["text"]) for line in lines if line["kind"] == "failure"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_told_and_the_next_start_ends_like_an_undisturbed_run(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    fault, save = FAULTS[name], tmp_path / "run"
+    with RankPool(NUM_RANKS) as pool:
+        said = run(pool, save, tmp_path, name)
+    found = reports(tmp_path)
+    text = said + "\n".join(text for _, _, text in found)
+    for word in fault.words:
+        assert word in text, text
+    assert not found if fault.error is None else {kind for _, kind, _ in found} <= {fault.error, "CommunicationError"}
+    seconds = f"{found[0][0] - float((tmp_path / 'struck').read_text()):.1f}" if found else "-"
+    lost = undisturbed.assert_recovers(save, tmp_path, fault.most_lost)
+    print(f"| {name} | {seconds} | {fault.words[0]} ... | {lost} | to the bit |")
+
+
+SLOW: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
+    "a slow rank": (slow_stage, (3,), "rank 3 (pp 1, dp 1) on {} is slow: it computes"),
+    "a slow link": (slow_link, (0, 2), "the link between rank 0 (pp 0, dp 0) on {0} and rank 2 (pp 1, dp 0) on {0} is slow"),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_who_is_slow_is_named_and_nothing_is_lost(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    slow, whom, words = SLOW[name]
+    with RankPool(NUM_RANKS) as pool:
+        flags = f"{FLAGS} --save {tmp_path}/run --log-straggler --log-interval 4"
+        answers = pool.run(job_on_rank, flags, slow, *whom)
+    assert [answer[2] for answer in answers] == [None] * NUM_RANKS
+    assert words.format(host()) in answers[0][0], answers[0][0]
+    undisturbed.assert_equal(tmp_path / "run")
+
+
+LAUNCHED: dict[str, tuple[Callable[[Door], None], int, str]] = {
+    "kill -9 of a rank, under the launcher": (lambda door: os.kill(door.ranks()[2], signal.SIGKILL), 137, "rank 2 was killed by SIGKILL"),
+    "kill -9 of the launcher": (lambda door: door.signal(signal.SIGKILL), -9, "rank 0: the launcher (process "),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_an_undisturbed_run(
+    name: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    strike, code, words = LAUNCHED[name]
+    save = tmp_path / "run"
+    flags = f"{TINY} {FLAGS} --save {save} --hang-timeout-seconds 30".split()  # a busy machine imports for seconds in the first step
+    with launch(tmp_path, NUM_RANKS, str(tmp_path), PAUSE_SECONDS, *flags, script=SCRIPT) as door:
+        door.wait_for(f"step {STRUCK_STEP - 1:6}/")
+        ranks = door.ranks()
+        began = time.monotonic()
+        strike(door)
+        ended = door.ended()
+        while any(is_alive(rank) for rank in ranks) and time.monotonic() < began + 20:
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        assert not [rank for rank in ranks if is_alive(rank)]
+    assert (ended.code, len(ended.error.splitlines())) == (code, 1), ended.error
+    assert ended.error.startswith(words), ended.error
+    lost = undisturbed.assert_recovers(save, tmp_path, SAVE_INTERVAL)
+    print(f"| {name} | {seconds:.1f} | {words} ... | {lost} | to the bit |")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    if not can_mount():
+        pytest.skip("mounting a small disk needs root")
+    with small_disk(tmp_path / "disk"):
+        yield tmp_path / "disk"
+
+
+def fill_disk(rank: int, world_size: int, flags: str, folder: str) -> str:
+    """A job whose disk is full from step STRUCK_STEP on."""
+
+    def strike(step: TrainStep) -> None:
+        (Path(folder) / "struck").write_text(str(time.time()))
+        fill(Path(folder) / "disk")
+
+    said, kind, text = job_on_rank(rank, world_size, flags, lambda _: at_step(STRUCK_STEP, strike) if rank == 0 else None)
+    (Path(folder) / f"rank{rank}.error").write_text(f"{time.time()}\n{kind}\n{text}")
+    return said
+
+
+def test_a_full_disk_costs_the_save_and_not_the_checkpoints(tmp_path: Path, disk: Path, undisturbed: Undisturbed) -> None:
+    save = disk / "run"
+    with RankPool(NUM_RANKS) as pool:
+        pool.run(fill_disk, f"{FLAGS} --save {save}", str(tmp_path))
+    found = errors(tmp_path)
+    assert {kind for _, kind, _ in found} == {"CheckpointError"}
+    assert "No space left on device" in found[0][2], found
+    newest = find_checkpoint(save)
+    assert newest is not None and newest.step == 6
+    free(disk)
+    seconds = found[0][0] - float((tmp_path / "struck").read_text())
+    lost = undisturbed.assert_recovers(save, tmp_path, SAVE_INTERVAL)
+    print(f"| disk full | {seconds:.1f} (at the next save) | ... No space left on device | {lost} | to the bit |")
