@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Installs what the tests need, then runs lint, types and all tests, and prints the time of each phase.
 #
-#   launch/test.sh [--slow] [--gpu] [--no-install] [arguments of pytest]
+#   launch/test.sh [--slow] [--gpu] [--lab] [--no-install] [arguments of pytest]
 #
 #   --slow          also the long variants, before a release
 #   --gpu           also the tests that need a CUDA device
+#   --lab           also installs Debian's SLURM and munge with apt-get, which needs root, for the tests that submit a job (they bring up
+#                   daemons of their own; without SLURM they are skipped)
 #   --no-install    use the virtual environment as it is
 #   anything else   goes to pytest, which then runs alone: launch/test.sh tests/comm -x
 #
@@ -15,11 +17,13 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 install=yes
+lab=no
 options=()
 selection=()
 for argument in "$@"; do
     case $argument in
         --slow | --gpu) options+=("$argument") ;;
+        --lab) lab=yes ;;
         --no-install) install=no ;;
         -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) selection+=("$argument") ;;
@@ -61,9 +65,17 @@ report() {
     return $failed
 }
 
+# What cannot be had is skipped by the tests that need it, with the reason.
+install_lab() {
+    ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null || return 0
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm slurmctld slurmd munge ||
+        printf 'test: SLURM could not be installed (apt-get as root, on Debian or Ubuntu); its tests are skipped\n' >&2
+}
+
+[ "$lab" = no ] || phase "install SLURM" install_lab
 if [ "$install" = yes ]; then
     phase install "$root/launch/install.sh" --extras test
-    [ "${verdicts[0]}" = passed ] || { report; exit 1; }
+    [ "${verdicts[-1]}" = passed ] || { report; exit 1; }
 elif [ ! -x "$venv/bin/python" ]; then
     printf 'test: there is no virtual environment at %s; leave out --no-install, or set VENV\n' "$venv" >&2
     exit 1

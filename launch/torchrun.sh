@@ -72,7 +72,9 @@ if [ -n "${ELASTIC:-}" ]; then
         fail "ELASTIC: c10d numbers nodes by their names as text, which gives $sorted; write HOSTS in this order, or leave ELASTIC out"
     command+=(--nnodes "$ELASTIC" --rdzv-backend c10d --rdzv-id "${RDZV_ID:-${SLURM_JOB_ID:-megapipe}}"
         --rdzv-endpoint "${MASTER_ADDR:-${hosts[0]}}:$port" --local-addr "${hosts[$node_rank]}" --max-restarts 100)
-    [ "$node_rank" -ne 0 ] || command+=(--rdzv-conf is_host=1) # it would look for itself by name, which can fail
+    is_host=0
+    [ "$node_rank" -ne 0 ] || is_host=1
+    command+=(--rdzv-conf "is_host=$is_host") # by itself it would look for its own name in the endpoint, which can fail
 else
     command+=(--nnodes "${#hosts[@]}" --node-rank "$node_rank" --master-addr "${MASTER_ADDR:-${hosts[0]}}" --master-port "$port")
 fi

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
@@ -96,8 +96,10 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
             result = agent.run()
         except (AssertionError, ValueError) as error:
             raise ConfigError(f"megapipe launch: {error}") from None
-        except (RuntimeError, OSError) as error:
-            raise CommunicationError(f"the launcher could not bring the nodes together: {str(error).splitlines()[0]}") from error
+        except (RuntimeError, OSError, RendezvousError) as error:
+            raise CommunicationError(
+                f"the launcher could not bring the nodes together: {str(error.__cause__ or error).splitlines()[0]}"
+            ) from error
     if not result.is_failed():
         return Outcome(0)
     outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)

@@ -26,7 +26,7 @@ FLAGS_OF_OTHERS = {
     *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
     *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
     *("--gpus", "--gpu", "--hardware"),  # megapipe plan
-    "--nproc-per-node",  # torchrun
+    *("--nproc-per-node", "--dry-run", "--nodes"),  # torchrun, megapipe launch, sbatch
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
     "--to",  # megapipe convert
 }

@@ -16,7 +16,7 @@ from tests.lab.cluster import SlurmCluster, missing
 from tests.launch.scripts import REPOSITORY
 
 REASON = missing()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(600)]
 
 SCRIPT = REPOSITORY / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
@@ -57,14 +57,14 @@ class Job:
     def run(self) -> Path:
         return self.folder / "run with a space"
 
-    def wait_for(self, text: str, seconds: float = 100.0) -> None:
+    def wait_for(self, text: str, seconds: float = 250.0) -> None:
         """Until the log holds a text, a regular expression."""
         began = time.monotonic()
         while not re.search(text, self.log):
             assert time.monotonic() - began < seconds, f"{text!r} never came\n{self.log[-4000:]}\n{self.cluster.logs()}"
             time.sleep(0.1)
 
-    def ended(self, seconds: float = 150.0) -> str:
+    def ended(self, seconds: float = 400.0) -> str:
         """The state in which it ended."""
         began = time.monotonic()
         while (state := self.cluster.state(self.number)) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
