@@ -35,8 +35,8 @@ from tests.train.test_saving import contents
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 NUM_RANKS = 4
-START_SECONDS, END_SECONDS = 240.0, 120.0  # most that a start takes to its first step, and a fault to the end of all ranks
-FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --hang-timeout-seconds 12 --check-weight-hash-across-dp-replicas-interval 4"
+START_SECONDS, END_SECONDS = 600.0, 300.0  # most that a start takes to its first step, and a fault to the end of all ranks
+FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --hang-timeout-seconds 30 --check-weight-hash-across-dp-replicas-interval 4"
 
 
 class SoakError(AssertionError):
@@ -114,6 +114,10 @@ class Life:
     def all_ended(self) -> bool:
         return self.exit_code is not None and not any(is_alive(rank) for rank in self.ranks)
 
+    def assert_ends_well(self) -> None:
+        if not self.wait(3600.0, lambda: self.exit_code is not None) or self.exit_code != 0:
+            raise self.fail("a run that nothing strikes does not end well")
+
     def told(self) -> str:
         return self.door.error() + self.door.out()
 
@@ -182,26 +186,22 @@ class Soak:
 
     def run(self) -> dict[str, Any]:
         """The report. Raises SoakError."""
-        self._undisturbed()
         began = time.monotonic()
-        with small_disk(self.out / "disk") if can_mount() else nullcontext():
+        undisturbed = Life(self.out / "undisturbed", self.out / "undisturbed" / "run", self.plan, 0.0)
+        with undisturbed.door, small_disk(self.out / "disk") if can_mount() else nullcontext():
             number = 0
             while time.monotonic() - began < 60 * self.plan.minutes:
                 self._struck_life(number)
                 number += 1
             minutes = (time.monotonic() - began) / 60
             self._last_life(number)
+            undisturbed.assert_ends_well()
             is_equal = self._is_equal()
         report = self._report(minutes, is_equal)
         (self.out / "report.json").write_text(json.dumps(report, indent=1))
         if not is_equal:
             raise SoakError(f"after {len(self.struck)} faults the weights are not those of the undisturbed run ({self.out})")
         return report
-
-    def _undisturbed(self) -> None:
-        with self._life("undisturbed", self.out / "undisturbed" / "run", 0.0) as life:
-            if not life.wait(60 * 60, lambda: life.exit_code is not None) or life.exit_code != 0:
-                raise life.fail("the undisturbed run did not end well")
 
     def _struck_life(self, number: int) -> None:
         kind = self._draw()
@@ -231,8 +231,7 @@ class Soak:
     def _last_life(self, number: int) -> None:
         with self._life(f"life_{number:03}", self.save, 0.0) as life:
             self._wait_for_first_step(life)
-            if not life.wait(60 * 60, lambda: life.exit_code is not None) or life.exit_code != 0:
-                raise life.fail("the last life did not end well")
+            life.assert_ends_well()
 
     def _wait_for_first_step(self, life: Life) -> None:
         if not life.wait(START_SECONDS, lambda: life.step() is not None or life.exit_code is not None) or life.step() is None:
@@ -303,14 +302,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--after", type=float, nargs=2, default=(20.0, 60.0), metavar=("LEAST", "MOST"))
-    parser.add_argument("--save-interval", type=int, default=10)
+    parser.add_argument("--save-interval", type=int, default=10, help="steps")
+    parser.add_argument("--pause", type=float, default=0.25, help="seconds that a step takes longer while faults come")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", nargs="*", choices=FAULTS, default=[], help="kinds of faults to leave out")
     parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
     options = parser.parse_args(arguments)
-    plan = Plan(
-        options.minutes, tuple(options.after), save_interval=options.save_interval, seed=options.seed, without=tuple(options.without)
-    )
+    plan = Plan(options.minutes, tuple(options.after), options.pause, options.save_interval, options.seed, tuple(options.without))
     report = Soak(plan, options.out).run()
     print(json.dumps({key: value for key, value in report.items() if key != "struck"}, indent=1))
     return 0
