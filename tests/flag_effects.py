@@ -219,6 +219,8 @@ logging.log_params_norm | --log-params-norm | records
 logging.log_num_zeros_in_grad | --log-num-zeros-in-grad | records
 logging.log_throughput | --log-throughput | said TFLOP/s |
 logging.timing_log_level | --timing-log-level 2 | said forward-backward
+logging.log_straggler | --log-straggler | outcome | --hang-timeout-seconds 0
+logging.straggler_minmax_count | --straggler-minmax-count 2 | extremes | --log-straggler --global-batch-size 8
 logging.profile | --profile | file ckpt/trace_rank_00000.json | {SAVE} --profile-step-start 0 --profile-step-end 1
 logging.profile_step_start | --profile-step-start 1 | said trace of steps 1 to 1 | {PROFILE} --profile-step-end 2
 logging.profile_step_end | --profile-step-end 2 | said trace of steps 0 to 1 | {PROFILE} --profile-step-end 1

@@ -43,6 +43,7 @@ from megapipe.train.step import Rates
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
 from tests.train.grids import machines_of, step_microbatches, trainer
+from tests.train.jobs import job_on_rank
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
@@ -258,6 +259,11 @@ def comparisons(pair: Pair, _: str) -> None:
     assert pair.changed.done[0] == 0 and len(seen) == 1 + 3  # before the first step, after each
 
 
+def extremes(pair: Pair, _: str) -> None:
+    said = pair.both(lambda case: pair.pools(4).run(job_on_rank, " ".join(case.argv))[0][0])
+    assert [re.findall(r"longest (.*?); shortest", text)[-1].count("rank ") for text in said] == [1, 2]
+
+
 def device(pair: Pair, _: str) -> None:
     before, after = pair.both(lambda case: case.done)
     assert before[0] == 0
@@ -325,7 +331,7 @@ SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device, readers, manifest,
-        checkpoints, failing_save, wandb, snapshot,
+        extremes, checkpoints, failing_save, wandb, snapshot,
     )
 }  # fmt: skip
 ROWS = rows()

@@ -74,6 +74,8 @@ def _as_dict(sighting: Sighting, waits_for_ranks: Sequence[int]) -> dict[str, An
         "seconds": round(sighting.age_seconds, 3),
         "wait": record.wait.name.lower(),
         "what": record.what,
+        "step_seconds": sighting.snapshot.elapsed_ns / 1e9 if sighting.snapshot else None,
+        "computing_seconds": sighting.snapshot.computing_ns / 1e9 if sighting.snapshot else None,
         "number": record.number,
         "waits_for": list(waits_for_ranks),
     }

@@ -40,6 +40,8 @@ Path = tuple[int, str, int]  # (boundary, kind, direction)
 CHANNEL_BITS, FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS = 11, 8, 1, 11
 DECLARATION_BYTES = 256
 
+Moment = tuple[int, int]  # nanoseconds of this rank's clock: a send began (twice); or the wait for a message began and ended
+
 
 @dataclass(frozen=True)
 class MessageSpec:
@@ -94,6 +96,8 @@ class PendingReceive:
 
         Raises CommunicationError if the sender declared something else, is lost, or is silent for the group's time-out.
         """
+        moments = self._channel.moments
+        began_ns = 0 if moments is None else perf_counter_ns()
         headers, self._headers = self._headers, []
         for header in headers:
             self._channel.compare(header, self._start_ns, self._tensors)
@@ -102,6 +106,8 @@ class PendingReceive:
             self._channel.wait_for(handle, self._start_ns, self._tensors)
         if handles:
             self._channel.trace("receive", self._start_ns)
+            if moments is not None:
+                moments.append((began_ns, perf_counter_ns()))
         return self._tensors
 
 
@@ -169,6 +175,7 @@ class Channel:
         self._headers: list[_Header] = []  # not yet compared
         self._in_flight: deque[PendingSend] = deque()
         self._word = str(self).encode()
+        self.moments: list[Moment] | None = None  # of this rank's messages, where somebody wants to know them
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
@@ -182,6 +189,8 @@ class Channel:
         while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) == self.max_in_flight):
             self._in_flight.popleft().wait()
         start_ns = perf_counter_ns()
+        if self.moments is not None:
+            self.moments.append((start_ns, start_ns))
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         form, handles, kept = self._form, [], tensors
         if form is None or not form.fits(tensors):

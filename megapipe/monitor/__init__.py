@@ -2,6 +2,8 @@
 
 - `record`:    what one rank does now, as fixed-size bytes in which a torn read is noticed
 - `heartbeat`: the writer of a rank's record, in shared memory
+- `wait_clock`: how long a rank waits in a step, and for whom
+- `stragglers`: from the times of all ranks to who is slow; pure
 - `roster`:    who the ranks are: host, process, place in the grid, groups
 - `process`:   what the kernel says of a process of this host
 - `sighting`:  a rank as seen from outside: record, age, process

@@ -9,7 +9,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapipe.monitor.record import CELLS, CELLS_AT, FILE_BYTES, MAGIC, SLOT_AT, SLOT_BYTES, Snapshot, Wait, pack_slot, read_snapshot
+from megapipe.monitor.record import (
+    CELLS,
+    CELLS_AT,
+    COMPUTING_CELL,
+    ELAPSED_CELL,
+    FILE_BYTES,
+    MAGIC,
+    SLOT_AT,
+    SLOT_BYTES,
+    Snapshot,
+    Wait,
+    pack_slot,
+    read_snapshot,
+)
+from megapipe.monitor.wait_clock import READING, StepTimes, WaitClock
 
 PATIENCE = 5  # of phases in which a rank may rightly stand still for long: the first step, saving, loading
 
@@ -29,6 +43,8 @@ class Heartbeat:
         self._step = -1
         self._patience = 1
         self._phase = self._action = b""
+        self._clock = WaitClock(time.time_ns())
+        self.last_step: StepTimes | None = None  # from the beginning of the step before to that of this one
         self._map()
         self._write(0, -1, 0, b"")
 
@@ -46,8 +62,11 @@ class Heartbeat:
 
     def step(self, step: int) -> None:
         """Step number `step` begins."""
-        self._step = step
-        self._write(0, -1, 0, b"")
+        is_first, self._step = self._step < 0, step
+        times = self._clock.turn(self._write(0, -1, 0, b""))
+        if not is_first:
+            self.last_step = times
+            self._cells[ELAPSED_CELL], self._cells[COMPUTING_CELL] = max(0, times.elapsed), times.computing
 
     def act(self, action: bytes) -> None:
         """An action of the pipeline's row begins; b"" after the last."""
@@ -56,7 +75,7 @@ class Heartbeat:
 
     def wait_for_peer(self, wait: Wait, channel: bytes, peer: int) -> None:
         """This rank stands still until global rank `peer` has sent or taken a message of a channel."""
-        self._write(wait, peer, 0, channel)
+        self._clock.wait((wait, peer), self._write(wait, peer, 0, channel))
 
     def joins(self, group: str) -> int:
         """A collective of this kind of group is launched; its number, from 1, the same on all members."""
@@ -69,23 +88,27 @@ class Heartbeat:
         word = self._words.get((group, operation))
         if word is None:
             word = self._words[group, operation] = f"{group} {operation}".encode()
-        self._write(Wait.COLLECTIVE, -1, number, word)
+        self._clock.wait((Wait.COLLECTIVE, group), self._write(Wait.COLLECTIVE, -1, number, word))
 
     def goes_on(self) -> None:
         """A wait is over."""
-        self._write(0, -1, 0, b"")
+        self._clock.go_on(self._write(0, -1, 0, b""))
 
     @contextmanager
     def phase(self, name: str, patience: int = 1) -> Iterator[None]:
         """Inside the block the rank is in this phase. Phases nest; the longest patience holds."""
         before = self._phase, self._patience
         self._phase, self._patience = name.encode(), max(patience, self._patience)
-        self._write(0, -1, 0, b"")
+        began = self._write(0, -1, 0, b"")
+        if name == READING:
+            self._clock.read(began)
         try:
             yield
         finally:
             self._phase, self._patience = before
-            self._write(0, -1, 0, b"")
+            ended = self._write(0, -1, 0, b"")
+            if name == READING:
+                self._clock.has_read(ended)
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -119,10 +142,11 @@ class Heartbeat:
         self._memory[: len(MAGIC)] = MAGIC
         self._cells = memoryview(self._memory)[CELLS_AT : CELLS_AT + 8 * CELLS].cast("Q")
 
-    def _write(self, wait: int, peer: int, number: int, what: bytes) -> None:
+    def _write(self, wait: int, peer: int, number: int, what: bytes) -> int:
+        """Returns when it was, in Unix nanoseconds."""
         self._beat = beat = self._beat + 1
-        slot = pack_slot(
-            beat, time.time_ns(), self._step, self._patience, wait, peer, number, self._phase, self._action, what
-        )  # fmt: skip
+        now = time.time_ns()
+        slot = pack_slot(beat, now, self._step, self._patience, wait, peer, number, self._phase, self._action, what)
         start = SLOT_AT + SLOT_BYTES * (beat & 1)
         self._memory[start : start + len(slot)] = slot
+        return now

@@ -13,8 +13,9 @@ import zlib
 from typing import NamedTuple
 
 MAGIC = b"MPBEAT01"
-MOST_GROUPS = 30  # kinds of groups that are counted
-CELLS_AT, CELLS = 8, 1 + MOST_GROUPS  # after the magic: the pulse, then the counts; 8 bytes each, native order
+MOST_GROUPS = 28  # kinds of groups that are counted
+CELLS_AT, CELLS = 8, 1 + MOST_GROUPS + 2  # after the magic: the pulse, the counts, the last step's times; 8 bytes each, native order
+ELAPSED_CELL, COMPUTING_CELL = CELLS - 2, CELLS - 1
 SLOT_AT, SLOT_BYTES = 256, 192
 FILE_BYTES = SLOT_AT + 2 * SLOT_BYTES
 _SLOT = struct.Struct("<QQqBBiQ20s20s64s")  # as Record
@@ -58,11 +59,16 @@ class Record(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by the place of the kind of group."""
+    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by the place of the kind of group.
+
+    elapsed_ns, computing_ns: of the last whole step, 0 before there is one; the rest of it the rank waited or read data.
+    """
 
     pulse_ns: int
     counts: tuple[int, ...]
     record: Record
+    elapsed_ns: int = 0
+    computing_ns: int = 0
 
 
 def pack_slot(*fields: int | bytes) -> bytes:
@@ -88,5 +94,5 @@ def read_snapshot(data: bytes) -> Snapshot | None:
         return None
     slots = [read_slot(data[start : start + SLOT_BYTES]) for start in (SLOT_AT, SLOT_AT + SLOT_BYTES)]
     newest = max((record for record in slots if record is not None), key=lambda record: record.beat, default=None)
-    pulse_ns, *counts = _CELLS.unpack_from(data, CELLS_AT)
-    return None if newest is None else Snapshot(pulse_ns, tuple(counts), newest)
+    pulse_ns, *counts, elapsed_ns, computing_ns = _CELLS.unpack_from(data, CELLS_AT)
+    return None if newest is None else Snapshot(pulse_ns, tuple(counts), newest, elapsed_ns, computing_ns)

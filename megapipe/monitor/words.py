@@ -111,20 +111,28 @@ def summary(name: str, sightings: Sequence[Sighting]) -> str:
 
 
 def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> list[str]:
-    """`megapipe status`: one line a rank."""
-    rows = [("rank", "where", "step", "for", "does")]
+    """`megapipe status`: one line a rank. computes: seconds of the last whole step in which it neither waited nor read data."""
+    rows = [("rank", "where", "step", "computes", "for", "does")]
     for sighting in sightings:
         member, record = sighting.member, sighting.record
         if record is None:
-            rows.append((str(member.rank), member.place, "", "", f"nothing is known of it (process {member.pid} on {member.host})"))
+            rows.append((str(member.rank), member.place, "", "", "", f"nothing is known of it (process {member.pid} on {member.host})"))
             continue
         waits = waiting(record, edges.get(member.rank, ()))
         does = ", ".join(part for part in (doing(record), f"waits {waits}" if waits else "") if part) or "between phases"
         if sighting.is_gone or sighting.is_stopped:
             does += f"; {sighting.process}"
-        rows.append((str(member.rank), member.place, str(record.step) if record.step >= 0 else "", seconds(sighting.age_seconds), does))
-    rank, where, step, age = (max(len(row[column]) for row in rows) for column in range(4))
-    return [f"{row[0]:>{rank}}  {row[1]:<{where}}  {row[2]:>{step}}  {row[3]:>{age}}  {row[4]}" for row in rows]
+        step = str(record.step) if record.step >= 0 else ""
+        rows.append((str(member.rank), member.place, step, _computing(sighting), seconds(sighting.age_seconds), does))
+    rank, where, step_, computes, age = (max(len(row[column]) for row in rows) for column in range(5))
+    return [f"{row[0]:>{rank}}  {row[1]:<{where}}  {row[2]:>{step_}}  {row[3]:>{computes}}  {row[4]:>{age}}  {row[5]}" for row in rows]
+
+
+def _computing(sighting: Sighting) -> str:
+    snapshot = sighting.snapshot
+    if snapshot is None or not snapshot.elapsed_ns:
+        return ""
+    return f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
 
 
 def seconds(value: float) -> str:

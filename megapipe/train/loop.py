@@ -33,6 +33,7 @@ from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest
 from megapipe.train.state import TrainingState
 from megapipe.train.step import Rates, StepResult, is_sound
+from megapipe.train.stragglers import StragglerLog
 from megapipe.train.timers import Timers
 from megapipe.train.writers import Writers, run_folder
 
@@ -96,6 +97,7 @@ class Training:
         self._profile = Profile(config.logging, machines)
         self._pipeline_profile = PipelineProfiler(machines, run_folder(config), writers.say)
         self._copies = CopiesCheck(machines, self._heart)
+        self._stragglers = StragglerLog(machines, self._heart, writers)
         self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
         self._schedules = schedules
         self._started = time.monotonic()
@@ -160,6 +162,7 @@ class Training:
         state, plan = self.state, self.machines.plan
         assert self.data.train is not None and self._schedules is not None
         self._heart.step(state.step + 1)
+        self._stragglers.begins(state.step + 1)
         consumed = state.consumed_samples
         count = plan.batch.num_microbatches_at(consumed)
         microbatches = self.microbatches(self.data.train, consumed, count, state.step)
@@ -208,6 +211,7 @@ class Training:
             self.writers.say(f"step {self.state.step}: {result.update.remark}")
         if self._is_due(self._config.logging.log_interval) or self.state.step == self._training.train_iters:
             self._log(result, launched)
+            self._stragglers.report(self.state.step, launched.num_microbatches)
         self._agreed = agreed = self._agree()
         if agreed.save_ready and self._saves is not None:
             with self._heart.phase("saving", PATIENCE):

@@ -6,6 +6,7 @@ start    time, host, pid, command, versions, machine, grid, config (YAML), plan 
          kernels (which library computes what)
 note     what was said at the console beside the steps: checkpoints, profiles, what was passed over
 warning  what did not go as asked and did not stop the run
+stragglers  step, told (sentences), slowest (times of ranks): with --log-straggler, where somebody was slow
 failure  rank, error, text: what ended it
 end      step, reason, early
 """
@@ -17,7 +18,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ class RunLog:
     def warning(self, text: str) -> None:
         if self._rank == 0:
             self._write("warning", text=text)
+
+    def stragglers(self, step: int, told: Sequence[str], slowest: Sequence[Mapping[str, Any]]) -> None:
+        """Who was slow in the steps before this one. slowest: times of the ranks that computed longest, in seconds."""
+        if self._rank == 0:
+            self._write("stragglers", step=step, told=list(told), slowest=list(slowest))
 
     def end(self, step: int, reason: str, early: bool) -> None:
         if self._rank == 0:

@@ -7,7 +7,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,6 +163,11 @@ class Writers:
         if self._logs_here:
             print(text, flush=True)
             self._log.note(text)
+
+    def stragglers(self, step: int, told: Sequence[str], slowest: Sequence[Mapping[str, Any]]) -> None:
+        """For the run's record."""
+        if self._logs_here:
+            self._log.stragglers(step, told, slowest)
 
     def close(self) -> None:
         self._each(lambda writer: writer.close())

@@ -207,6 +207,12 @@ CASES = [
         "--enable-optimizer-post-validation --pipeline-model-parallel-size 2",
     ),
     ("profile_span_ordered", "--profile-step-start 12", ["--profile-step-end 12 has to come after"], "--profile-step-start 11"),
+    (
+        "stragglers_need_heartbeats",
+        "--log-straggler --hang-timeout-seconds 0",
+        ["needs the heartbeats that --hang-timeout-seconds 0 leaves out"],
+        "--log-straggler --hang-timeout-seconds 9",
+    ),
     ("one_source_of_data", "--data-path a", ["--mock-data and --data-path are different"], ""),
     ("split_fits_source", "--split 0,0,0", ["--split 0,0,0", "969,30,1"], "--split 1,0,0"),
     ("blends_alternate", "--no-mock-data --data-path 0.3 a b", ["alternate"], "--no-mock-data --data-path 0.3 a 0.7 b"),

@@ -182,6 +182,12 @@ def profile_span_ordered(config: Config) -> str | None:
     return f"--profile-step-end {logging.profile_step_end} has to come after --profile-step-start {logging.profile_step_start}"
 
 
+def stragglers_need_heartbeats(config: Config) -> str | None:
+    if not config.logging.log_straggler or config.parallel.hang_timeout_seconds:
+        return None
+    return "--log-straggler needs the heartbeats that --hang-timeout-seconds 0 leaves out: give a limit, or leave --log-straggler out"
+
+
 TRAINING_RULES = (
     micro_divides_global,
     rampup_reaches_batch,
@@ -196,4 +202,5 @@ TRAINING_RULES = (
     loss_scale_needs_fp16,
     post_validation_has_a_barrier_to_remove,
     profile_span_ordered,
+    stragglers_need_heartbeats,
 )

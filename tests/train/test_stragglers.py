@@ -1,0 +1,99 @@
+"""--log-straggler on real ranks: the slow rank is named with what makes it slow, a slow link with both its ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapipe.comm.channels import Channel
+from megapipe.data.synthetic import SyntheticDataset
+from megapipe.model.stage import GPTStage
+from megapipe.monitor.process import host
+from megapipe.train.stragglers import transit
+from tests.harness import RankPool
+from tests.train.jobs import job_on_rank
+
+Pools = Callable[[int], RankPool]
+SLOWNESS = 0.05  # seconds of a forward, a sample, a message: far above the noise of ranks that share cores
+
+
+def slow_stage(rank: int, where: int) -> None:
+    forward = GPTStage.forward
+
+    def slowed(self: GPTStage, *arguments: Any) -> Any:
+        time.sleep(SLOWNESS)
+        return forward(self, *arguments)
+
+    if rank == where:
+        GPTStage.forward = slowed  # type: ignore[method-assign]
+
+
+def slow_reader(rank: int, where: int) -> None:
+    read = SyntheticDataset.__getitem__
+
+    def slowed(self: SyntheticDataset, index: int) -> Any:
+        time.sleep(SLOWNESS)
+        return read(self, index)
+
+    if rank == where:
+        SyntheticDataset.__getitem__ = slowed  # type: ignore[method-assign]
+
+
+def slow_link(rank: int, low: int, high: int) -> None:
+    """What travels between two ranks takes longer, in both directions."""
+    post = Channel._post
+
+    def posted(self: Channel, *arguments: Any) -> Any:
+        handle = post(self, *arguments)
+        return handle if self.sends or {rank, self.peer} != {low, high} else _Arriving(handle)
+
+    Channel._post = posted  # type: ignore[method-assign]
+
+
+class _Arriving:
+    """A posted receive whose message needs longer, once it has come."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.wait()
+        time.sleep(SLOWNESS)
+
+
+CASES: dict[str, tuple[int, str, tuple[Any, ...], str]] = {
+    "rank_among_replicas": (2, "", (slow_stage, 1), "rank 1 (dp 1) on {host} is slow: it computes "),
+    "rank_of_a_pipeline": (2, "--pipeline-model-parallel-size 2", (slow_stage, 0), "rank 0 (pp 0) on {host} is slow: it computes "),
+    "reader": (2, "", (slow_reader, 0), "rank 0 (dp 0) on {host} is slow: it reads data "),
+    "only_link": (2, "--pipeline-model-parallel-size 2", (slow_link, 0, 1), "{host} and rank 1 (pp 1) on {host} is slow"),
+    "link_of_three": (4, "--pipeline-model-parallel-size 4", (slow_link, 1, 2), "rank 1 (pp 1) on {host} and rank 2 (pp 2) on {host} is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "grid", "fault", "words"), CASES.values(), ids=CASES.keys())
+def test_who_is_slow_is_named(rank_pools: Pools, tmp_path: Path, world: int, grid: str, fault: tuple[Any, ...], words: str) -> None:
+    flags = f"{grid} --train-iters 6 --log-interval 6 --log-straggler --save {tmp_path}/run"
+    pool = rank_pools(world)
+    answers = pool.run(job_on_rank, flags, *fault)
+    pool.close()  # its slowness
+    assert [answer[1] for answer in answers] == [""] * world, answers
+    records = [json.loads(line) for line in (tmp_path / "run" / "run.jsonl").read_text().splitlines()]
+    (found,) = [record for record in records if record["kind"] == "stragglers"]
+    assert words.format(host=host()) in found["told"][0], found["told"]
+    assert found["told"][0] in answers[0][0] and "stragglers, the 4 steps before step 6: longest rank" in answers[0][0]
+    if fault[0] is slow_stage:
+        assert f"longest rank {fault[1]} " in answers[0][0]
+
+
+def test_ways_there_and_back_cancel_the_difference_of_clocks() -> None:
+    offset, way = 10**12, 3_000_000
+    there = transit([(100, 100), (200, 200)], [(0, 100 + way + offset), (offset, 200 + 2 * way + offset)])
+    back = transit([(offset, offset)], [(50, way)])
+    assert there is not None and back is not None
+    assert abs(there + back - (2 * way) / 1e9) < 1e-6
+    assert transit([(0, 0)], [(way, way + 10)]) is None, "it was there already: nobody waited"
