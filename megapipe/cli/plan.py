@@ -15,6 +15,7 @@ from megapipe.errors import ConfigError, MegapipeError
 from megapipe.planner.report import plan_text
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
+from megapipe.planner.search_report import megatron_text
 
 HELP = """\
 usage: megapipe plan --world-size N [--ranks-per-node M] [--config FILE.yaml] [flags of pretrain_gpt.py]
@@ -24,12 +25,20 @@ usage: megapipe plan --world-size N [--ranks-per-node M] [--config FILE.yaml] [f
 Shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble and the memory of
 every rank; or why it cannot run. Data, length and learning rate may be left out. --ranks-per-node: all ranks on one node unless given.
 
-usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--output FILE] [--json] [--config FILE.yaml] [flags of pretrain_gpt.py]
+usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--objective time|gpus|cost] [--estimator megatron] [--output FILE] [--json]
+                     [--config FILE.yaml] [flags of pretrain_gpt.py]
 
   megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
 
-Searches for the fastest layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch and
-recompute given as flags are kept, those of a YAML file are not. --output: the best one as a configuration to run.
+Searches for a layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch, recompute,
+sequence parallelism, distributed optimizer and cut given as flags are kept, those of a YAML file are not.
+
+  --objective time    the fastest step on N accelerators (default)
+  --objective gpus    the fewest of up to N that fit; with --tokens-per-second X those that reach it
+  --objective cost    the cheapest tokens on N, half of it and so on; --price P: of one accelerator and hour; --tokens-per-second X as above
+  --estimator megatron  Megatron-LM's own estimate of the memory beside ours (with --world-size, too)
+  --output FILE       the best one as a configuration to run
+  --json              everything as data
 """
 
 
@@ -41,10 +50,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if layout_search.asks_for_search(arguments):
             return layout_search.run(arguments)
-        loaded = load_config(["--plan", *arguments], is_job=False)
+        by_megatron, rest = layout_search.take_estimator(arguments)
+        loaded = load_config(["--plan", *rest], is_job=False)
         if loaded.requests.world_size is None:
             raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
-        print(plan_text(_resolved(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)))
+        plan = _resolved(loaded, loaded.requests.world_size, loaded.requests.ranks_per_node)
+        print(plan_text(plan))
+        if by_megatron:
+            print(megatron_text(plan))
     except MegapipeError as error:
         print(f"this cannot run: {error}", file=sys.stderr)
         return error.exit_code

@@ -28,7 +28,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs
 
 SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
-FILLS = 4  # of the pipeline: after as many microbatches a schedule keeps no more than before
+FILLS = 2  # of the pipeline: after as many microbatches a schedule keeps about all that it ever keeps
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Bounds:
         batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
         assert batch is not None
         count = batch // dp // layout.micro_batch_size
-        times, few = self._times(model.config, layout), min(count, FILLS * layout.pp + count % layout.pp)
+        times, few = self._times(model.config, layout), min(count, FILLS * layout.pp)
         waits = self._shelf.once(("waits", layout.schedule, cut), lambda: _undominated(_waits(cut)))
         holds = self._shelf.once(("holds", layout.schedule, cut, few), lambda: _undominated(_holds(cut, layout.schedule, few)))
         least, optimizer = self._bytes(model, layout, holds, times)

@@ -8,6 +8,7 @@ conventions are named wherever a figure is printed. For the GPT-2 shape, full, t
 from __future__ import annotations
 
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.recompute import RecomputeConfig
 
 
 def layer_weights(model: ModelConfig) -> int:
@@ -38,6 +39,22 @@ def step_flops(model: ModelConfig, sequences: int, causal: bool) -> float:
     """Forward and backward of one step over `sequences` sequences: the model's own operations, recomputation not counted (for MFU)."""
     per_token = model.num_layers * layer_forward_flops(model, causal) + head_forward_flops(model)
     return 3.0 * per_token * sequences * model.seq_length
+
+
+def recomputed_flops(model: ModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
+    """What a step computes again, for hardware FLOPs (HFU): with full recompute every layer's forward (--recompute-method block: as if N
+    were all), with selective core attention or the first half of the MLP."""
+    assert model.kv_channels and model.ffn_hidden_size
+    whole = layer_forward_flops(model, causal)
+    if recompute.recompute_granularity is None:
+        again = 0.0
+    elif recompute.recompute_granularity == "full":
+        again = whole
+    else:
+        gates = 2 if model.activation in GATED_ACTIVATIONS else 1
+        of_module = {"core_attn": whole - 2.0 * layer_weights(model), "mlp": 2.0 * gates * model.hidden_size * model.ffn_hidden_size}
+        again = sum(of_module.get(module, 0.0) for module in recompute.recompute_modules)
+    return again * model.num_layers * sequences * model.seq_length
 
 
 def mean_keys(seq_length: int, window_size: int | None) -> float:

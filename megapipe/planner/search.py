@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megapipe.config.config import Config
@@ -48,13 +48,17 @@ class Candidate:
 class Found:
     """best: the fastest that fit, fastest first. misses: faster than the best that fits, but too large, fastest first.
 
-    num_tried: layouts whose bound was worked out; num_predicted: those that were simulated.
+    rival: of the other kind, where the fastest and all of `best` have no pipeline: the fastest with one. least_bytes: for each pp what the
+    fullest rank needs at the least, whatever else is chosen. num_tried: layouts whose bound was worked out; num_predicted: those that
+    were simulated.
     """
 
     best: tuple[Candidate, ...]
     misses: tuple[Candidate, ...]
     num_tried: int
     num_predicted: int
+    rival: Candidate | None = None
+    least_bytes: Mapping[int, float] = field(default_factory=dict)
 
 
 def search(
@@ -71,24 +75,29 @@ def search(
     bounds = Bounds(config, world_size, hardware, walk.shelf)
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
     bounded = sorted(((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds)
-    for bound, layout in bounded:
-        if bound.seconds >= walk.slowest:
-            break
-        walk.look_at(bound, layout)
+    walk.along(bounded)
     if not walk.best and not walk.too_large:
         least = min((bound.least_bytes for bound, _ in bounded), default=None)
         raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, least))
     found = sorted((walk.in_full(layout) for _, layout in walk.best), key=lambda each: each.time.seconds)
     misses = walk.misses(found[0].time.seconds if found else math.inf)
-    return Found(tuple(found), misses, len(bounded), walk.num_predicted)
+    rival = None
+    if found and all(each.layout.pp == 1 for each in found):
+        piped = _Walk(config, world_size, hardware, 1, walk)
+        piped.along([(bound, layout) for bound, layout in bounded if layout.pp > 1])
+        rival = next((piped.in_full(layout) for _, layout in piped.best), None)
+    least_bytes: dict[int, float] = {}
+    for bound, layout in bounded:
+        least_bytes[layout.pp] = min(bound.least_bytes, least_bytes.get(layout.pp, math.inf))
+    return Found(tuple(found), misses, len(bounded), walk.num_predicted, rival, least_bytes)
 
 
 class _Walk:
     """What a search has found so far."""
 
-    def __init__(self, config: Config, world_size: int, hardware: Hardware, num_best: int) -> None:
+    def __init__(self, config: Config, world_size: int, hardware: Hardware, num_best: int, before: _Walk | None = None) -> None:
         self._config, self._world_size, self._hardware, self._num_best = config, world_size, hardware, num_best
-        self._steps = ShortSteps(config, world_size, hardware)
+        self._steps: ShortSteps = before._steps if before else ShortSteps(config, world_size, hardware)
         self.shelf = self._steps.shelf
         self.best: list[tuple[float, Layout]] = []
         self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
@@ -98,6 +107,13 @@ class _Walk:
     def slowest(self) -> float:
         """What a layout has to be faster than."""
         return self.best[-1][0] if len(self.best) == self._num_best else math.inf
+
+    def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
+        """bounded: in order of their seconds."""
+        for bound, layout in bounded:
+            if bound.seconds >= self.slowest:
+                break
+            self.look_at(bound, layout)
 
     def look_at(self, bound: Bound, layout: Layout) -> None:
         usable = self._hardware.usable_bytes

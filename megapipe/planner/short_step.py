@@ -7,7 +7,6 @@ import math
 from collections.abc import Hashable
 
 from megapipe.config.config import Config
-from megapipe.planner.bounds import FILLS
 from megapipe.planner.hardware import Hardware
 from megapipe.planner.layout import Layout
 from megapipe.planner.memory import all_rank_memory, rank_memory
@@ -16,6 +15,8 @@ from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.shelf import Shelf
 from megapipe.planner.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op
+
+FILLS = 4  # of the pipeline, which a short step has
 
 
 class ShortSteps:

@@ -17,7 +17,7 @@ from megapipe.planner.hardware import Hardware, Link
 from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.traffic import ALL_REDUCE, gather_bytes, message_bytes, reduction_bytes
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import Action, Op
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
 OPTIMIZER_BYTES = 30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
@@ -131,17 +131,28 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
 
 def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
     """When a rank's last bucket is reduced. Where two ranks hold a stage (DualPipe) its buckets wait for the whole stage."""
-    free, last_op = 0.0, {}
-    for slot, (stage, op, _) in enumerate(timeline.schedule.rows[pp_rank]):
-        if op in (Op.B, Op.W):
-            last_op[stage] = op
-        if op is not Op.REDUCE_GRAD:
-            continue
+    free = 0.0
+    for stage, slot, last_op in reversed(_reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))):
         done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
         buckets = 1 if plan.topology.mirrored_pipeline else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
-        begun = done - timeline.costs.seconds[stage, last_op[stage]] * (buckets - 1) / buckets
+        begun = done - timeline.costs.seconds[stage, last_op] * (buckets - 1) / buckets
         free = max(max(begun, free) + seconds, done + seconds / buckets)
     return free
+
+
+def _reductions(row: Sequence[Action], count: int) -> list[tuple[int, int, Op]]:
+    """(stage, slot of its reduction, the backward before it), last first; found from the end of the row, where they are."""
+    slots: dict[int, int] = {}
+    found: list[tuple[int, int, Op]] = []
+    for slot in range(len(row) - 1, -1, -1):
+        stage, op, _ = row[slot]
+        if op is Op.REDUCE_GRAD:
+            slots[stage] = slot
+        elif op in (Op.B, Op.W) and stage in slots:
+            found.append((stage, slots.pop(stage), op))
+            if len(found) == count:
+                break
+    return sorted(found, key=lambda each: -each[1])
 
 
 def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:

@@ -41,8 +41,23 @@ def test_a_flag_pins_and_a_file_does_not(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 0
     told = capsys.readouterr().out
-    for words in ("as configured", "tokens/s", "causal attention", "gemm", "pp 0", "GiB", "the best: tp"):
+    for words in ("as configured", "tokens/s", "causal attention", "HFU", "gemm", "pp 0", "GiB", "the best: tp", "why "):
         assert words in told
+
+
+def test_megatrons_estimate_stands_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--estimator", "megatron"]) == 0
+    assert "by Megatron" in (told := capsys.readouterr().out) and "megatron " in told
+    assert main(["--world-size", "4", *MODEL.split(), "--global-batch-size", "8", "--estimator=megatron"]) == 0
+    assert "by Megatron-LM's estimate: weights and optimizer" in capsys.readouterr().out
+
+
+def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--objective", "cost", "--price", "2.5"]) == 0
+    told = capsys.readouterr().out
+    assert "objective cost: 1 are the cheapest tokens" in told and "a billion tokens" in told
+    assert main([*WORDS, "--objective", "gpus", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_gpus"] == 1
 
 
 @pytest.mark.parametrize(
@@ -53,8 +68,26 @@ def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.
         (["--gpu", "h100"], "--gpus N"),
         (["--gpus", "4", "--gpu", "h100", "--world-size", "4"], "give one of the two"),
         (["--gpus", "4", "--gpu", "h100", *MODEL.split()], "--global-batch-size is missing"),
+        ([*WORDS, "--objective", "speed"], "choose time, gpus, cost"),
+        ([*WORDS, "--objective", "cost"], "needs the price"),
+        ([*WORDS, "--objective", "cost", "--price", "-1"], "--price -1.0 must be above 0"),
+        ([*WORDS, "--objective", "cost", "--price", "cheap"], "invalid float value: 'cheap'"),
+        ([*WORDS, "--price", "2"], "belong to --objective gpus or cost"),
+        ([*WORDS, "--estimator", "nvidia"], "choose megapipe, megatron"),
     ],
-    ids=["no gpu", "unknown gpu", "no number", "both questions", "no batch"],
+    ids=[
+        "no gpu",
+        "unknown gpu",
+        "no number",
+        "both",
+        "no batch",
+        "objective",
+        "no price",
+        "negative",
+        "no number",
+        "useless",
+        "estimator",
+    ],
 )
 def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) != 0
