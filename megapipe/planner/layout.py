@@ -27,12 +27,12 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
     RecomputeConfig("full", "uniform", 1),
 )
-CUTS = ("cost", "even")
+CUTS = ("cost", "even", "ends")  # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One of a search's choices. cut: --pipeline-balance."""
+    """One of a search's choices. cut: one of CUTS."""
 
     tp: int
     pp: int
@@ -55,9 +55,9 @@ class Layout:
             pipeline_model_parallel_layout=None,
             decoder_first_pipeline_num_layers=None,
             decoder_last_pipeline_num_layers=None,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
-            pipeline_balance=self.cut,
+            account_for_embedding_in_pipeline_split=self.cut == "ends",
+            account_for_loss_in_pipeline_split=self.cut == "ends",
+            pipeline_balance="cost" if self.cut == "ends" else self.cut,
             microbatch_group_size_per_virtual_pipeline_stage=None,
             pipeline_schedule=self.schedule,
             pipeline_memory_limit=None,
@@ -85,7 +85,7 @@ class Layout:
             recompute_text(self.recompute),
             *(["no sequence parallelism"] if self.tp > 1 and not self.sequence_parallel else []),
             *([] if self.distributed_optimizer else ["no distributed optimizer"]),
-            *(["layers cut evenly"] if self.cut == "even" else []),
+            *({"even": ["layers cut evenly"], "ends": ["cut evenly, both ends counted as layers"]}.get(self.cut, [])),
         )
 
 
@@ -134,7 +134,7 @@ def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
                 yield name, chunks
             continue
         for count in range(2, MOST_CHUNKS + 1):
-            if pp * count <= num_layers and any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2)):
+            if pp * count <= num_layers + 2 and any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2)):
                 yield name, count
 
 

@@ -51,7 +51,7 @@ def test_the_best_is_that_of_predicting_every_layout(
     world_size: int, changes: dict[str, object], recomputes: tuple[RecomputeConfig, ...]
 ) -> None:
     config = small(**changes)
-    choices = itertools.product((1, 2, 4), (1, 2, 4), FAMILIES, (1, 2, 4, 8), recomputes, BOTH, BOTH, ("cost", "even"))
+    choices = itertools.product((1, 2, 4), (1, 2, 4), FAMILIES, (1, 2, 4, 8), recomputes, BOTH, BOTH, ("cost", "even", "ends"))
     every = []
     for tp, pp, (schedule, chunks), size, recompute, sliced, sharded, cut in choices:
         if tp * pp > world_size or (tp == 1 and sliced):
