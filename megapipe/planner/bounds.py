@@ -139,7 +139,8 @@ class Bounds:
         least = most = 0.0
         for rank in ranks:
             elements = rank.layers * model.layer_elements + rank.embeddings * model.embedding_elements + rank.heads * model.head_elements
-            kept = rank.live_layers * times.layer_bytes + rank.heads * times.head_bytes
+            # with several stages on a rank the head may keep nothing while most layers are kept
+            kept = rank.live_layers * times.layer_bytes + (rank.heads * times.head_bytes if layout.chunks == 1 else 0)
             least = max(least, elements * per_element + kept + (times.replayed if rank.layers else 0))
             most = max(most, elements)
         return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
