@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from megapipe.config.config import Config
 from megapipe.planner.hardware import Hardware
 from megapipe.planner.layout import Layout
-from megapipe.planner.memory import all_rank_memory, rank_memory
+from megapipe.planner.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.planner.resolve import resolve, vary
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.shelf import Shelf
@@ -36,13 +36,13 @@ class ShortSteps:
         count = batch // dp // layout.micro_batch_size
         few = count if count <= (FILLS + 1) * layout.pp else FILLS * layout.pp + count % layout.pp
         plan = self._plan(layout, few * dp * layout.micro_batch_size)
-        need = rank_memory(plan, 0).total
+        need = _in_a_whole_step(rank_memory(plan, 0), count, few)
         if need > most_bytes:
             return math.inf, need
         time = predict_step(plan, self._hardware)
         seconds = time.seconds + (count - few) // layout.pp * _period(time, layout.pp)
         if seconds < slowest:
-            need = max(rank.total for rank in all_rank_memory(plan))
+            need = max(_in_a_whole_step(rank, count, few) for rank in all_rank_memory(plan))
         return seconds, need
 
     def _plan(self, layout: Layout, batch: int) -> RunPlan:
@@ -53,6 +53,11 @@ class ShortSteps:
             return vary(self._plans[key], config)
         self._plans[key] = resolve(config, self._world_size, self._hardware.ranks_per_node, self.shelf)
         return self._plans[key]
+
+
+def _in_a_whole_step(rank: RankMemory, count: int, few: int) -> int:
+    """Bytes; all microbatches of a step lie in memory, a short one has few of them."""
+    return rank.total + rank.items["microbatches"] // few * (count - few)
 
 
 def _period(time: StepTime, pp: int) -> float:

@@ -90,8 +90,7 @@ def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks
     seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
     # where messages take long, as here, some schedules come round only after several times pp microbatches
     assert seconds == pytest.approx(whole.time.seconds, rel=0.012)
-    tokens = {rank.items["microbatches"] for rank in whole.memory}
-    assert whole.peak_bytes - max(tokens) <= need <= whole.peak_bytes
+    assert need == whole.peak_bytes
 
 
 @given(configs, chosen)
