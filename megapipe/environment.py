@@ -4,7 +4,7 @@ torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADD
 SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_STEP_NODELIST
 (the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's variables, not the job's: a batch script has
 the job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process. Neither launcher: one process. torchrun wins where both stand, for srun
-often starts torchrun.
+often starts torchrun. TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT say how often the job has been started again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Environment:
     num_threads: int | None = None  # OMP_NUM_THREADS
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     run_id: str | None = None  # torchrun's or SLURM's name for the job
-    restart_count: int = 0  # how often torchrun has restarted this rank
+    restart_count: int = 0  # how often torchrun has restarted its ranks, and SLURM has requeued the job
+    job: str | None = None  # one name for all starts of a job that its launcher starts again; None where nothing tells
     launcher_pid: int | None = None  # process of `megapipe launch`; None under torchrun itself
 
     @property
@@ -67,6 +68,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
             master_addr="127.0.0.1",
             master_port=0,
             launcher="single",
+            restart_count=whole_number(variables, "SLURM_RESTART_COUNT", "0"),
+            job=job_of(variables),
             num_threads=threads_of(variables),
             visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
         )
@@ -98,7 +101,8 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
         master_port=whole_number(variables, "MASTER_PORT"),
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
-        restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0"),
+        restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0") + whole_number(variables, "SLURM_RESTART_COUNT", "0"),
+        job=job_of(variables),
         launcher_pid=whole_number(variables, LAUNCHER_PID) if variables.get(LAUNCHER_PID) else None,
         num_threads=threads_of(variables),
         visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
@@ -133,9 +137,19 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
         master_port=whole_number(variables, "MASTER_PORT", str(SLURM_FIRST_PORT + job % SLURM_NUM_PORTS)),
         launcher="slurm",
         run_id=variables.get("SLURM_JOB_ID"),
+        restart_count=whole_number(variables, "SLURM_RESTART_COUNT", "0"),
+        job=job_of(variables),
         num_threads=threads_of(variables),
         visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
     )
+
+
+def job_of(variables: Mapping[str, str]) -> str | None:
+    """The job's name, the same after a requeue and after a restart of the ranks. torchrun's own default, 'none', names nothing."""
+    if variables.get("SLURM_JOB_ID"):
+        return f"slurm {variables['SLURM_JOB_ID']}"
+    run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
+    return None if run_id in ("none", "standalone") else f"torchrun {run_id}"
 
 
 def threads_of(variables: Mapping[str, str]) -> int | None:

@@ -27,9 +27,19 @@ class CheckpointError(MegapipeError):
     """A checkpoint that cannot be written or read: names the file and the tensor."""
 
 
+class DamageError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written, or cannot be read: an older one may do."""
+
+
 class CommunicationError(MegapipeError):
     """A peer that did not answer, or answered with something else than was agreed."""
 
 
 class TrainingError(MegapipeError):
     """Training cannot go on (a NaN loss, say): names step, rank, stage and microbatch."""
+
+
+class NoProgressError(MegapipeError):
+    """A job that was restarted again and again without coming further: starting it once more is not worth it."""
+
+    exit_code = 3

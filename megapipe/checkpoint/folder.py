@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +17,18 @@ LATEST_NAME = "latest"
 CONFIG_NAME = "config.yaml"
 TOKENIZER_NAME = "tokenizer"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
-TORN = re.compile(r"\.(step_\d{8,}|latest)\.(tmp|removed)-[0-9a-f]+")
+TORN = re.compile(r"\.(step_\d{8,}|latest|starts\.json|rollbacks\.json)\.(tmp|removed)-[0-9a-f]+")
 
 
 def folder_name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def step_of_folder(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    match = STEP_FOLDER.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
 
 
 def temporary_name(name: str, token: str) -> str:
@@ -67,13 +76,14 @@ def open_folder(path: Path) -> CheckpointFolder:
     return CheckpointFolder(path, manifest.step, manifest)
 
 
-def find_checkpoint(root: Path, step: int | None = None) -> CheckpointFolder | None:
-    """The checkpoint of this step, or the newest complete one; None if the root holds no checkpoint at all.
+def find_checkpoint(root: Path, step: int | None = None, below: int | None = None) -> CheckpointFolder | None:
+    """The checkpoint of this step, or the newest complete one, or the newest complete one before step `below`; None if there is no
+    checkpoint at all.
 
     Without a step, damaged ones are passed over, each with a remark. Raises CheckpointError if the step asked for is missing or damaged,
     or if all that is there is damaged.
     """
-    there = steps_in(root)
+    there = [found for found in steps_in(root) if below is None or found < below]
     if step is not None:
         if step not in there:
             raise CheckpointError(f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {_listed(there)}")
@@ -117,11 +127,12 @@ def clean_torn(root: Path) -> tuple[str, ...]:
     return tuple(f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}" for entry in torn)
 
 
-def prepare_root(root: Path, step: int) -> tuple[str, ...]:
-    """Make the root ready for a run that starts at `step` and will save there; says what was cleaned up. No save may be under way there.
+def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[str, ...]:
+    """Make the root ready for a run that starts at `step` and will save there; says what was done. No save may be under way there.
 
-    Raises CheckpointError if it cannot be written to, or holds complete checkpoints of later steps, which the run would run into and a
-    restart would load.
+    damaged: steps whose checkpoints proved damaged when they were read; they are set aside under another name. Raises CheckpointError if
+    the root cannot be written to, holds complete checkpoints of later steps, which the run would run into and a restart would load, or
+    only damaged ones while the run starts from zero.
     """
     try:
         Disk().make_parents(root / "probe")
@@ -130,14 +141,29 @@ def prepare_root(root: Path, step: int) -> tuple[str, ...]:
         probe.unlink()
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be written to: {error.strerror} (errno {error.errno})") from None
-    remarks = clean_torn(root)
+    remarks = (*clean_torn(root), *(set_aside(root, other) for other in damaged))
     later = [other for other in steps_in(root) if other > step and is_complete(root / folder_name(other))]
     if later:
         raise CheckpointError(
             f"--save {root} already holds {_listed(later)}, later than step {step} where this run starts: saving never overwrites, and the "
             "next start would load them. Give --load to go on from the newest, another --save, or move them away"
         )
+    if step == 0 and any(steps_in(root)):
+        raise CheckpointError(
+            f"--save {root} holds {_listed(steps_in(root))}, damaged, and this run starts at step 0: give another --save, or move them away"
+        )
     return remarks
+
+
+def set_aside(root: Path, step: int) -> str:
+    """Take a damaged checkpoint's good name, so that nothing loads it or believes that it is saved; says so. Raises CheckpointError."""
+    path = root / folder_name(step)
+    damaged = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
+    try:
+        Disk().rename(path, damaged)
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from None
+    return f"{path}, damaged, is now called {damaged.name}"
 
 
 def is_complete(path: Path) -> bool:

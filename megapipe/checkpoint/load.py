@@ -13,7 +13,7 @@ from megapipe.checkpoint.shard_reader import ShardReader, Wanted
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import Group
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, DamageError
 
 
 def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: Group, *, may_round: bool = False) -> int:
@@ -21,18 +21,18 @@ def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: G
 
     dtypes may widen (fp32 into fp64, bf16 into fp32); they narrow only where may_round says so.
     Raises CheckpointError on every rank if any rank fails, naming tensor or file: a tensor that is not there, of another shape, of a
-    wider dtype, damaged or truncated.
+    wider dtype; DamageError where nothing but damaged or truncated files is wrong.
     """
-    answer: int | str
+    filled, failure = 0, None
     try:
-        answer = _load(folder, list(wanted), may_round)
+        filled = _load(folder, list(wanted), may_round)
     except CheckpointError as error:
-        answer = f"rank {group.global_rank}: {error}"
-    errors = [other for other in gather_objects(answer if isinstance(answer, str) else None, group) if other is not None]
-    if errors:
-        raise CheckpointError(errors[0] + (f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else ""))
-    assert isinstance(answer, int)
-    return answer
+        failure = f"rank {group.global_rank}: {error}", isinstance(error, DamageError)
+    failures = [other for other in gather_objects(failure, group) if other is not None]
+    if failures:
+        kind = DamageError if all(is_damage for _, is_damage in failures) else CheckpointError
+        raise kind(failures[0][0] + (f" (and {len(failures) - 1} other ranks failed)" if len(failures) > 1 else ""))
+    return filled
 
 
 def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) -> int:

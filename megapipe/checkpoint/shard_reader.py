@@ -17,7 +17,7 @@ from torch import Tensor
 from megapipe.checkpoint.manifest import ITEM_BYTES, SavedBox
 from megapipe.checkpoint.shard_file import DTYPES, offset_text
 from megapipe.checkpoint.tensor_box import TensorBox
-from megapipe.errors import CheckpointError
+from megapipe.errors import DamageError
 from megapipe.sharding.boxes import Box, rectangles
 
 READ_BYTES = 1 << 24  # of one call, at least one block; the most memory that reading takes beside the tensors themselves
@@ -71,7 +71,7 @@ class ShardReader:
         """Copy everything that `wanted` asks for, in its order; returns the number of elements copied, by tensor.
 
         Only the blocks that hold something of it are read; the disk is told of the next ones while these are checked.
-        Raises CheckpointError naming file and tensor.
+        Raises DamageError naming file and tensor.
         """
         copied: dict[str, int] = {}
         ahead: deque[_Read] = deque()
@@ -151,12 +151,12 @@ class ShardReader:
         try:
             _read_fully(self._open(saved.file, where), content, begin, where)
         except OSError as error:
-            raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from None
+            raise DamageError(f"{where}: cannot be read: {error.strerror}") from None
         for start in range(0, len(content), self._block_bytes):
             block = content[start : start + self._block_bytes]
             found, written = zlib.crc32(block), saved.crc32[read.first_block + start // self._block_bytes]
             if found != written:
-                raise CheckpointError(
+                raise DamageError(
                     f"{where} is damaged: the {len(block)} bytes from byte {begin + start} of the file on have checksum "
                     f"{found:08x}, they were written with {written:08x}"
                 )
@@ -166,7 +166,7 @@ class ShardReader:
             try:
                 self._descriptors[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from None
+                raise DamageError(f"{where}: cannot be read: {error.strerror}") from None
         return self._descriptors[name]
 
 
@@ -218,5 +218,5 @@ def _read_fully(descriptor: int, into: memoryview, start: int, where: str) -> No
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], start + done)
         if count == 0:
-            raise CheckpointError(f"{where} is truncated: the file ends at byte {start + done}, the tensor at {start + len(into)}")
+            raise DamageError(f"{where} is truncated: the file ends at byte {start + done}, the tensor at {start + len(into)}")
         done += count

@@ -63,8 +63,10 @@ def _title(error: MegapipeError) -> str:
         "ConfigError": "this cannot run",
         "DataError": "data error",
         "CheckpointError": "checkpoint error",
+        "DamageError": "checkpoint error",
         "CommunicationError": "communication error",
         "TrainingError": "training stopped",
         "ScheduleError": "schedule error",
+        "NoProgressError": "no progress",
     }
     return titles.get(type(error).__name__, "error")

@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megapipe.comm.meeting import fresh_store
 from megapipe.comm.store import interface_towards, meeting_store
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
@@ -99,18 +100,15 @@ def _meet(environment: Environment, backend: str, timeout_seconds: float) -> Non
         ) from error
 
 
-def _store(environment: Environment, timeout_seconds: float) -> dist.Store | None:
-    """Where the ranks meet; None under torchrun, which has told torch."""
+def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
+    """Where the ranks meet: in the store of torchrun's agent apart from earlier starts, else at the address of the first node."""
+    rank, world_size = environment.global_rank, environment.world_size
     if environment.launcher == "torchrun":
-        return None
-    return meeting_store(
-        environment.master_addr,
-        environment.master_port,
-        environment.world_size,
-        environment.global_rank == 0,
-        timeout_seconds,
-        environment.num_nodes,
-    )
+        timeout = timedelta(seconds=timeout_seconds)
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        return fresh_store(store, rank, world_size, timeout_seconds)
+    return meeting_store(environment.master_addr, environment.master_port, world_size, rank == 0, timeout_seconds, environment.num_nodes)
 
 
 def _keep_to_one_interface(environment: Environment) -> None:

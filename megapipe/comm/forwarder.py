@@ -60,6 +60,10 @@ class Forwarder:
             self._repeated_at = now
             self._pass_on(signal.SIGUSR1)
 
+    def disown(self) -> None:
+        """The ranks are being ended, and others are started in their place; until those are there it is as before the first ones."""
+        self._ranks, self._ready_at = (), 0.0
+
     def __enter__(self) -> Forwarder:
         self._before = {number: signal.signal(number, self._receive) for number in FORWARDED}
         return self

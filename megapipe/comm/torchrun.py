@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -33,7 +34,9 @@ from megapipe.errors import CommunicationError, ConfigError
 
 LAST_LINES = 30  # of a log file, shown where nothing was printed
 GRACE_SECONDS = 2  # for the ranks that are left when one has failed: they can save nothing, and what they would say is said (cli.failure)
-TOLD_BY_RANK = (1, 2, 130)  # exit codes of a program that has said on standard error what was wrong
+SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node has come
+TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has said on standard error what was wrong
+FINAL = (2, 3, 130)  # of these, which another start would not change: refused, no progress, interrupted twice
 LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
 
 
@@ -131,15 +134,16 @@ def free_port() -> int:
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, whose ranks are known to the forwarder and get GRACE_SECONDS once one of them has failed."""
+    """torchrun's agent, whose ranks are known to the forwarder and get GRACE_SECONDS once one of them has failed.
+
+    --max-restarts: not after a signal, and not where another start would change nothing (FINAL). Ranks that are restarted because a node
+    has come may save first, if they are all here: those of other nodes would take part, leave with code 0 and be held for finished.
+    """
 
     def __init__(self, forwarder: Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
         super().__init__(spec=spec, logs_specs=logs_specs)
         self._forwarder = forwarder
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._forwarder.repeat()
-        return super()._monitor_workers(worker_group)
+        self._end = signal.SIGTERM, GRACE_SECONDS  # how ranks are ended
 
     def last_words(self, rank: int, local_rank: int) -> str:
         """The end of a rank's log, where its standard error went to a file alone (--log-dir with --redirects); else nothing."""
@@ -158,8 +162,31 @@ class _Agent(LocalElasticAgent):
         context = self._pcontext
         assert context is not None
         close = context.close
-        context.close = lambda death_sig=None, timeout=GRACE_SECONDS: close(death_sig, min(timeout, GRACE_SECONDS))  # type: ignore[method-assign]
+        self._end = signal.SIGTERM, GRACE_SECONDS
+        context.close = lambda death_sig=None, timeout=0: close(*self._end)  # type: ignore[method-assign]
         return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._forwarder.repeat()
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed() and self._remaining_restarts:
+            outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, self._forwarder.received)
+            if self._forwarder.received is not None or outcome.exit_code in FINAL:
+                self._remaining_restarts = 0
+            else:
+                limit = self._worker_group.spec.max_restarts
+                number = limit - self._remaining_restarts + 1
+                why = outcome.message.partition(".")[0].partition(";")[0] or "see above"
+                print(f"restart {number} of at most {limit} (--max-restarts): {why}", file=sys.stderr, flush=True)
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is WorkerState.HEALTHY:
+            alone = worker_group.group_world_size == 1
+            self._end = (signal.SIGTERM, SAVING_SECONDS) if alone else (signal.SIGKILL, GRACE_SECONDS)
+            print("the number of nodes changes: all ranks are started again", file=sys.stderr, flush=True)
+        self._forwarder.disown()
+        super()._restart_workers(worker_group)
 
 
 def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence[str]) -> WorkerSpec:

@@ -11,8 +11,8 @@ What stands in the manifest's `state`:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +22,43 @@ from megapipe.build.machines import Machines
 from megapipe.build.saved_weights import held_weights
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root
+from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root, step_of_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.retention import Retention
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, padding_of, tensor_box
 from megapipe.comm.collectives import all_reduce, broadcast_object
 from megapipe.comm.groups import Group
+from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.config import Config
-from megapipe.errors import CheckpointError
+from megapipe.errors import CheckpointError, DamageError
 from megapipe.train.schedules import Schedules, schedules_to_resume
 from megapipe.train.state import TrainingState
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `load` found. path: of the checkpoint, None for a fresh start. schedules: that hold from here on, None without --lr."""
+    """What `load` found. path: of the checkpoint, None for a fresh start. schedules: that hold from here on, None without --lr.
+    damaged: newer checkpoints that looked complete and were not."""
 
     state: TrainingState
     schedules: Schedules | None
     path: Path | None = None
     remarks: tuple[str, ...] = ()
+    damaged: tuple[Path, ...] = ()
 
 
-def prepare_save(root: Path, step: int, world: Group) -> tuple[str, ...]:
-    """Before a run that starts at `step` saves in root: cleans up after interrupted saves and says what it removed.
+def prepare_save(root: Path, step: int, world: Group, damaged: Sequence[Path] = ()) -> tuple[str, ...]:
+    """Before a run that starts at `step` saves in root: cleans up after interrupted saves, sets aside those of the damaged checkpoints that
+    lie there, and says so.
 
     Raises CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
     """
     outcome: tuple[str, ...] | CheckpointError = ()
     if world.rank == 0:
+        here = [path for path in damaged if path.parent.resolve() == root.resolve()]
         try:
-            outcome = prepare_root(root, step)
+            outcome = prepare_root(root, step, [step_of_folder(path) for path in here])
         except CheckpointError as error:
             outcome = error
     outcome = broadcast_object(outcome, world)
@@ -90,23 +95,42 @@ def retention(config: Config) -> Retention:
     return Retention(config.checkpoint.keep_last, config.checkpoint.save_retain_interval)
 
 
-def load(machines: Machines, root: Path) -> Resumed:
+def load(machines: Machines, root: Path, flags: CheckpointConfig | None = None) -> Resumed:
     """Load the newest complete checkpoint of root, or --ckpt-step, as the flags of the checkpoint section say; called by all ranks.
 
-    A root without any checkpoint is a fresh start, unless --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any
-    grid. Raises CheckpointError on all ranks.
+    A newest one that proves damaged as it is read is passed over for the one before. A root without any checkpoint is a fresh start, unless
+    --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any grid. flags: instead of the configuration's. Raises
+    CheckpointError on all ranks.
     """
+    flags = flags or machines.plan.config.checkpoint
+    remarks: list[str] = []
+    damaged: list[tuple[Path, int]] = []
+    while True:
+        below = damaged[-1][1] if damaged else None
+        folder = _find(root, flags.ckpt_step, below, machines.groups.world)
+        if folder is None and damaged:
+            raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
+        try:
+            resumed = _load_from(machines, root, folder, flags)
+        except DamageError as error:
+            if folder is None or flags.ckpt_step is not None:
+                raise
+            damaged.append((folder.path, folder.step))
+            remarks += [*folder.remarks, f"passed over: {error}"]
+            continue
+        return replace(resumed, remarks=(*remarks, *resumed.remarks), damaged=tuple(path for path, _ in damaged))
+
+
+def _load_from(machines: Machines, root: Path, folder: CheckpointFolder | None, flags: CheckpointConfig) -> Resumed:
     config = machines.plan.config
-    flags = config.checkpoint
     own = None if config.optimizer.lr is None else Schedules.of(config)
-    folder = _find(root, flags.ckpt_step, machines.groups.world)
     if folder is None:
         if flags.exit_on_missing_checkpoint:
             raise CheckpointError(f"--load {root} holds no checkpoint (--exit-on-missing-checkpoint)")
         return Resumed(TrainingState(), own, None, (f"{root} holds no checkpoint: starting from step 0",))
     saved = folder.manifest.state
     with_optimizer = not (flags.no_load_optim or flags.finetune)
-    if not flags.finetune:
+    if not (flags.finetune or flags.no_load_rng):
         _check_random(config, saved, folder.path)
     if with_optimizer:
         _check_optimizer(config, saved, folder.path)
@@ -162,12 +186,12 @@ def _masters_are_parameters(machines: Machines) -> bool:
     return machines.parameter_dtype == machines.main_dtype
 
 
-def _find(root: Path, step: int | None, world: Group) -> CheckpointFolder | None:
+def _find(root: Path, step: int | None, below: int | None, world: Group) -> CheckpointFolder | None:
     """Rank 0 looks; all ranks get the same answer."""
     outcome: CheckpointFolder | CheckpointError | None = None
     if world.rank == 0:
         try:
-            outcome = find_checkpoint(root, step)
+            outcome = find_checkpoint(root, step, below)
         except CheckpointError as error:
             outcome = error
     outcome = broadcast_object(outcome, world)
@@ -177,8 +201,6 @@ def _find(root: Path, step: int | None, world: Group) -> CheckpointFolder | None
 
 
 def _check_random(config: Config, saved: dict[str, Any], path: Path) -> None:
-    if config.checkpoint.no_load_rng:
-        return
     if saved["random"] is None:
         raise CheckpointError(
             f"{path} holds no random state (--no-save-rng); give --no-load-rng to go on with --seed {config.training.seed}"

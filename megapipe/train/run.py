@@ -12,6 +12,7 @@ import torch
 
 from megapipe.build.datasets import RunData, build_data
 from megapipe.build.machines import Machines
+from megapipe.checkpoint.starts import Starts, forget_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
@@ -21,7 +22,7 @@ from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.planner.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.topology import GROUP_NAMES
-from megapipe.train import persistence
+from megapipe.train import persistence, restart
 from megapipe.train.card import marks_of, prepare, unused, watched_memory
 from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
@@ -53,6 +54,7 @@ def pretrain(
         kernels = choose(config)  # what is missing is told before ranks wait for each other
         writers = build_writers(config, log, logs_here=environment.global_rank == 0)
         nccl = prepare(config, environment)
+        counted = restart.count(config, environment)
         world = join(plan, environment)
         words = words_of(kernels, config, world.device.type)
         log.start(plan, world, config_text, remarks, words)
@@ -62,8 +64,9 @@ def pretrain(
             writers.say(remark)
         heart = heart_of(config)
         groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart, nccl=nccl)
+        starts = restart.agreed(counted, config, groups.world)
         with watched(plan, environment, groups, recorded_folder(config), log), watched_memory(plan, world.device, world.global_rank):
-            _train(plan, groups, world, config_text, Surroundings(log, writers, stop), afterwards)
+            _train(plan, groups, world, config_text, Surroundings(log, writers, stop, starts), afterwards)
     if world.world_size > 1:
         shutdown(0)
     return 0
@@ -71,11 +74,12 @@ def pretrain(
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a run speaks to, and what speaks to it."""
+    """What a run speaks to, and what speaks to it. starts: of this job so far, None without --save."""
 
     log: RunLog
     writers: Writers
     stop: StopRequest
+    starts: Starts | None
 
 
 def _train(
@@ -90,7 +94,7 @@ def _train(
         data = build_data(plan)
     try:
         with heart.phase("loading", PATIENCE):
-            resumed = resume(machines, writers)
+            resumed = resume(machines, writers, around.starts)
             if resumed.path is not None:
                 around.log.resumed(resumed.path)
             saves = saves_of(machines, resumed, config_text, data.tokenizer, writers)
@@ -101,6 +105,9 @@ def _train(
                 afterwards(machines, data, writers)
         writers.say(f"ended after step {resumed.state.step}: {ending.reason}")
         around.log.end(resumed.state.step, ending.reason, ending.early)
+        if around.starts is not None and not ending.early and groups.world.rank == 0:
+            assert plan.config.checkpoint.save is not None
+            forget_starts(Path(plan.config.checkpoint.save))
     finally:
         data.close()
         writers.close()
@@ -126,13 +133,16 @@ def join(plan: RunPlan, environment: Environment) -> World:
     return start(environment, parallel.distributed_backend, 60.0 * parallel.distributed_timeout_minutes, plan.config.training.device)
 
 
-def resume(machines: Machines, writers: Writers) -> Resumed:
-    """What to go on from: a checkpoint where --load holds one, else the beginning."""
+def resume(machines: Machines, writers: Writers, starts: Starts | None = None) -> Resumed:
+    """What to go on from: a checkpoint where --load holds one, or of a restarted job --save; else the beginning."""
     config = machines.plan.config
-    if config.checkpoint.load is None:
+    flags, remark = restart.flags_to_load_with(config.checkpoint, starts)
+    if remark:
+        writers.say(remark)
+    if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
-    resumed = persistence.load(machines, Path(config.checkpoint.load))
+    resumed = persistence.load(machines, Path(flags.load), flags)
     for remark in resumed.remarks:
         writers.say(remark)
     if resumed.path is not None:
@@ -148,7 +158,7 @@ def saves_of(machines: Machines, resumed: Resumed, config_text: str, tokenizer: 
     if config.checkpoint.save is None:
         return None
     root = Path(config.checkpoint.save)
-    for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world):
+    for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world, resumed.damaged):
         writers.say(remark)
     beside = files_of(tokenizer) if tokenizer is not None and machines.groups.world.rank == 0 else {}
     return Saves(machines, resumed.schedules, root, config_text, beside, writers.say)

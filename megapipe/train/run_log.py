@@ -28,7 +28,7 @@ import torch
 
 from megapipe import __version__
 from megapipe.comm.bootstrap import World
-from megapipe.errors import CommunicationError
+from megapipe.errors import CommunicationError, NoProgressError
 from megapipe.planner.report import plan_text
 from megapipe.planner.run_plan import RunPlan
 
@@ -110,6 +110,25 @@ class RunLog:
         except OSError as error:
             print(f"{self._path} cannot be written to: {error.strerror}; the run goes on without it", file=sys.stderr)
             self._path = None
+
+
+def last_failure(folder: Path, since: float) -> str | None:
+    """What ended the newest run recorded in a folder that failed after `since` (Unix seconds), in one line; None where nothing tells.
+
+    A start that was refused for want of progress is no run.
+    """
+    try:
+        lines = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a crash
+            continue
+        if record.get("kind") == "failure" and record["time"] >= since and record["error"] != NoProgressError.__name__:
+            return f"{record['error']}: {record['text']}".splitlines()[0]
+    return None
 
 
 def _versions() -> dict[str, str]:

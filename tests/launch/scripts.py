@@ -93,6 +93,8 @@ class Door:
         return Ended(code, self.out(), self.error())
 
 
-def launch(folder: Path, num_ranks: int, *words: str, script: str | Path = REPOSITORY / "pretrain_gpt.py") -> Door:
-    """`megapipe launch` of a script on this many ranks."""
-    return Door([sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), str(script), *words], folder)
+def launch(
+    folder: Path, num_ranks: int, *words: str, script: str | Path = REPOSITORY / "pretrain_gpt.py", before: Sequence[str] = ()
+) -> Door:
+    """`megapipe launch` of a script on this many ranks. before: flags of the launcher."""
+    return Door([sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), *before, str(script), *words], folder)

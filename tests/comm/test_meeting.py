@@ -1,0 +1,48 @@
+"""Ranks that are started again in a store which an earlier start has used find each other, and only each other."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megapipe.comm.meeting import MEETING, fresh_store
+
+
+def meet(store: dist.Store, order: list[int], places: list[list[str]]) -> None:
+    """One start of as many ranks as `order` names, each begun when the one before waits or has gone."""
+    found: dict[int, str] = {}
+
+    def arrive(rank: int) -> None:
+        fresh = fresh_store(store, rank, len(order), 20.0)
+        fresh.set(f"by {rank}", "")
+        found[rank] = fresh.get(f"by {(rank + 1) % len(order)}").decode() or str(fresh.underlying_store.get(MEETING), "ascii")
+
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in order]
+    for thread in threads:
+        thread.start()
+        thread.join(0.1)
+    for thread in threads:
+        thread.join(20)
+    places.append([found[rank] for rank in sorted(found)])
+
+
+def test_every_start_meets_at_a_place_of_its_own_whoever_comes_first() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    places: list[list[str]] = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0], [3, 0, 2, 1]):  # ranks come and go between starts
+        meet(store, order, places)
+    assert [len(set(found)) for found in places] == [1] * 4
+    assert [len(found) for found in places] == [3, 3, 2, 4]
+    assert len({found[0] for found in places}) == 4
+
+
+def test_a_rank_without_the_others_gives_up_in_time() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError):
+        fresh_store(store, 0, 2, 0.2)
+    with pytest.raises(RuntimeError, match="rank 0 did not answer"):
+        fresh_store(store, 1, 2, 0.2)

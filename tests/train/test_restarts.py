@@ -1,0 +1,99 @@
+"""Where a restarted job goes on, and when it is not started again."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.train.step import TrainStep
+from tests.train.jobs import job
+from tests.train.test_saving import contents
+
+
+class Crash(BaseException):
+    """What no part of the program expects."""
+
+
+def crash_in_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, taken = TrainStep.launch, []
+
+    def one_step(self: TrainStep, *arguments: object) -> bool:
+        taken.append(1)
+        if len(taken) == number:
+            raise Crash
+        return launch(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainStep, "launch", one_step)
+
+
+def crashing_job(flags: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        crash_in_step(number, patch)
+        with pytest.raises(Crash):
+            job(flags)
+
+
+def flip_a_byte(shard: Path) -> None:
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+
+
+def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"--train-iters 6 --save {tmp_path}/c --save-interval 2"
+    for restarts, step in enumerate((4, 1, 1)):  # each life ends in its step number ...
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        crashing_job(flags, step, monkeypatch)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    code, said = job(flags)
+    assert code == 3, said
+    assert "no progress: this would be start number 3 from step 2, the newest complete checkpoint of" in said
+    assert job(flags)[0] == 3, "it stays so"
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    code, said = job(f"{flags} --load {tmp_path}/c")  # a person's start
+    assert code == 0 and "going on after step 2" in said
+    assert not (tmp_path / "c" / "starts.json").exists()
+
+
+def test_a_restart_goes_on_from_what_it_saved_whatever_the_first_start_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert job(f"--train-iters 2 --save {tmp_path}/base")[0] == 0
+    flags = f"--train-iters 5 --load {tmp_path}/base --finetune --save {tmp_path}/c --save-interval 3 --lr-decay-style constant"
+    crashing_job(flags, 5, monkeypatch)
+    code, said = job(flags)
+    assert code == 1 and "Give --load to go on from the newest" in said, "not started by a launcher: never over what is there"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    code, said = job(flags)
+    assert code == 0
+    assert f"a restart: going on from --save {tmp_path}/c" in said and "going on after step 3" in said
+
+
+def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tmp_path: Path) -> None:
+    flags = f"--train-iters 6 --save {tmp_path}/c --load {tmp_path}/c --save-interval 2"
+    assert job(f"{flags} --exit-interval 4")[0] == 0
+    flip_a_byte(tmp_path / "c" / "step_00000004" / "rank_00000.safetensors")
+    code, said = job(flags)
+    assert code == 0, said
+    assert re.search(r"passed over: rank 0: .*step_00000004/rank_00000.safetensors, tensor .* is damaged", said)
+    assert re.search(r"step_00000004, damaged, is now called step_00000004.damaged-", said)
+    assert "going on after step 2" in said
+    assert job(f"--train-iters 6 --save {tmp_path}/undisturbed --save-interval 2")[0] == 0
+    for step in (4, 6):
+        found, expected = contents(tmp_path / "c", step), contents(tmp_path / "undisturbed", step)
+        assert len(found) > 20 and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_nothing_but_damage_is_never_a_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = f"--train-iters 2 --save {tmp_path}/c"
+    assert job(flags)[0] == 0
+    flip_a_byte(tmp_path / "c" / "step_00000002" / "rank_00000.safetensors")
+    code, said = job(f"{flags} --load {tmp_path}/c")
+    assert code == 1 and "holds no complete checkpoint" in said and "is damaged" in said
+    (tmp_path / "c" / "step_00000002" / "manifest.json").unlink()
+    assert job(f"{flags} --load {tmp_path}/c")[0] == 1
+    code, said = job(flags)
+    assert code == 1 and "damaged, and this run starts at step 0" in said
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert job(flags)[0] == 1
