@@ -145,9 +145,8 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
 
 
 def job_of(variables: Mapping[str, str]) -> str | None:
-    """The job's name, the same after a requeue and after a restart of the ranks. torchrun's own default, 'none', names nothing."""
-    if variables.get("SLURM_JOB_ID"):
-        return f"slurm {variables['SLURM_JOB_ID']}"
+    """torchrun's name for the job (--rdzv-id), the same for all its starts, those included that a new node causes and nobody counts; its
+    default names nothing. SLURM counts its requeues, and in one allocation a person may start many runs."""
     run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
     return None if run_id in ("none", "standalone") else f"torchrun {run_id}"
 

@@ -31,6 +31,9 @@ prints instead the command of each node, the host, GPU and place in the grid of 
 send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes them; --slurm: as a job of
 launch/slurm/pretrain.sbatch. docs/launch.md
 
+--max-restarts N starts all ranks again when one has failed, and not where that would change nothing: exit codes 2 (refused), 3 (restarted
+twice without progress) and 130 (interrupted twice), or after a signal.
+
 All flags: megapipe launch --torchrun-help
 """
 

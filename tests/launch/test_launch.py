@@ -26,7 +26,7 @@ print("saved", os.environ["RANK"], flush=True)
 ONE_FAILS = """
 import os, sys, time
 if os.environ["RANK"] == "1":
-    sys.exit(3)
+    sys.exit(7)
 time.sleep(60)
 """
 
@@ -48,8 +48,8 @@ def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) 
     script.write_text(ONE_FAILS)
     with launch(tmp_path, 2, script=script) as door:
         ended = door.ended()
-    assert (ended.code, ended.out) == (3, "")
-    assert ended.error == "rank 1 ended with exit code 3; all ranks were ended\n"
+    assert (ended.code, ended.out) == (7, "")
+    assert ended.error == "rank 1 ended with exit code 7; all ranks were ended\n"
 
 
 @pytest.mark.parametrize(
