@@ -31,6 +31,7 @@ FP8 = "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 1"
 FILES = "!--mock-data --train-data-path {A} --valid-data-path {A} --test-data-path {A}"
 LOAD = "--load {saved} --lr-decay-style constant"
 SAVE = "--save {tmp}/ckpt"
+SPIKES = f"{SAVE} --save-interval 1 --spike-rollback 1 --train-iters 12"
 PROFILE = f"{SAVE} --profile --profile-step-start 0"
 SENTENCES = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp}/a.model"
 GPT2 = "!--vocab-size --tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {tmp}/a.txt"
@@ -127,6 +128,11 @@ training.z_loss | --z-loss 0.1 | records
 training.calculate_per_token_loss | --calculate-per-token-loss | records | {DOCUMENTS} --eod-mask-loss
 training.check_weight_hash_across_dp_replicas_interval | --check-weight-hash-across-dp-replicas-interval 1 | comparisons
 training.check_for_nan_in_loss_and_grad | --no-check-for-nan-in-loss-and-grad | outcome | --lr 1e30
+training.spike_rollback | --spike-rollback 1 | said (rollback 1) | {SAVE} --save-interval 1 --lr 1e30
+training.spike_limit | --spike-limit 1 | said --spike-limit 1 | {SAVE} --save-interval 1 --lr 1e30 --spike-rollback 1
+training.spike_threshold | --spike-threshold 1e-9 | said (rollback 1) | {SPIKES} --spike-window 8 --spike-steps 1
+training.spike_window | --spike-window 8 | said (rollback 1) | {SPIKES} --spike-steps 1 --spike-threshold 1e-9
+training.spike_steps | --spike-steps 1 | said (rollback 1) | {SPIKES} --spike-window 8 --spike-steps 50 --spike-threshold 1e-9
 training.device | --device cuda | device
 
 optimizer.optimizer | --optimizer sgd | records

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import Manifest, read_manifest
+from megapipe.checkpoint.rollbacks import ROLLBACKS_NAME, abandoned_by, read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError
 
 LATEST_NAME = "latest"
@@ -89,11 +90,15 @@ def find_checkpoint(root: Path, step: int | None = None, below: int | None = Non
             raise CheckpointError(f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {_listed(there)}")
         return open_folder(root / folder_name(step))
     remarks: list[str] = []
+    rollbacks = read_rollbacks(root)
     for candidate in reversed(there):
         try:
             found = open_folder(root / folder_name(candidate))
         except CheckpointError as error:
             remarks.append(f"passed over: {error}")
+            continue
+        if abandoned_by(rollbacks, found.step, rollbacks_before(found.manifest.state)) is not None:
+            remarks.append(f"passed over: {found.path}, saved on a way that was given up ({ROLLBACKS_NAME})")
             continue
         named = read_latest(root)
         if named is not None and named != found.path.name:

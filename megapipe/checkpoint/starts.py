@@ -15,6 +15,7 @@ from typing import Any
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import find_checkpoint, temporary_name
+from megapipe.checkpoint.rollbacks import read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError, NoProgressError
 
 STARTS_NAME = "starts.json"
@@ -87,7 +88,8 @@ def newest_place(root: Path) -> tuple[int, int]:
         return -1, 0
     if found is None:
         return -1, 0
-    return found.step, int(found.manifest.state.get("account", {}).get("rollbacks", 0))
+    rollbacks = read_rollbacks(root)
+    return found.step, rollbacks[-1].number if rollbacks else rollbacks_before(found.manifest.state)
 
 
 def no_progress(starts: Starts, root: Path, last_words: str | None) -> NoProgressError:

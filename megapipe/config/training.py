@@ -41,6 +41,18 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop at a NaN or infinite loss or gradient", off_flag="--no-check-for-nan-in-loss-and-grad"
     )
+    spike_rollback: int | None = option(
+        None,
+        "checkpoints to go back when loss or gradient norm spike, or are no numbers; the samples since then are skipped; unset: never",
+        unit="checkpoints",
+        at_least=1,
+    )
+    spike_threshold: float = option(
+        8.0, "robust standard deviations above the median of --spike-window steps that make a step spike, in logarithms", above=0
+    )
+    spike_steps: int = option(3, "steps in a row that have to spike", unit="steps", at_least=1)
+    spike_window: int = option(100, "steps that a step is compared with; nothing is judged before half of them", unit="steps", at_least=8)
+    spike_limit: int = option(3, "rollbacks in all; the next spike ends the run", unit="rollbacks", at_least=1)
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,
         "compare what several ranks hold alike bit by bit: before the first step, after every so many steps and before every save; "

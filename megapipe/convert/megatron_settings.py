@@ -14,6 +14,7 @@ from megapipe.config.rules.check import check
 from megapipe.config.training import TrainingConfig
 from megapipe.convert.families import NOT_THE_MODEL, meaning
 from megapipe.convert.settings import Fixed, Key, Part, Settings
+from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 
 # args that change what the model computes and have no counterpart here, with the value that leaves it alone
@@ -246,7 +247,9 @@ def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int,
     args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
     args |= {name: getattr(config.training, name) for name in TRAINING.split()}
     training = state["training"]
-    args |= {"iteration": training["step"], "consumed_train_samples": training["consumed_samples"], "consumed_valid_samples": 0}
+    consumed = SkippedSamples.of(state.get("account", {}).get("skipped_samples", ())).place(training["consumed_samples"])
+    args |= {"iteration": training["step"], "consumed_train_samples": consumed, "consumed_valid_samples": 0}
+    args |= {"skipped_train_samples": consumed - training["consumed_samples"]}
     return args | {
         "virtual_pipeline_model_parallel_size": None,
         "use_distributed_optimizer": False,

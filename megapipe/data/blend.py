@@ -39,15 +39,27 @@ class BlendedDataset:
         self.names = tuple(names) if names is not None else tuple(f"member {d}" for d in range(len(self.members)))
         self.weights = normalize(weights)
         self.size = size
+        self._cache = cache
+        self.dataset_index, self.sample_index = self._indices(size)
+        self._check_shares()
 
+    def _indices(self, size: int) -> tuple[Array, Array]:
         def build() -> Arrays:
             dataset_index, sample_index = blend_indices(self.weights, size)
             return {"dataset_index": dataset_index, "sample_index": sample_index}
 
-        description = {"weights": self.weights, "size": size}
-        arrays = build() if cache is None else cache.arrays("blend", description, build)
-        self.dataset_index, self.sample_index = arrays["dataset_index"], arrays["sample_index"]
-        self._check_shares()
+        arrays = build() if self._cache is None else self._cache.arrays("blend", {"weights": self.weights, "size": size}, build)
+        return arrays["dataset_index"], arrays["sample_index"]
+
+    def grow(self, size: int) -> None:
+        """Up to where a member has no more samples: the rule looks back alone, so that a longer blend begins as the shorter one."""
+        if size <= self.size:
+            return
+        dataset_index, sample_index = self._indices(size)
+        lengths = np.array([len(member) for member in self.members])
+        missing = np.flatnonzero(sample_index >= lengths[dataset_index])
+        self.size = int(missing[0]) if len(missing) else size
+        self.dataset_index, self.sample_index = dataset_index[: self.size], sample_index[: self.size]
 
     def _check_shares(self) -> None:
         shares = np.bincount(self.dataset_index, minlength=len(self.members))

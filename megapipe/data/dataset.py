@@ -17,3 +17,6 @@ class TokenDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> TokenArray: ...
+
+    def grow(self, size: int) -> None:
+        """Hold `size` samples, or as many as there are; those before stay what they are."""

@@ -68,6 +68,9 @@ class GPTDataset:
     def __len__(self) -> int:
         return len(self.index)
 
+    def grow(self, size: int) -> None:
+        """All samples of all epochs are there already."""
+
     def __getitem__(self, index: int) -> TokenArray:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)} samples ({self.file.prefix})")

@@ -2,7 +2,8 @@
 
 A step that begins after `consumed` samples takes the samples consumed .. consumed + global batch of the data set. Microbatch k of dp
 rank d holds consumed + (k dp + d) micro .. + micro of them. So a step's global batch does not depend on dp, and the loader keeps no
-position of its own: resuming, or changing dp or the batch size, needs only the number.
+position of its own: resuming, or changing dp or the batch size, needs only the number. Where windows of the data set are skipped, these are
+numbers among the samples that are left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.dataset import TokenDataset
+from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import DataError
 
 AHEAD_PER_WORKER = 2
@@ -42,6 +44,26 @@ class Loader:
         self._workers = _Readers(num_workers, f"{name}-loader") if num_workers else None
         self._ready: OrderedDict[tuple[int, int], Future[Batch]] = OrderedDict()
         self._lock = threading.Lock()
+        self._skipped = SkippedSamples()
+
+    def skip(self, skipped: SkippedSamples, num_samples: int) -> None:
+        """From now on pass over these places of the data set. num_samples: that the run will take in all.
+
+        Raises DataError if so many are not left.
+        """
+        needed = skipped.place(num_samples - 1) + 1
+        if skipped.windows and needed > len(self.dataset):
+            self.dataset.grow(needed)
+        if skipped.windows and needed > len(self.dataset):
+            raise DataError(
+                f"the {self.name} data has {len(self.dataset)} samples; with {needed - num_samples} skipped, {num_samples} to train on "
+                f"need {needed}: give more data, or train {needed - len(self.dataset)} samples less"
+            )
+        with self._lock:
+            self._skipped = skipped
+            for waiting in self._ready.values():
+                waiting.cancel()
+            self._ready.clear()
 
     def microbatch(self, consumed_samples: int, k: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> Batch:
         """Microbatch k of dp rank `dp_rank` in the step that begins after `consumed_samples`.
@@ -50,7 +72,7 @@ class Loader:
         count and never wraps around.
         """
         start = microbatch_start(consumed_samples, k, dp_rank, dp_size, micro_batch_size)
-        if start < 0 or start + micro_batch_size > len(self.dataset):
+        if start < 0 or self._skipped.place(start + micro_batch_size - 1) >= len(self.dataset):
             raise DataError(
                 f"the {self.name} data has {len(self.dataset)} samples, but microbatch {k} of dp rank {dp_rank} (of {dp_size}) after "
                 f"{consumed_samples} consumed samples needs {start}..{start + micro_batch_size}: the data set was built for a shorter run, "
@@ -65,7 +87,7 @@ class Loader:
         with self._lock:
             for step in range(self._num_ahead + 1):
                 key = (start + step * stride, count)
-                if key not in self._ready and key[0] + count <= len(self.dataset):
+                if key not in self._ready and self._skipped.place(key[0] + count - 1) < len(self.dataset):
                     self._ready[key] = workers.submit(self._read, *key)
             wanted = self._ready[start, count]
             self._ready.move_to_end((start, count))
@@ -75,7 +97,7 @@ class Loader:
         return wanted.result()
 
     def _read(self, start: int, count: int) -> Batch:
-        sample_ids = tuple(range(start, start + count))
+        sample_ids = tuple(map(self._skipped.place, range(start, start + count)))
         try:
             samples = np.stack([self.dataset[i] for i in sample_ids])
         except OSError as error:

@@ -29,6 +29,9 @@ class SyntheticDataset:
     def __len__(self) -> int:
         return self.num_samples
 
+    def grow(self, size: int) -> None:
+        self.num_samples = max(self.num_samples, size)
+
     def __getitem__(self, index: int) -> TokenArray:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of a synthetic data set of {self.num_samples} samples")

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
-
 from megapipe.build.datasets import RunData
 from megapipe.build.machines import Machines
 from megapipe.build.microbatches import Keys, Microbatches
-from megapipe.comm.collectives import all_reduce
+from megapipe.comm.collectives import broadcast_object
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.topology import GROUP_NAMES
+from megapipe.train.agreement import Agreed, Agreement, Trouble
 from megapipe.train.asynchronous_step import step_of
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.evaluation import evaluate
-from megapipe.train.faults import OutputWatch, Sums, raise_unsound
+from megapipe.train.faults import OutputWatch, Sums, unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.pace import Pace
 from megapipe.train.pipeline_profile import PipelineProfiler
 from megapipe.train.profile import Profile
+from megapipe.train.rollback import SpikeRollback
 from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest
+from megapipe.train.spikes import SpikeWatch
 from megapipe.train.state import TrainingState
 from megapipe.train.step import Rates, StepResult, is_sound
 from megapipe.train.stragglers import StragglerLog
@@ -44,18 +44,6 @@ class Ending:
 
     reason: str
     early: bool = False  # before the last step that was asked for
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks have found out together after a step. reason: to leave, None to go on.
-
-    save_due: --save-interval-minutes are over. save_ready: the save beside the training waits for no rank any more.
-    """
-
-    reason: str | None = None
-    save_due: bool = False
-    save_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +76,8 @@ class Training:
     ) -> None:
         config = machines.plan.config
         self.machines, self.data, self.state, self.writers = machines, data, state, writers
-        self._stop, self._saves = stop, saves
+        self._saves = saves
+        self._agreement = Agreement(machines, stop)
         self._config, self._training = config, config.training
         self._step = step_of(machines, config.logging.log_num_zeros_in_grad)
         self._heart = machines.groups.world.heart or Heartbeat(GROUP_NAMES)
@@ -99,10 +88,16 @@ class Training:
         self._copies = CopiesCheck(machines, self._heart)
         self._stragglers = StragglerLog(machines, self._heart, writers)
         self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
+        self._spikes, self._spike_rollback = None, None
+        if self._training.spike_rollback is not None and data.train is not None:
+            self._spikes = SpikeWatch(self._training)
+            self._spikes.load_state(state.spikes)
+            self._spike_rollback = SpikeRollback(machines, data.train, writers)
+        self._spike = ""
+        self._unsound: tuple[StepResult, _Launched] | None = None
         self._schedules = schedules
-        self._started = time.monotonic()
         self._saved_step: int | None = None
-        self._saved_at = self._started
+        self._saved_at = time.monotonic()
         self._launched: _Launched | None = None
         self._agreed = Agreed()  # after the last step whose result is known
         self._rolled_back = 0
@@ -143,9 +138,12 @@ class Training:
                 self._one_step()
             if not self._step.is_ahead or self._something_is_due():
                 self._settle()
-            if self._is_due(self._copies.interval):
+            if self._is_due(self._copies.interval) and not self._agreed.trouble:
                 self._copies.compare(self.state.step)
             agreed, self._agreed = self._agreed, Agreed()
+            if agreed.trouble is Trouble.UNSOUND or (agreed.trouble and agreed.reason is None):
+                self._recover()
+                continue
             if agreed.reason is not None:
                 return Ending(agreed.reason, early=self.state.step < train_iters)
             if self._is_due(self._training.eval_interval) and self.state.step < train_iters:
@@ -203,7 +201,10 @@ class Training:
         """The result of the last launched step is there: check, count and log it. Returns whether to go on."""
         launched, self._launched = self._launched, None
         assert launched is not None
-        self._check(result, launched)
+        if self._is_unsound(result, launched):
+            self._unsound = result, launched
+            self._agreed = self._agree(Trouble.UNSOUND)
+            return False
         self.state.skipped_steps += result.update.skipped
         self._rolled_back += result.update.rolled_back
         self._pace.step(launched.num_microbatches, launched.samples)
@@ -212,11 +213,12 @@ class Training:
         if self._is_due(self._config.logging.log_interval) or self.state.step == self._training.train_iters:
             self._log(result, launched)
             self._stragglers.report(self.state.step, launched.num_microbatches)
-        self._agreed = agreed = self._agree()
+        self._spike = "" if self._spikes is None else self._spikes.see(result.loss, result.update.grad_norm)
+        self._agreed = agreed = self._agree(Trouble.SPIKE if self._spike and self.machines.groups.world.rank == 0 else Trouble.NONE)
         if agreed.save_ready and self._saves is not None:
             with self._heart.phase("saving", PATIENCE):
                 self._saves.advance()
-        return agreed.reason is None and not agreed.save_due
+        return agreed.goes_on
 
     def microbatches(self, loader: Loader, consumed: int, count: int, step: int | None) -> Microbatches:
         """This rank's microbatches of the global batch after `consumed` samples. step: None for evaluation, without dropout."""
@@ -229,12 +231,40 @@ class Training:
 
         return Microbatches(count, read, keys, self.machines.device)
 
-    def _check(self, result: StepResult, launched: _Launched) -> None:
+    def _is_unsound(self, result: StepResult, launched: _Launched) -> bool:
         # an overflow is part of the search for a loss scale, until that cannot fall any further
         searching = self.machines.optimizer.scaler.is_dynamic and result.update.loss_scale > self._config.precision.min_loss_scale
         overflow = result.update.skipped and math.isfinite(result.loss) and searching
-        if launched.sums is not None and not is_sound(result) and not overflow:
-            raise_unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids)
+        return launched.sums is not None and not is_sound(result) and not overflow
+
+    def _recover(self) -> None:
+        """From a spike, or a loss that is no number: go back to a checkpoint, as --spike-rollback says. Raises TrainingError if that is not
+        asked for, or not possible and no number is left to go on with."""
+        why, first_bad, error = self._spike, self.state.step, None
+        if self._spikes is not None:
+            first_bad -= max(0, self._spikes.num_spiking - 1)
+        if self._unsound is not None:
+            error = self._explained(*self._unsound)
+            why, self._unsound = str(error).partition(". Lower --lr")[0].partition(": ")[2], None
+        if self._spikes is None or self._spike_rollback is None:
+            raise error or TrainingError(why)
+        why, first_bad = broadcast_object((why, first_bad), self.machines.groups.world)  # the last bits of a norm may differ
+        if self._saves is not None:
+            self._saves.finish(is_last=False)
+        with self._heart.phase("loading", PATIENCE):
+            went_back = self._spike_rollback.go_back(self.state, first_bad, why)
+        if not went_back and error is not None:
+            raise error
+        if went_back:
+            self._saved_step = self.state.step
+        else:
+            self.writers.say(f"step {self.state.step}: {why}; there is no checkpoint from before it yet: the run goes on")
+        self._spikes.load_state(self.state.spikes)
+        self._pace.start(self.state)
+
+    def _explained(self, result: StepResult, launched: _Launched) -> TrainingError:
+        assert launched.sums is not None
+        return unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids)
 
     def _log(self, result: StepResult, launched: _Launched) -> None:
         train_iters, rates = self._training.train_iters, launched.rates
@@ -258,6 +288,9 @@ class Training:
                 rolled_back_steps=self._rolled_back if self._config.optimizer.optimizer_post_validation else None,
                 params_norm=norm,
                 num_zeros=result.update.num_zeros,
+                spike_rollbacks=self.state.account.rollbacks,
+                skipped_samples=self.state.num_skipped_samples,
+                discarded_tokens=self.state.account.discarded_tokens,
                 phases=phases,
                 **pace,
             )
@@ -283,6 +316,8 @@ class Training:
         if self._saves is None or self._saved_step == self.state.step or self._training.skip_train:
             return
         self._copies.compare(self.state.step)
+        if self._spikes is not None:
+            self.state.spikes = self._spikes.state()
         with self._heart.phase("saving", PATIENCE):
             self._saves.save(self.state)
         self._saved_step = self.state.step
@@ -291,25 +326,6 @@ class Training:
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.state.step % interval == 0
 
-    def _agree(self) -> Agreed:
-        """One reduction of what any rank's clock, signals and disk say. All ranks get the same answer."""
-        asked = 0 if self._stop.signal is None else int(self._stop.signal)
-        now, limit, minutes = time.monotonic(), self._training.exit_duration_in_mins, self._config.checkpoint.save_interval_minutes
-        late = limit is not None and now - self._started > 60.0 * limit
-        due = minutes is not None and now - self._saved_at >= 60.0 * minutes
-        not_ready = self._saves is None or not self._saves.is_ready
-        flags = torch.tensor([asked, int(late), int(due), int(not_ready)], device=self.machines.device)
-        all_reduce(flags, self.machines.groups.world, op="max")
-        asked, late, due, not_ready = flags.tolist()
-        return Agreed(self._reason(asked, bool(late)), bool(due), not not_ready)
-
-    def _reason(self, asked: int, late: bool) -> str | None:
-        """asked: a signal's number, or 0."""
-        limit = self._training.exit_duration_in_mins
-        if asked:
-            return f"{signal.Signals(asked).name} received"
-        if late:
-            return f"--exit-duration-in-mins {limit:g} is over"
-        if self._is_due(self._training.exit_interval):
-            return f"--exit-interval {self._training.exit_interval}"
-        return None
+    def _agree(self, trouble: Trouble) -> Agreed:
+        is_ready = self._saves is not None and self._saves.is_ready
+        return self._agreement.after_step(self.state.step, time.monotonic() - self._saved_at, is_ready, trouble)

@@ -12,7 +12,9 @@ class StepMetrics:
 
     tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None where the peak is not known.
     rolled_back_steps: updates of this run taken back by --optimizer-post-validation, None without it.
-    bubble: measured idle share of the pipeline; bubble_note: why there is none. memory_bytes: the largest over all ranks.
+    spike_rollbacks, skipped_samples, discarded_tokens: how often the run went back to a checkpoint, samples before this position that
+    are left out, tokens that were trained on in vain. bubble: measured idle share of the pipeline; bubble_note: why there is none.
+    memory_bytes: the largest over all ranks.
     """
 
     step: int
@@ -38,6 +40,9 @@ class StepMetrics:
     params_norm: float | None = None
     num_zeros: int | None = None
     rolled_back_steps: int | None = None
+    spike_rollbacks: int = 0
+    skipped_samples: int = 0
+    discarded_tokens: int = 0
     phases: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
@@ -53,6 +58,9 @@ class StepMetrics:
             "train/consumed_tokens": self.consumed_tokens,
             "train/global_batch_size": self.global_batch_size,
             "train/rolled_back_steps": self.rolled_back_steps,
+            "train/spike_rollbacks": self.spike_rollbacks or None,
+            "train/skipped_samples": self.skipped_samples or None,
+            "train/discarded_tokens": self.discarded_tokens or None,
             "train/params_norm": self.params_norm,
             "train/num_zeros": self.num_zeros,
             "speed/step_seconds": self.step_seconds,
@@ -86,6 +94,8 @@ class StepMetrics:
             parts.append(f"skipped {self.skipped_steps}")
         if self.rolled_back_steps:
             parts.append(f"rolled back {self.rolled_back_steps}")
+        if self.spike_rollbacks:
+            parts.append(f"went back {self.spike_rollbacks}")
         if self.params_norm is not None:
             parts.append(f"params norm {self.params_norm:.3f}")
         if self.num_zeros is not None:

@@ -4,6 +4,8 @@ What stands in the manifest's `state`:
     training    step, consumed samples and tokens, skipped steps
     optimizer   updates made, loss scaler, update rule; null with --no-save-optim
     random      the seed: all streams are keyed by (seed, step, ...), so that seed and step are the random state; null with --no-save-rng
+    account     windows of the data set that are skipped, rollbacks, what they cost
+    spikes      losses and norms that the watch for spikes compares with; null without --spike-rollback
     schedules   learning rates and weight decay as they were in force
     grid, precision   for people and `tools/inspect_checkpoint.py`
 """
@@ -20,11 +22,13 @@ import torch
 
 from megapipe.build.machines import Machines
 from megapipe.build.saved_weights import held_weights
+from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root, step_of_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.retention import Retention
+from megapipe.checkpoint.rollbacks import Rollback, abandoned_by, read_rollbacks
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, padding_of, tensor_box
 from megapipe.comm.collectives import all_reduce, broadcast_object
@@ -33,7 +37,7 @@ from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.config import Config
 from megapipe.errors import CheckpointError, DamageError
 from megapipe.train.schedules import Schedules, schedules_to_resume
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Account, TrainingState
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,9 @@ class Resumed:
     damaged: tuple[Path, ...] = ()
 
 
-def prepare_save(root: Path, step: int, world: Group, damaged: Sequence[Path] = ()) -> tuple[str, ...]:
+def prepare_save(root: Path, step: int, world: Group, damaged: Sequence[Path] = (), num_rollbacks: int = 0) -> tuple[str, ...]:
     """Before a run that starts at `step` saves in root: cleans up after interrupted saves, sets aside those of the damaged checkpoints that
-    lie there, and says so.
+    lie there, and what rollbacks have given up, and says so. num_rollbacks: that the run has behind it.
 
     Raises CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
     """
@@ -58,13 +62,24 @@ def prepare_save(root: Path, step: int, world: Group, damaged: Sequence[Path] = 
     if world.rank == 0:
         here = [path for path in damaged if path.parent.resolve() == root.resolve()]
         try:
-            outcome = prepare_root(root, step, [step_of_folder(path) for path in here])
+            _check_way(root, step, num_rollbacks)
+            outcome = (*move_abandoned(root), *prepare_root(root, step, [step_of_folder(path) for path in here]))
         except CheckpointError as error:
             outcome = error
     outcome = broadcast_object(outcome, world)
     if isinstance(outcome, CheckpointError):
         raise outcome
     return outcome
+
+
+def _check_way(root: Path, step: int, num_rollbacks: int) -> None:
+    """Raises CheckpointError for a run that goes on where one that saves in root has turned back."""
+    rollback = abandoned_by(read_rollbacks(root), step, num_rollbacks)
+    if rollback is not None:
+        raise CheckpointError(
+            f"this run goes on from step {step} of a way that was given up: --save {root} went back from step {rollback.from_step} to "
+            f"{rollback.to_step}. To go on nevertheless give another --save"
+        )
 
 
 def save(
@@ -138,8 +153,17 @@ def _load_from(machines: Machines, root: Path, folder: CheckpointFolder | None, 
     _load_tensors(machines, folder, with_optimizer)
     if with_optimizer:
         _load_plain_state(machines, saved)
-    state = TrainingState() if flags.finetune else TrainingState.from_dict(saved["training"])
+    state = TrainingState() if flags.finetune else _position(saved, read_rollbacks(root))
     return Resumed(state, own, folder.path, folder.remarks)
+
+
+def _position(saved: dict[str, Any], rollbacks: Sequence[Rollback]) -> TrainingState:
+    """A checkpoint's; with the account of the run's last rollback, if that came after the checkpoint."""
+    account = Account.from_dict(saved.get("account"))
+    step = int(saved["training"]["step"])
+    if rollbacks and rollbacks[-1].number > account.rollbacks and abandoned_by(rollbacks, step, account.rollbacks) is None:
+        account = Account.from_dict(rollbacks[-1].account)
+    return TrainingState.from_dict(saved["training"], account, saved.get("spikes"))
 
 
 def _state_content(machines: Machines, state: TrainingState, schedules: Schedules | None) -> dict[str, Any]:
@@ -150,6 +174,8 @@ def _state_content(machines: Machines, state: TrainingState, schedules: Schedule
         optimizer["num_steps"] = _largest(machines, optimizer["num_steps"])  # a rank whose shards are all padding counts no steps
     content = {
         "training": state.to_dict(),
+        "account": state.account.to_dict(),
+        "spikes": state.spikes,
         "optimizer": optimizer,
         "random": None if config.checkpoint.no_save_rng else {"seed": config.training.seed},
         "schedules": None if schedules is None else schedules.to_dict(),

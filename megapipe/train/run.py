@@ -98,6 +98,8 @@ def _train(
             if resumed.path is not None:
                 around.log.resumed(resumed.path)
             saves = saves_of(machines, resumed, config_text, data.tokenizer, writers)
+        if data.train is not None and plan.config.training.train_samples is not None:
+            data.train.skip(resumed.state.account.skipped, plan.config.training.train_samples)
         training = Training(machines, data, resumed.state, resumed.schedules, writers, around.stop, saves)
         ending = training.run()
         if afterwards is not None and not ending.early:
@@ -158,7 +160,9 @@ def saves_of(machines: Machines, resumed: Resumed, config_text: str, tokenizer: 
     if config.checkpoint.save is None:
         return None
     root = Path(config.checkpoint.save)
-    for remark in persistence.prepare_save(root, resumed.state.step, machines.groups.world, resumed.damaged):
+    for remark in persistence.prepare_save(
+        root, resumed.state.step, machines.groups.world, resumed.damaged, resumed.state.account.rollbacks
+    ):
         writers.say(remark)
     beside = files_of(tokenizer) if tokenizer is not None and machines.groups.world.rank == 0 else {}
     return Saves(machines, resumed.schedules, root, config_text, beside, writers.say)

@@ -7,6 +7,7 @@ start    time, host, pid, command, versions, machine, grid, config (YAML), plan 
 note     what was said at the console beside the steps: checkpoints, profiles, what was passed over
 warning  what did not go as asked and did not stop the run
 stragglers  step, told (sentences), slowest (times of ranks): with --log-straggler, where somebody was slow
+rollback number, from_step, to_step, first_sample, past_sample, reason, account: back to a checkpoint from before a spike
 failure  rank, error, text: what ended it
 end      step, reason, early
 """
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import numpy
 import torch
 
 from megapipe import __version__
+from megapipe.checkpoint.rollbacks import Rollback
 from megapipe.comm.bootstrap import World
 from megapipe.errors import CommunicationError, NoProgressError
 from megapipe.planner.report import plan_text
@@ -70,6 +73,9 @@ class RunLog:
     def note(self, text: str) -> None:
         if self._rank == 0:
             self._write("note", text=text)
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        self._write("rollback", **{key: value for key, value in asdict(rollback).items() if key != "time"})
 
     def warning(self, text: str) -> None:
         if self._rank == 0:

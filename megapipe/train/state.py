@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from megapipe.data.skipped import SkippedSamples
+
+COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of the data set besides training on it.
+
+    skipped: windows that are passed over. rollbacks: how often the run went back. discarded_*: trained on, and taken back with the weights.
+    """
+
+    skipped: SkippedSamples = field(default_factory=SkippedSamples)
+    rollbacks: int = 0
+    discarded_samples: int = 0
+    discarded_tokens: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "skipped_samples": [list(window) for window in self.skipped.windows],
+            "rollbacks": self.rollbacks,
+            "discarded_samples": self.discarded_samples,
+            "discarded_tokens": self.discarded_tokens,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any] | None) -> Account:
+        """None: of a checkpoint that knew of none."""
+        if values is None:
+            return cls()
+        counts = (int(values[name]) for name in ("rollbacks", "discarded_samples", "discarded_tokens"))
+        return cls(SkippedSamples.of(values["skipped_samples"]), *counts)
 
 
 @dataclass
 class TrainingState:
-    """Position of a run. `step` counts optimizer steps taken, skipped ones included; samples and tokens those of the training set."""
+    """Position of a run. `step` counts optimizer steps taken, skipped ones included; samples and tokens those that these weights were
+    trained on, in the order of the data set without account.skipped. spikes: what the watch for spikes remembers, None without it."""
 
     step: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_steps: int = 0
+    account: Account = field(default_factory=Account)
+    spikes: dict[str, Any] | None = None
 
     def advance(self, samples: int, tokens: int) -> None:
         """One more step was taken; whether it was skipped may be known later."""
@@ -21,9 +57,19 @@ class TrainingState:
         self.consumed_samples += samples
         self.consumed_tokens += tokens
 
+    @property
+    def num_skipped_samples(self) -> int:
+        """Samples of the data set before this position that these weights were not trained on."""
+        return self.account.skipped.place(self.consumed_samples) - self.consumed_samples
+
+    def become(self, other: TrainingState) -> None:
+        """The other position, in place."""
+        vars(self).update(vars(other))
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The counts; account and spikes stand apart in a checkpoint."""
+        return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainingState:
-        return cls(**{name: int(values[name]) for name in cls.__dataclass_fields__})
+    def from_dict(cls, values: dict[str, Any], account: Account | None = None, spikes: dict[str, Any] | None = None) -> TrainingState:
+        return cls(**{name: int(values[name]) for name in COUNTS}, account=account or Account(), spikes=spikes)

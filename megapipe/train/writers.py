@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from megapipe.checkpoint.rollbacks import Rollback
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
@@ -168,6 +169,15 @@ class Writers:
         """For the run's record."""
         if self._logs_here:
             self._log.stragglers(step, told, slowest)
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        """The run went back."""
+        if self._logs_here:
+            self._log.rolled_back(rollback)
+        self.say(
+            f"step {rollback.from_step}: {rollback.reason}. Back to step {rollback.to_step}; samples {rollback.first_sample:,} to "
+            f"{rollback.past_sample - 1:,} of the training data are skipped (rollback {rollback.number})"
+        )
 
     def close(self) -> None:
         self._each(lambda writer: writer.close())

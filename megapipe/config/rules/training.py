@@ -188,7 +188,24 @@ def stragglers_need_heartbeats(config: Config) -> str | None:
     return "--log-straggler needs the heartbeats that --hang-timeout-seconds 0 leaves out: give a limit, or leave --log-straggler out"
 
 
+def spikes_find_a_checkpoint(config: Config) -> str | None:
+    back, checkpoint = config.training.spike_rollback, config.checkpoint
+    if back is None:
+        return None
+    if checkpoint.save is None or (checkpoint.save_interval is None and checkpoint.save_interval_minutes is None):
+        return f"--spike-rollback {back} needs checkpoints to go back to: give --save DIR and --save-interval"
+    if checkpoint.no_save_optim:
+        return f"--spike-rollback {back} goes back to checkpoints with an optimizer, which --no-save-optim leaves out"
+    if checkpoint.keep_last is not None and checkpoint.keep_last <= back:
+        return (
+            f"--spike-rollback {back} needs {back} checkpoints from before the spike, and one may come after it: "
+            f"give --keep-last {back + 1} or more"
+        )
+    return None
+
+
 TRAINING_RULES = (
+    spikes_find_a_checkpoint,
     micro_divides_global,
     rampup_reaches_batch,
     one_measure_of_length,
