@@ -64,25 +64,29 @@ def num_evaluations(plan: RunPlan) -> int:
     return training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
 
 
+def dataset_request(plan: RunPlan) -> DatasetRequest:
+    """What the run asks of its files."""
+    config, data = plan.config, plan.config.data
+    return DatasetRequest(
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        num_samples=num_samples(plan),
+        data_path=data.data_path,
+        split=data.split,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_cache_path=data.data_cache_path,
+        mock_data=data.mock_data,
+        vocab_size=config.model.vocab_size,
+    )
+
+
 def build_data(plan: RunPlan) -> RunData:
     """Open the files, build the indices and start the loaders. Raises ConfigError, DataError."""
-    config, data = plan.config, plan.config.data
-    tokenizer = tokenizer_of(config, is_resolved=True)
-    datasets = build_datasets(
-        DatasetRequest(
-            seq_length=config.model.seq_length,
-            seed=config.training.seed,
-            num_samples=num_samples(plan),
-            data_path=data.data_path,
-            split=data.split,
-            train_data_path=data.train_data_path,
-            valid_data_path=data.valid_data_path,
-            test_data_path=data.test_data_path,
-            data_cache_path=data.data_cache_path,
-            mock_data=data.mock_data,
-            vocab_size=config.model.vocab_size,
-        )
-    )
+    data = plan.config.data
+    tokenizer = tokenizer_of(plan.config, is_resolved=True)
+    datasets = build_datasets(dataset_request(plan))
     rules = DocumentRules(
         None if tokenizer is None else tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )

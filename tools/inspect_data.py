@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Which documents a step was trained on, and which steps saw a document.
+
+python tools/inspect_data.py --step 1234 --world-size 8 --config run.yaml [flags of the run]
+python tools/inspect_data.py --sample 5000 --text 80 --config run.yaml     one sample of the training data, by its place
+python tools/inspect_data.py --document 17 --in data/web --config run.yaml
+
+Takes the flags of the run. --world-size gives the data-parallel ranks (by default one). Windows that --spike-rollback skipped, and the
+place of each step, are taken from the newest checkpoint of --save, or else of --load. Needs no torch. Exit code 2: it cannot be told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megapipe.build.datasets import dataset_request, tokenizer_of
+from megapipe.checkpoint.folder import find_checkpoint, folder_name, open_folder, steps_in
+from megapipe.checkpoint.rollbacks import Rollback, read_rollbacks
+from megapipe.cli.pretrain import with_vocabulary
+from megapipe.config.load import load_config
+from megapipe.data.build_datasets import build_datasets
+from megapipe.data.dataset import TokenDataset
+from megapipe.data.provenance import Piece, files_of, pieces_of, samples_of
+from megapipe.data.skipped import SkippedSamples
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.planner.course import Course, Turn
+from megapipe.planner.resolve import resolve
+from megapipe.planner.run_plan import RunPlan
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--step", type=int, help="samples and documents of this step, counted from 1")
+    asked.add_argument("--sample", type=int, help="documents of this sample of the training data, counted from 0, and who takes it")
+    asked.add_argument("--document", type=int, help="samples and steps that hold some of this document, counted from 0")
+    parser.add_argument("--in", dest="prefix", help="file prefix of the document, where there are several")
+    parser.add_argument("--text", type=int, metavar="TOKENS", help="show the first tokens of each piece, decoded")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the flags and the checkpoints of a run say of its data."""
+
+    plan: RunPlan
+    course: Course
+    rollbacks: tuple[Rollback, ...]
+
+    @cached_property
+    def dataset(self) -> TokenDataset:
+        found = build_datasets(dataset_request(self.plan)).train
+        if found is None:
+            raise ConfigError("these flags train on nothing (--skip-train, or a split without training data)")
+        samples = self.plan.config.training.train_samples
+        assert samples is not None
+        found.grow(self.course.place(samples - 1) + 1)
+        return found
+
+
+def read_run(flags: Sequence[str]) -> Run:
+    loaded = load_config(["--plan", *flags])
+    parallel = loaded.config.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    plan = resolve(with_vocabulary(loaded.config), loaded.requests.world_size or ranks, loaded.requests.ranks_per_node)
+    roots = [Path(root) for root in (plan.config.checkpoint.save, plan.config.checkpoint.load) if root is not None]
+    root = next((root for root in roots if any(steps_in(root))), None)
+    micro = plan.config.training.micro_batch_size
+    if root is None:
+        return Run(plan, Course(plan.batch, micro), ())
+    newest, rollbacks = find_checkpoint(root), read_rollbacks(root)
+    assert newest is not None
+    state = newest.manifest.state
+    account = state.get("account") or {"skipped_samples": [], "rollbacks": 0}
+    if rollbacks and rollbacks[-1].number > account["rollbacks"]:
+        account = rollbacks[-1].account
+    return Run(plan, Course(plan.batch, micro, SkippedSamples.of(account["skipped_samples"]), tuple(anchors(root))), rollbacks)
+
+
+def anchors(root: Path) -> Iterator[tuple[int, int]]:
+    """(step, consumed samples) of every complete checkpoint."""
+    for step in steps_in(root):
+        try:
+            training = open_folder(root / folder_name(step)).manifest.state["training"]
+        except CheckpointError:
+            continue
+        yield int(training["step"]), int(training["consumed_samples"])
+
+
+def of_step(run: Run, step: int) -> dict[str, Any]:
+    last = run.plan.config.training.train_iters
+    if step < 1 or (last is not None and step > last):
+        raise ConfigError(f"--step {step}: the steps of this run are 1 to {last}")
+    parts = [
+        {"microbatch": turn.microbatch, "dp_rank": turn.dp_rank, "samples": [sample(run, run.course.place(number)) for number in numbers]}
+        for turn, numbers in run.course.samples(step).items()
+    ]
+    return {"step": step, "consumed_samples": run.course.consumed_before(step), "microbatches": parts, "given_up": given_up(run, step)}
+
+
+def sample(run: Run, place: int) -> dict[str, Any]:
+    if not 0 <= place < len(run.dataset):
+        raise ConfigError(f"sample {place}: the training data has {len(run.dataset)}")
+    return {"sample": place, "pieces": [asdict(piece) for piece in pieces_of(run.dataset, place)]}
+
+
+def given_up(run: Run, step: int) -> list[int]:
+    """Numbers of the rollbacks that gave up a step of this number, which had taken other samples."""
+    return [rollback.number for rollback in run.rollbacks if rollback.to_step < step <= rollback.from_step]
+
+
+def of_sample(run: Run, place: int) -> dict[str, Any]:
+    return sample(run, place) | taken(run, place)
+
+
+def taken(run: Run, place: int) -> dict[str, Any]:
+    """Who takes a sample, whether it is skipped, or lies behind the end of the run."""
+    turn: Turn | None = run.course.turn(place)
+    last = run.plan.config.training.train_iters
+    if turn is None:
+        number = next((r.number for r in run.rollbacks if r.first_sample <= place < r.past_sample), None)
+        return {"skipped": True, "rollback": number}
+    return {"skipped": False, "not_reached": True} if last is not None and turn.step > last else {"skipped": False, **asdict(turn)}
+
+
+def of_document(run: Run, document: int, prefix: str | None) -> dict[str, Any]:
+    files = files_of(run.dataset)
+    if prefix is None and len(files) > 1:
+        raise ConfigError(f"--document {document} of which file? Say --in PREFIX: {', '.join(files)}")
+    chosen = prefix if prefix is not None else next(iter(files), None)
+    if chosen not in files:
+        raise ConfigError(f"--in {chosen}: the training data comes from {', '.join(files) or 'no files (--mock-data)'}")
+    if not 0 <= document < files[chosen].num_documents:
+        raise ConfigError(f"--document {document}: {chosen} has {files[chosen].num_documents}")
+    found = samples_of(run.dataset, chosen, document)
+    return {"document": document, "prefix": chosen, "samples": [{"sample": place, **taken(run, place)} for place in found]}
+
+
+def lines(found: dict[str, Any], show: Any) -> Iterator[str]:
+    """For a person. show: a piece's tokens as text, or None."""
+    if "microbatches" in found:
+        yield f"step {found['step']}, after {found['consumed_samples']:,} samples"
+        for number in found["given_up"]:
+            yield f"  (rollback {number} gave up an earlier step of this number, with samples that are skipped now)"
+        for part in found["microbatches"]:
+            yield f"microbatch {part['microbatch']} of dp rank {part['dp_rank']}"
+            for one in part["samples"]:
+                yield from sample_lines(one, show)
+    elif "pieces" in found:
+        yield from sample_lines(found, show)
+        yield f"  {whose(found)}"
+    else:
+        yield f"document {found['document']} of {found['prefix']} is in {len(found['samples'])} samples"
+        for one in found["samples"]:
+            yield f"  sample {one['sample']}: {whose(one)}"
+
+
+def sample_lines(one: dict[str, Any], show: Any) -> Iterator[str]:
+    yield f"  sample {one['sample']}"
+    for piece in one["pieces"]:
+        span = f"tokens {piece['first_token']} to {piece['past_token'] - 1} at {piece['position']}"
+        yield f"    {piece['prefix']} document {piece['document']}, {span}{'' if show is None else ': ' + show(piece)}"
+    if not one["pieces"]:
+        yield "    synthetic (--mock-data)"
+
+
+def whose(one: dict[str, Any]) -> str:
+    if one["skipped"]:
+        return "skipped" if one["rollback"] is None else f"skipped by rollback {one['rollback']}"
+    if "not_reached" in one:
+        return "not taken in this run"
+    return f"step {one['step']}, microbatch {one['microbatch']} of dp rank {one['dp_rank']}"
+
+
+def reader(run: Run, num_tokens: int) -> Any:
+    """A piece as JSON -> its first tokens as text, or as numbers without a tokenizer."""
+    files, tokenizer = files_of(run.dataset), tokenizer_of(run.plan.config, is_resolved=True)
+
+    def text(piece: dict[str, Any]) -> str:
+        found = Piece(**piece)
+        file = files[found.prefix]
+        start = found.first_token - int(file.lengths[file.documents[found.document] : found.sequence].sum())
+        tokens = file.read(found.sequence, start, min(num_tokens, found.past_token - found.first_token)).tolist()
+        return repr(tokenizer.decode(tokens)) if tokenizer is not None else " ".join(map(str, tokens))
+
+    return text
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments, flags = build_parser().parse_known_args(argv)
+    try:
+        run = read_run(flags)
+        if arguments.step is not None:
+            found = of_step(run, arguments.step)
+        elif arguments.sample is not None:
+            found = of_sample(run, arguments.sample)
+        else:
+            found = of_document(run, arguments.document, arguments.prefix)
+        show = None if arguments.text is None else reader(run, arguments.text)
+        print(json.dumps(found) if arguments.json else "\n".join(lines(found, show)))
+    except MegapipeError as error:
+        print(f"inspect_data: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
