@@ -21,6 +21,7 @@ from megapipe.train.agreement import Agreed, Agreement, Trouble
 from megapipe.train.asynchronous_step import step_of
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.evaluation import evaluate
+from megapipe.train.fault_search import search
 from megapipe.train.faults import OutputWatch, Sums, unsound
 from megapipe.train.metrics import EvaluationMetrics, StepMetrics
 from megapipe.train.pace import Pace
@@ -263,8 +264,14 @@ class Training:
         self._pace.start(self.state)
 
     def _explained(self, result: StepResult, launched: _Launched) -> TrainingError:
-        assert launched.sums is not None
-        return unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids)
+        """What is known of a step whose loss or norm is no number, and what running it once more shows, if it has changed no weights."""
+        assert launched.sums is not None and self.data.train is not None
+        found = ""
+        if self.machines.updates is None and result.update.skipped:
+            consumed, step = self.state.consumed_samples - launched.samples, self.state.step - 1
+            with self._heart.phase("searching", PATIENCE):
+                found = search(self.machines, self.microbatches(self.data.train, consumed, launched.num_microbatches, step))
+        return unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids, found)
 
     def _log(self, result: StepResult, launched: _Launched) -> None:
         train_iters, rates = self._training.train_iters, launched.rates

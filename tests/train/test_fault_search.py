@@ -1,0 +1,119 @@
+"""Where a NaN arises is named: module, stage, rank, microbatch and samples, whatever kind of place it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.model.mlp import MLP
+from megapipe.train import fault_search
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.train.jobs import job_on_rank
+
+FLAGS = "--train-iters 3 --pipeline-model-parallel-size 2"
+HIT = 21  # a sample of step 3, in its microbatch 2: samples 20 and 21
+
+
+def in_step_three(rank: int, plant: Callable[[Any], None]) -> None:
+    """Called on both ranks: the third step and each repetition of it run with what `plant` breaks."""
+    launch, run, count = TrainStep.launch, fault_search._run, 0
+
+    def launched(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 3:
+            plant(self._machines)
+        return launch(self, microbatches, *rest)
+
+    TrainStep.launch = launched  # type: ignore[method-assign]
+    assert run is fault_search._run
+
+
+class Break(torch.autograd.Function):
+    """Multiplies with a NaN what goes through it, forwards or backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, backwards: bool) -> torch.Tensor:
+        ctx.backwards = backwards
+        return x.clone() if backwards else x * torch.nan
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * torch.nan if ctx.backwards else gradient, None
+
+
+def break_mlp(machines: Any, backwards: bool, transient: bool = False) -> None:
+    """The MLP of layer 2 gives NaN in the third microbatch."""
+    if 1 not in machines.stages:
+        return
+    broken = machines.stages[1].decoder.layers["2"].mlp
+    forward, calls = MLP.forward, []
+
+    def planted(self: MLP, *arguments: Any) -> torch.Tensor:
+        output = forward(self, *arguments)
+        if self is broken:
+            calls.append(1)
+            if len(calls) % 4 == 3 and not (transient and len(calls) > 4):
+                return Break.apply(output, backwards)
+        return output
+
+    MLP.forward = planted  # type: ignore[method-assign]
+
+
+def forward(machines: Any) -> None:
+    break_mlp(machines, backwards=False)
+
+
+def once(machines: Any) -> None:
+    break_mlp(machines, backwards=False, transient=True)
+
+
+def backward(machines: Any) -> None:
+    break_mlp(machines, backwards=True)
+
+
+def weight(machines: Any) -> None:
+    if 0 in machines.stages:
+        with torch.no_grad():
+            machines.buffers[0].parameter("decoder.layers.1.self_attention.linear_qkv.weight").view(-1)[3] = torch.inf
+
+
+def weight_gradient(machines: Any) -> None:
+    if 0 not in machines.stages:
+        return
+    runner, gradient = machines.runners[0], machines.buffers[0].main_grad("decoder.layers.0.mlp.linear_fc1.weight")
+    original = type(runner).backward
+
+    def broken(self: Any, microbatch: int, *rest: Any) -> Any:
+        result = original(self, microbatch, *rest)
+        if self is runner and microbatch == 1:
+            gradient.view(-1)[0] = torch.nan
+        return result
+
+    type(runner).backward = broken
+
+
+CASES = {
+    forward: r"decoder\.layers\.2\.mlp \(MLP\) returns what is no number, of inputs that are: stage 1 on rank 1, microbatch 2, "
+    r"samples 20, 21 \(1 of 4 microbatches are hit\)",
+    backward: r"the backward of what follows decoder\.layers\.2\.mlp\.?\S* \(\w+\) gives a gradient that is no number: "
+    r"stage 1 on rank 1, microbatch 2, samples 20, 21",
+    weight: r"weight decoder\.layers\.1\.self_attention\.linear_qkv\.weight of stage 0 on rank 0 was no number before the step began",
+    weight_gradient: r"the gradient of weight decoder\.layers\.0\.mlp\.linear_fc1\.weight is no number .*"
+    r": stage 0 on rank 0, microbatch 1, samples 18, 19",
+    once: r"run once more, the step is finite everywhere: the fault does not repeat itself",
+}
+
+
+@pytest.mark.parametrize("plant", CASES, ids=lambda plant: plant.__name__)
+def test_the_first_bad_number_is_named(plant: Callable[[Any], None]) -> None:
+    with RankPool(2) as pool:
+        results = pool.run(job_on_rank, FLAGS, in_step_three, plant)
+    for _, kind, text in results:
+        assert (kind, text) == ("TrainingError", results[0][2])
+        assert text.startswith("step 3: loss ") and re.search(CASES[plant], text), text
