@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.checkpoint.manifest import read_manifest
-from megapipe.checkpoint.rollbacks import ROLLBACKS_NAME, read_rollbacks
+from megapipe.checkpoint.rollbacks import read_rollbacks
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
 from megapipe.train.rollback import SpikeRollback
@@ -203,27 +203,10 @@ def test_the_account_survives_a_resume_on_another_dp(tmp_path: Path, rank_pools:
     assert account(tmp_path / "c", 14)["rollbacks"] == 2
 
 
-def test_the_limit_ends_the_run_and_a_nan_is_a_spike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megapipe.model.head import Loss
-
-    forward = Loss.forward
-    calls = []
-
-    def broken(self: Loss, logits: torch.Tensor, microbatch: Any) -> Any:
-        calls.append(1)
-        hit = (microbatch.labels[0, 0] == microbatch.labels[0, 0]) and len(calls) in range(4 * 5, 4 * 6)
-        return forward(self, logits * torch.nan if hit else logits, microbatch)
-
-    monkeypatch.setattr(Loss, "forward", broken)
-    code, said = job(f"{WATCH} --save {tmp_path}/c")
-    assert code == 0, said
-    assert "loss nan" in said and "Back to step 4" in said
-    monkeypatch.setattr(
-        Loss,
-        "forward",
-        lambda self, logits, microbatch: forward(self, logits * (torch.nan if calls.append(1) or len(calls) > 30 else 1), microbatch),
-    )
-    calls.clear()
-    code, said = job(f"{WATCH} --save {tmp_path}/d --spike-limit 2")
-    assert code == 1 and "gone back 2 times already (--spike-limit 2)" in said
-    assert (tmp_path / "d" / ROLLBACKS_NAME).exists()
+def test_a_loss_that_is_no_number_is_a_spike_and_the_limit_ends_the_run(tmp_path: Path) -> None:
+    code, said = job(f"{WATCH} --save {tmp_path}/c --save-interval 1 --lr 1e30 --spike-limit 2")
+    assert code == 1
+    assert "Back to step 1; samples 8 to 15 of the training data are skipped (rollback 1)" in said
+    assert "Back to step 1; samples 16 to 23 of the training data are skipped (rollback 2)" in said
+    assert "the run has gone back 2 times already (--spike-limit 2)" in said
+    assert [rollback.number for rollback in read_rollbacks(tmp_path / "c")] == [1, 2]
