@@ -125,6 +125,7 @@ training.seed | --seed 7 | records
 training.deterministic_mode | --deterministic-mode | determinism
 training.label_smoothing | --label-smoothing 0.1 | records
 training.z_loss | --z-loss 0.1 | records
+training.cross_entropy_chunk_size | --cross-entropy-chunk-size 3 | saved_bytes
 training.calculate_per_token_loss | --calculate-per-token-loss | records | {DOCUMENTS} --eod-mask-loss
 training.check_weight_hash_across_dp_replicas_interval | --check-weight-hash-across-dp-replicas-interval 1 | comparisons
 training.check_for_nan_in_loss_and_grad | --no-check-for-nan-in-loss-and-grad | outcome | --lr 1e30

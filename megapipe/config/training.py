@@ -37,6 +37,13 @@ class TrainingConfig:
     deterministic_mode: bool = option(False, "only kernels that give the same bits in every run")
     label_smoothing: float = option(0.0, "share of the target spread over the vocabulary", unit="probability", at_least=0, below=1)
     z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
+    cross_entropy_chunk_size: int | None = option(
+        None,
+        "output layer and loss so many tokens at a time: their logits, of which there are tokens x vocabulary, are never whole, and are "
+        "computed again in the backward; unset: all at once",
+        unit="tokens",
+        at_least=1,
+    )
     calculate_per_token_loss: bool = option(False, "average over the tokens of the global batch instead of over each microbatch first")
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop at a NaN or infinite loss or gradient", off_flag="--no-check-for-nan-in-loss-and-grad"

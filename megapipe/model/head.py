@@ -12,7 +12,9 @@ from megapipe.config.model import ModelConfig
 from megapipe.model.core_attention import soft_cap
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.norm import at_least_fp32
+from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
 
 class LossConfig(Protocol):
@@ -24,22 +26,39 @@ class LossConfig(Protocol):
     @property
     def z_loss(self) -> float: ...
 
+    @property
+    def cross_entropy_chunk_size(self) -> int | None: ...
+
 
 class Loss:
-    """Per-token cross entropy, summed. Kept for the backward: the logits [s, b, V / tp], twice with a soft-cap."""
+    """Output layer and per-token cross entropy, summed. Kept for the backward: the logits [s, b, V / tp], twice with a soft-cap; none with
+    --cross-entropy-chunk-size."""
 
     def __init__(self, config: ModelConfig, loss: LossConfig, tp: Group) -> None:
         assert config.vocab_size is not None
         self.vocab_size, self.tp = config.vocab_size, tp
-        self.label_smoothing, self.z_loss = loss.label_smoothing, loss.z_loss
+        self.label_smoothing, self.z_loss, self.chunk_size = loss.label_smoothing, loss.z_loss, loss.cross_entropy_chunk_size
+        self.cap = config.final_logit_softcapping
 
-    def __call__(self, logits: Tensor, microbatch: Microbatch) -> StageLoss:
-        """logits: [s, b, V / tp]; used up. Raises ValueError for a microbatch without labels."""
+    def __call__(self, hidden: Tensor, linear: ColumnParallelLinear, microbatch: Microbatch) -> StageLoss:
+        """hidden: [s(/ tp), b, h], normed. linear: the output layer. Raises ValueError for a microbatch without labels."""
         if microbatch.labels is None:
             raise ValueError("this microbatch has no labels: the last stage can only return logits (return_logits=True)")
-        losses = vocab_parallel_cross_entropy(
-            logits, microbatch.labels.t(), self.tp, self.vocab_size, label_smoothing=self.label_smoothing, z_loss=self.z_loss
-        )
+        labels = microbatch.labels.t()
+        if self.chunk_size is None:
+            logits = capped_logits(linear(hidden), self.cap)
+            losses = vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size, self.label_smoothing, self.z_loss)
+        else:
+            losses = chunked_cross_entropy(
+                hidden,
+                linear,
+                labels,
+                self.vocab_size,
+                self.chunk_size,
+                cap=self.cap,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+            )
         if microbatch.loss_mask is None:
             return StageLoss(losses.sum(), torch.tensor(losses.numel(), dtype=losses.dtype, device=losses.device))
         mask = microbatch.loss_mask.t().to(losses.dtype)

@@ -135,8 +135,11 @@ class GPTStage(nn.Module):
         hidden = self._run_groups(hidden, self._make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
-        logits = self._logits(hidden[-1:] if last_position else hidden)
-        return logits if return_logits else self.loss(logits, microbatch)
+        assert self.decoder.final_layernorm is not None
+        hidden = self.decoder.final_layernorm(hidden[-1:] if last_position else hidden)
+        if return_logits:
+            return capped_logits(self._head()(hidden), self.config.final_logit_softcapping)
+        return self.loss(hidden, self._head(), microbatch)
 
     def _run_groups(self, hidden: Tensor, context: LayerContext) -> Tensor:
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
@@ -150,13 +153,8 @@ class GPTStage(nn.Module):
             hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[s, b, V / tp]: final norm, gather of the sequence where it is sliced, the head's GEMM, soft-cap."""
-        assert self.decoder.final_layernorm is not None
-        hidden = self.decoder.final_layernorm(hidden)
+    def _head(self) -> ColumnParallelLinear:
         if self.output_layer is not None:
-            logits = self.output_layer(hidden)
-        else:
-            assert isinstance(self.embedding, TiedHead)
-            logits = self.embedding.word_embeddings(hidden)
-        return capped_logits(logits, self.config.final_logit_softcapping)
+            return self.output_layer
+        assert isinstance(self.embedding, TiedHead)
+        return self.embedding.word_embeddings

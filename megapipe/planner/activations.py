@@ -36,6 +36,8 @@ class LocalSizes:
     vocab: int  # padded vocabulary / tp
     element: int  # bytes of the dtype
     wide: int  # bytes of at least fp32
+    attention: str = "sdpa"  # --attention-impl
+    chunks_loss: bool = False  # --cross-entropy-chunk-size
 
     @classmethod
     def of(cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str) -> LocalSizes:
@@ -173,7 +175,8 @@ def deferred_bytes(model: ModelConfig, sizes: LocalSizes, layers: StageLayers, r
     if layers.has_embedding:
         total += sizes.hidden_states
     if layers.has_head:
-        total += sizes.hidden_states + sizes.tokens * sizes.vocab * sizes.element
+        total += sizes.hidden_states
+        total += 2 * sizes.tokens * sizes.wide if sizes.chunks_loss else sizes.tokens * sizes.vocab * sizes.element
     return total
 
 
@@ -187,7 +190,7 @@ def rotary_table_bytes(model: ModelConfig, sizes: LocalSizes) -> int:
 def shared_mask_bytes(model: ModelConfig, sizes: LocalSizes, documents: Documents = NO_DOCUMENTS) -> int:
     """The additive mask [s, s] of a stage, made once: with a sliding window, and where attention is written out. None with documents."""
     windowed = model.window_size is not None and model.window_size < sizes.seq
-    if documents.attention_mask or not (windowed or is_explicit(model)):
+    if documents.attention_mask or not (windowed or is_explicit(model)) or sizes.attention != "sdpa":
         return 0
     return sizes.seq * sizes.seq * sizes.element
 
@@ -199,7 +202,7 @@ def is_explicit(model: ModelConfig) -> bool:
 
 def _core_attention(model: ModelConfig, sizes: LocalSizes, documents: Documents) -> dict[str, int]:
     grouped = sizes.heads > sizes.groups
-    if not is_explicit(model):
+    if sizes.attention != "sdpa" or not is_explicit(model):
         kept = {"attention output": sizes.query, "attention statistics": sizes.tokens * sizes.heads * sizes.wide}
         if documents.attention_mask and sizes.batch > 1 and grouped and sizes.groups > 1:
             # one mask a sequence: query groups cannot join the batch, so k and v are repeated; with qk-norm q lies as it is needed
@@ -246,8 +249,11 @@ def _head(model: ModelConfig, sizes: LocalSizes, documents: Documents) -> Mappin
     statistics = sizes.wide * (2 if model.normalization == "LayerNorm" else 1)
     capped = model.final_logit_softcapping is not None
     loss_mask = sizes.tokens * sizes.wide if documents.loss_mask and sizes.wide > 4 else 0  # fp32 as it comes, else a copy
+    final_norm = 2 * sizes.hidden_states + sizes.own_tokens * statistics
+    if sizes.chunks_loss:
+        return {"final norm": final_norm, "loss": sizes.tokens * sizes.wide + loss_mask}
     return {
-        "final norm": 2 * sizes.hidden_states + sizes.own_tokens * statistics,
+        "final norm": final_norm,
         "logits": sizes.tokens * sizes.vocab * (2 * sizes.wide if capped else sizes.element),
         "loss": 2 * sizes.tokens * sizes.wide + loss_mask,
     }

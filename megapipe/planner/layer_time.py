@@ -113,9 +113,14 @@ def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSecon
     gemm = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.hidden, sizes.vocab)
     logits = sizes.tokens * sizes.vocab * sizes.wide
     collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
+    again = 1 if sizes.chunks_loss else 0  # logits in chunks are computed once more in a backward
     return OpSeconds(
         {"gemm": gemm, "pointwise": 3 * logits / hardware.pointwise_bytes_per_second, "tp": count.forward * collective},
-        {"gemm": gemm, "pointwise": 2 * logits / hardware.pointwise_bytes_per_second, "tp": count.inputs * collective},
+        {
+            "gemm": (1 + again) * gemm,
+            "pointwise": (2 + again) * logits / hardware.pointwise_bytes_per_second,
+            "tp": count.inputs * collective,
+        },
         {"gemm": gemm, "tp": count.weights * collective},
         _hidden(tensors, collective, gemm),
     )

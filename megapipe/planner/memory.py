@@ -16,6 +16,7 @@ Not counted: the workspace of the kernel that runs, the allocator's slack, the C
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -106,13 +107,15 @@ def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
 def local_sizes(plan: RunPlan) -> LocalSizes:
     """Sizes of one microbatch on any rank of the plan."""
     config = plan.config
-    return LocalSizes.of(
+    sizes = LocalSizes.of(
         config.model,
         plan.topology.tp,
         config.parallel.sequence_parallel,
         config.training.micro_batch_size,
         config.precision.dtype,
     )
+    chunks_loss = config.training.cross_entropy_chunk_size is not None
+    return dataclasses.replace(sizes, attention=config.kernels.attention_impl, chunks_loss=chunks_loss)
 
 
 def peak_of_row(

@@ -29,7 +29,7 @@ BLOCK_ELEMENTS = 1 << 21  # bf16 and fp16: logits raised to fp32 at a time, 8 Mi
 
 
 @dataclass(frozen=True)
-class _Loss:
+class TokenLoss:
     """The options of one loss over one rank's slice of the vocabulary."""
 
     tp: Group
@@ -59,9 +59,38 @@ def _exponentials(rows: Tensor, maximum: Tensor) -> Tensor:
     return sums
 
 
+def token_loss(local_size: int, tp: Group, true_vocab_size: int, label_smoothing: float, z_loss: float) -> TokenLoss:
+    """local_size: words of this rank's slice, padding included. label_smoothing: as Megatron defines it."""
+    words = VocabularySlice.of(local_size * tp.size, true_vocab_size, tp.rank, tp.size)
+    smoothing = label_smoothing * true_vocab_size / (true_vocab_size - 1) if label_smoothing else 0.0
+    return TokenLoss(tp, words, true_vocab_size, smoothing, z_loss)
+
+
+def combined(
+    loss: TokenLoss, maximum: Tensor, label_logit: Tensor, all_logits: Tensor | None, sum_exp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, sum of exponentials, log-sum-exp), [tokens] each and the same on all tp ranks, of what each has summed over its words.
+
+    maximum: over all ranks. label_logit, all_logits (only used for smoothing): of logits - maximum; sum_exp: of their exponentials.
+    """
+    sums = [label_logit, sum_exp] if all_logits is None or not loss.smoothing else [label_logit, all_logits, sum_exp]
+    if loss.tp.size > 1:
+        stacked = torch.stack(sums)
+        all_reduce(stacked, loss.tp)
+        sums = [row.clone() for row in stacked.unbind(0)]  # a row kept for the backward would keep all of them
+    log_sum = sums[-1].log()
+    losses = log_sum - sums[0]
+    if loss.smoothing:
+        losses = (1 - loss.smoothing) * losses + loss.smoothing * (log_sum - sums[1] / loss.vocab_size)
+    log_sum_exp = log_sum + maximum
+    if loss.z_loss:
+        losses = losses + loss.z_loss * log_sum_exp.square()
+    return losses, sums[-1], log_sum_exp
+
+
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: _Loss) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.view(-1, logits.shape[-1])
         rows[:, loss.words.num_true :].fill_(-torch.inf)
@@ -69,23 +98,11 @@ class _CrossEntropy(Function):
         all_reduce(maximum, loss.tp, op="max")
         columns, is_here = loss.words.local(labels.reshape(-1))
         label_logit = rows.gather(1, columns[:, None]).squeeze(1).to(wide).sub_(maximum).masked_fill_(~is_here, 0)
-        sums = [label_logit]
+        all_logits = None
         if loss.smoothing:
-            true_rows = rows[:, : loss.words.num_true]
-            sums.append(true_rows.sum(-1, dtype=wide).sub_(maximum * loss.words.num_true))
-        sums.append(_exponentials(rows, maximum))
-        if loss.tp.size > 1:
-            stacked = torch.stack(sums)
-            all_reduce(stacked, loss.tp)
-            sums = [row.clone() for row in stacked.unbind(0)]  # a row kept for the backward would keep all of them
-        label_logit, sum_exp = sums[0], sums[-1]
-        log_sum = sum_exp.log()
-        losses = log_sum - label_logit
-        if loss.smoothing:
-            losses = (1 - loss.smoothing) * losses + loss.smoothing * (log_sum - sums[1] / loss.vocab_size)
-        log_sum_exp = log_sum + maximum
-        if loss.z_loss:
-            losses = losses + loss.z_loss * log_sum_exp.square()
+            all_logits = rows[:, : loss.words.num_true].sum(-1, dtype=wide).sub_(maximum * loss.words.num_true)
+        sums = label_logit, all_logits, _exponentials(rows, maximum)
+        losses, sum_exp, log_sum_exp = combined(loss, maximum, *sums)
         ctx.loss, ctx.is_used_up = loss, False
         ctx.save_for_backward(logits, labels, sum_exp, log_sum_exp)
         return losses.view(labels.shape)
@@ -97,7 +114,7 @@ class _CrossEntropy(Function):
             raise RuntimeError("the logits of this cross entropy became their gradient in the first backward: a second one would be wrong")
         ctx.is_used_up = True
         logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
-        loss: _Loss = ctx.loss
+        loss: TokenLoss = ctx.loss
         columns, is_here = loss.words.local(labels.reshape(-1))
         rows = logits.view(-1, logits.shape[-1])
         grad = grad_losses.reshape(-1).to(sum_exp.dtype)
@@ -105,16 +122,16 @@ class _CrossEntropy(Function):
         target = (grad * (loss.smoothing - 1)).masked_fill_(~is_here, 0)
         if _is_wide(logits):
             rows.mul_((factor / sum_exp)[:, None])
-            _subtract_targets(rows, columns, target, grad, loss)
+            subtract_targets(rows, columns, target, grad, loss)
             return logits.detach(), None, None
         for block in _blocks(rows):
             gradient = rows[block].to(grad.dtype).sub_(log_sum_exp[block, None]).exp_().mul_(factor[block, None])
-            _subtract_targets(gradient, columns[block], target[block], grad[block], loss)
+            subtract_targets(gradient, columns[block], target[block], grad[block], loss)
             rows[block] = gradient
         return logits.detach(), None, None
 
 
-def _subtract_targets(rows: Tensor, columns: Tensor, target: Tensor, grad: Tensor, loss: _Loss) -> None:
+def subtract_targets(rows: Tensor, columns: Tensor, target: Tensor, grad: Tensor, loss: TokenLoss) -> None:
     """Take the smoothed one-hot targets times grad from rows [n, V / tp], in place."""
     rows.scatter_add_(1, columns[:, None], target[:, None])
     if loss.smoothing:
@@ -136,9 +153,7 @@ def vocab_parallel_cross_entropy(
     through the same graph raises RuntimeError.
     Raises DataError for a label outside the true vocabulary (CPU; on CUDA a device assertion).
     """
-    words = VocabularySlice.of(logits.shape[-1] * tp.size, true_vocab_size, tp.rank, tp.size)
     check_ids(labels, true_vocab_size, "label")
     if not logits.is_contiguous() or (logits.is_leaf and logits.requires_grad):
         logits = logits.clone(memory_format=torch.contiguous_format)
-    smoothing = label_smoothing * true_vocab_size / (true_vocab_size - 1) if label_smoothing else 0.0
-    return _CrossEntropy.apply(logits, labels, _Loss(tp, words, true_vocab_size, smoothing, z_loss))
+    return _CrossEntropy.apply(logits, labels, token_loss(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss))

@@ -166,6 +166,7 @@ def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
         deterministic_mode=training.deterministic_mode,
         label_smoothing=training.label_smoothing,
         z_loss=training.z_loss,
+        cross_entropy_chunk_size=None if training.cross_entropy_chunk_size is None else 3,  # several chunks, the last one shorter
         calculate_per_token_loss=training.calculate_per_token_loss,
         device=training.device,
     )

@@ -50,6 +50,11 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe-v", "num_virtual_stages_per_pipeline_rank": 2},
     ),
+    "chunked_loss_tied": (1, UNEVEN | {"untie_embeddings_and_output_weights": False, "cross_entropy_chunk_size": 5}),
+    "chunked_loss_tp2_sequence_parallel": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "cross_entropy_chunk_size": 5},
+    ),
     "pipedream": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0}),
     "2bw_zero1": (
         4,

@@ -10,9 +10,13 @@ from torch.nn import functional
 import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
+from megapipe.model.core_attention import soft_cap as with_cap
+from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
-from megapipe.tensor_parallel.linear import column_parallel_linear
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, column_parallel_linear
+from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
@@ -177,3 +181,68 @@ def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
 def test_a_true_vocabulary_larger_than_the_padded_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="true vocabulary size 9"):
         vocab_parallel_cross_entropy(torch.randn(1, 1, 8), torch.tensor([[0]]), Group.alone("tp"), 9)
+
+
+def run_chunked(rank: int, world_size: int, sequence_parallel: bool, true_size: int) -> None:
+    """Output layer and loss some tokens at a time, against the output layer and then the loss: losses and both gradients."""
+    group = tp_group(rank, world_size) if world_size > 1 else Group.alone("tp")
+    generator = torch.Generator().manual_seed(3)
+    whole_hidden, whole_weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((S, B, 6), (PADDED, 6)))
+    _, labels, weights = draw(true_size)
+    sliced = part(whole_hidden, 0, group) if sequence_parallel else whole_hidden
+
+    def run(label_smoothing: float, z_loss: float, cap: float | None, size: int | None, defers: bool) -> tuple[Tensor, ...]:
+        queue = WeightQueue()
+        linear = ColumnParallelLinear(6, PADDED, bias=False, tp=group, sequence_parallel=sequence_parallel, queue=queue)
+        linear.weight = nn.Parameter(part(whole_weight, 0, group))
+        slot = linear.slots["weight"] = GradientSlot(torch.ones_like(linear.weight))
+        hidden = sliced.clone().requires_grad_()
+        if size is None:
+            logits = with_cap(linear(hidden), cap)
+            losses = vocab_parallel_cross_entropy(logits, labels, group, true_size, label_smoothing, z_loss)
+        else:
+            losses = chunked_cross_entropy(hidden, linear, labels, true_size, size, cap=cap, label_smoothing=label_smoothing, z_loss=z_loss)
+        if defers:
+            queue.defer(0)
+        (losses * weights).sum().backward()
+        if defers:
+            queue.immediate()
+            assert torch.equal(slot.main_grad, torch.ones_like(slot.main_grad))
+            queue.run(0)
+        return losses.detach(), hidden.grad, slot.main_grad
+
+    for label_smoothing, z_loss, capped in OPTIONS:
+        cap = 2.0 if capped else None
+        expected = run(label_smoothing, z_loss, cap, None, False)
+        for size, defers in ((1, False), (5, False), (5, True), (100, True)):
+            for found, wanted in zip(run(label_smoothing, z_loss, cap, size, defers), expected, strict=True):
+                close(found, wanted)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+def test_a_loss_in_chunks_is_the_loss(ranks: RankPool, sequence_parallel: bool) -> None:
+    ranks.run(run_chunked, sequence_parallel, 20)
+
+
+def test_a_loss_in_chunks_on_one_rank_gives_a_gradient_without_a_slot() -> None:
+    run_chunked(0, 1, False, 29)
+    linear = ColumnParallelLinear(6, PADDED, bias=False, tp=Group.alone("tp"), sequence_parallel=False)
+    linear.weight = nn.Parameter(torch.randn(PADDED, 6, dtype=torch.float64))
+    hidden, (_, labels, weights) = torch.randn(S, B, 6, dtype=torch.float64), draw(29)
+    (chunked_cross_entropy(hidden, linear, labels, 29, 5) * weights).sum().backward()
+    found, linear.weight.grad = linear.weight.grad, None
+    (vocab_parallel_cross_entropy(linear(hidden), labels, linear.tp, 29) * weights).sum().backward()
+    close(found, linear.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_logits_in_chunks_are_never_whole(dtype: torch.dtype) -> None:
+    tokens, vocab, size = 64, 512, 8
+    linear = ColumnParallelLinear(16, vocab, bias=False, tp=Group.alone("tp"), sequence_parallel=False)
+    linear.weight = nn.Parameter(torch.randn(vocab, 16, dtype=dtype))
+    linear.slots["weight"] = GradientSlot(torch.zeros(vocab, 16))
+    hidden = torch.randn(tokens, 1, 16, dtype=dtype, requires_grad=True)
+    labels = torch.randint(vocab, (tokens, 1))
+    with Storages() as storages:
+        chunked_cross_entropy(hidden, linear, labels, vocab, size).sum().backward()
+    assert storages.largest <= max(size * vocab, vocab * 16)
