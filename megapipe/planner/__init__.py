@@ -11,7 +11,10 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `flops`:    floating-point operations of layer, head, step
 - `hardware`: what accelerators and their links can do: a table, or a file
 - `layer_time`: seconds of a layer and of the head on such hardware; `step_time`: those of a step of a plan
-- `search`:   the fastest layouts that fit; `search_report` tells what it found
+- `layout`:   what a search varies; `bounds`: what no plan of a layout can go below; `short_step`: a step of some fills for a whole one
+- `search`:   the fastest layouts that fit; `objective`: the fewest accelerators, the cheapest tokens; `reasons`: why, in words
+- `search_report`: what was found, as text or data
+- `published`: runs of others, to hold predictions against; `megatron_memory`: Megatron-LM's own estimate
 - `shelf`:    what the plans of a search share
 - `bubble`:   the step simulated on FLOPs
 - `activations`: what a layer and a stage keep for their backward, for every recompute option; equal to what autograd saves
