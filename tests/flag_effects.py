@@ -159,6 +159,7 @@ optimizer.adam_beta2 | --adam-beta2 0.5 | records
 optimizer.adam_eps | --adam-eps 0.01 | records
 optimizer.sgd_momentum | --sgd-momentum 0.5 | records | --optimizer sgd
 optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | {PP} --untie-embeddings-and-output-weights | 2
+optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
 optimizer.decoupled_lr | --decoupled-lr 0.1 | records
 optimizer.decoupled_min_lr | --decoupled-min-lr 0.05 | records | --decoupled-lr 0.1
 optimizer.override_opt_param_scheduler | --override-opt-param-scheduler | outcome | {LOAD} --lr 2e-2

@@ -34,6 +34,7 @@ from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Step
+from megapipe.planner.memory import rank_memory
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
 from megapipe.train.card import snapshot_path
@@ -173,6 +174,7 @@ def plan(pair: Pair, part: str) -> None:
             "specs": lambda: made.specs,
             "batch": lambda: made.batch,
             "rows": lambda: made.schedule(made.batch.num_microbatches_at(0)).rows,
+            "memory": lambda: [rank_memory(made, pp_rank).items for pp_rank in range(topology.pp)],
             "buffers": lambda: [made.buffers(stage, 0) for stage in range(made.placement.num_stages)],
         }
         return parts[part]()

@@ -44,6 +44,11 @@ class OptimizerConfig:
         "back and makes it again, to the same bits. Keeps a copy of gradients, master weights and moments of each rank's shards",
         more_flags=(Flag("--enable-optimizer-post-validation", value=True, help="same, as in the zero-bubble fork of Megatron"),),
     )
+    optimizer_cpu_offload: bool = option(
+        False,
+        "master weights and moments lie in the host's memory and are updated by its cores: each step gradients travel to the host and new "
+        "weights back",
+    )
     decoupled_lr: float | None = option(None, "highest learning rate of embedding and output layer", above=0, derived="lr")
     decoupled_min_lr: float | None = option(None, "lowest learning rate of embedding and output layer", at_least=0, derived="min-lr")
     override_opt_param_scheduler: bool = option(

@@ -95,11 +95,13 @@ class Optimizer:
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]  # two in a mirrored pipeline
         counts = self._sharded or groups.model.global_rank == holders[0]
-        self._shards = make_shards(stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config), counts)
+        self._shards = make_shards(
+            stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config), counts, config.optimizer_cpu_offload
+        )
         self._rule = make_update_rule(config, self._shards, library)
         if self._sharded and gather is None:
             raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        self._device = next(iter(stages.values())).device
+        self._device, self._on_host = next(iter(stages.values())).device, config.optimizer_cpu_offload
         # the shards of a sharded optimizer add up; unsharded, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
         self._kept = KeptShards(self._shards) if config.optimizer_post_validation else None
@@ -205,7 +207,7 @@ class Optimizer:
         """Write this rank's master weights into the parameters, cast to their dtype, and start collecting those of the other ranks."""
         for shard in self._shards:
             if shard.has_own_master:
-                shard.parameter.copy_(shard.master)
+                shard.write_parameter()
         if self._gather is not None:
             self._gather.start()
 
@@ -242,8 +244,8 @@ class Optimizer:
         self._check_settled()
         found: dict[str, None] = {}
         for shard in self._shards:
-            if shard.has_own_master and not torch.equal(raw_bytes(shard.parameter), raw_bytes(shard.master.to(shard.parameter.dtype))):
-                rounded = shard.master.to(shard.parameter.dtype)
+            if shard.has_own_master and not torch.equal(raw_bytes(shard.parameter), raw_bytes(shard.master.to(shard.parameter))):
+                rounded = shard.master.to(shard.parameter)
                 for position, piece in shard.pieces():
                     part = slice(position, position + piece.box.num_elements)
                     if not torch.equal(raw_bytes(shard.parameter[part]), raw_bytes(rounded[part])):
@@ -278,6 +280,11 @@ class Optimizer:
         return ModelSum(values, self._sum_groups)
 
     def _update(self, factor: float, rates: tuple[float, float, float]) -> None:
+        if self._on_host:
+            for shard in self._shards:
+                shard.fetch_gradient()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # the last copies of weights from the host are done by then too
         self._rule.step(factor, *rates)
         self.masters_to_parameters()
 

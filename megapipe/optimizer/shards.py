@@ -40,6 +40,7 @@ class Shard:
 
     parameter, gradient: [stop - start] views of the buffer; parameter is the newest version. master: the same memory as parameter where
     there is one version in the dtype of the gradients (fp32, fp64), else a copy in that dtype. moments: by name, like master.
+    on_host: master and moments lie in host memory, and an update works on a copy of the gradient there.
     is_copy: another stage owns these parameters (the tied embedding at the head), so that they count for nothing in norms.
     counts: False if another rank of the same copy of the model counts these elements.
     """
@@ -53,6 +54,7 @@ class Shard:
         coordinate: tuple[int, int],  # tp_rank, tp
         moment_names: tuple[str, ...],
         counts: bool = True,
+        on_host: bool = False,
     ) -> None:
         self.stage = stage
         self.bucket = bucket
@@ -61,9 +63,17 @@ class Shard:
         self._tp_rank, self._tp = coordinate
         self._buffer = buffer
         self.gradient = buffer.gradients[self.start : self.stop]
-        self.has_own_master = self.parameter.dtype != self.gradient.dtype or len(buffer.versions) > 1
-        self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
-        self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
+        self.has_own_master = on_host or self.parameter.dtype != self.gradient.dtype or len(buffer.versions) > 1
+        self._host_gradient: Tensor | None = None
+        self._host_parameter: Tensor | None = None
+        if on_host:
+            self._host_gradient = _host_memory(self.gradient, self.gradient.dtype)
+            self._host_parameter = _host_memory(self.parameter, self.parameter.dtype)
+            self.master = _host_memory(self.gradient, self.gradient.dtype).copy_(self.parameter)
+            self.moments = {name: _host_memory(self.gradient, self.gradient.dtype) for name in moment_names}
+        else:
+            self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
+            self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
         self.runs = tuple(self._runs())
         counts = counts and not self.is_copy
         self.counted = _counted(bucket, self._tp_rank, self._tp, self.start, self.stop) if counts else Ranges((), ())
@@ -71,6 +81,23 @@ class Shard:
     @property
     def parameter(self) -> Tensor:
         return self._buffer.parameters[self.start : self.stop]
+
+    @property
+    def updated_from(self) -> Tensor:
+        """The gradient where the update rule works on it: [stop - start], where `master` is."""
+        return self.gradient if self._host_gradient is None else self._host_gradient
+
+    def fetch_gradient(self) -> None:
+        """Start to bring the gradient to the host, where the update works there."""
+        if self._host_gradient is not None:
+            self._host_gradient.copy_(self.gradient, non_blocking=True)
+
+    def write_parameter(self) -> None:
+        """The master as parameter, in its dtype; from the host without waiting until it is there."""
+        if self._host_parameter is None:
+            self.parameter.copy_(self.master)
+        else:
+            self.parameter.copy_(self._host_parameter.copy_(self.master), non_blocking=True)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """What the shard's elements mean: (position in the shard, piece) in order."""
@@ -95,15 +122,26 @@ class Shard:
 
 
 def make_shards(
-    stages: Mapping[int, StageBuffers], replica: int, tp_rank: int, tp: int, moment_names: tuple[str, ...], counts: bool = True
+    stages: Mapping[int, StageBuffers],
+    replica: int,
+    tp_rank: int,
+    tp: int,
+    moment_names: tuple[str, ...],
+    counts: bool = True,
+    on_host: bool = False,
 ) -> tuple[Shard, ...]:
-    """This rank's shard of every bucket of its stages. replica: its rank in the group of replicas. counts: see `Shard`."""
+    """This rank's shard of every bucket of its stages. replica: its rank in the group of replicas. counts, on_host: see `Shard`."""
     return tuple(
-        Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names, counts)
+        Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names, counts, on_host)
         for stage, buffers in sorted(stages.items())
         for buffer in buffers.buffers
         for bucket in buffer.layout.buckets
     )
+
+
+def _host_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the same length in the host's memory; pinned where the tensor is a GPU's, so that copies need not be waited for."""
+    return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)
 
 
 def _counted(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -> Ranges:

@@ -57,7 +57,7 @@ class _FlatRule:
         for shard in shards:
             for run in shard.runs:
                 master = shard.master.detach()[run.start : run.stop]
-                master.grad = shard.gradient[run.start : run.stop]
+                master.grad = shard.updated_from[run.start : run.stop]
                 self._kinds.setdefault((run.weight_decay, run.decoupled_lr), []).append(master)
                 self._runs.append((master, shard, run))
         self._fused = all(master.device.type in FUSED_DEVICES for master, _, _ in self._runs)
@@ -83,7 +83,7 @@ class _FlatRule:
             decayed, decoupled = group["kind"]
             group["lr"] = decoupled_lr if decoupled else lr
             group["weight_decay"] = weight_decay if decayed else 0.0
-        gradients = [shard.gradient[run.start : run.stop] for _, shard, run in self._runs]
+        gradients = [shard.updated_from[run.start : run.stop] for _, shard, run in self._runs]
         divisor = None
         if factor != 1.0:
             # the kernels divide by an fp32 scalar: too coarse for fp64

@@ -2,7 +2,8 @@
 
     weights       flat parameter buffers, padding included; with an asynchronous schedule one for each version that is needed at once
     gradients     flat main-gradient buffers, fp32 (fp64)
-    optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard
+    optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard; with
+                  --optimizer-cpu-offload none, for they lie in the host's memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
     recompute     what one replay in the backward makes again
@@ -182,7 +183,7 @@ def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str,
     return {
         "weights": num_versions * (elements * element + slack),
         "gradients": elements * wide + slack,
-        "optimizer": shard * (moments + has_own_master) * wide,
+        "optimizer": 0 if optimizer.optimizer_cpu_offload else shard * (moments + has_own_master) * wide,
         "rollback": shard * kept * wide,
     }
 

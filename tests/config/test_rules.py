@@ -206,6 +206,12 @@ CASES = [
         ["--calculate-per-token-loss divides the gradient by the number of tokens", "leave one of the two out"],
         "--enable-optimizer-post-validation --pipeline-model-parallel-size 2",
     ),
+    (
+        "offloaded_state_is_updated_once",
+        "--optimizer-post-validation --pipeline-model-parallel-size 2 --optimizer-cpu-offload",
+        ["--optimizer-cpu-offload waits for the gradients", "leave one of the two out"],
+        "--optimizer-cpu-offload --pipeline-model-parallel-size 2",
+    ),
     ("profile_span_ordered", "--profile-step-start 12", ["--profile-step-end 12 has to come after"], "--profile-step-start 11"),
     (
         "stragglers_need_heartbeats",
@@ -264,6 +270,7 @@ CASES = [
         "--attention-impl flash --bf16 --attention-dropout 0 --attn-logit-softcapping 30",
     ),
     ("optimizer_has_a_kernel", "--optimizer-impl te --optimizer sgd", ["fused Adam", "--optimizer-impl torch"], "--optimizer-impl te"),
+    ("optimizer_has_a_kernel", "--optimizer-impl te --optimizer-cpu-offload", ["has the state on the host"], "--optimizer-impl te"),
     ("optimizer_has_a_kernel", "--optimizer-impl apex --fp64", ["fp32 master weights"], "--optimizer-impl apex"),
     (
         "optimizer_has_a_kernel",

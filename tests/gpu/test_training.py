@@ -51,6 +51,7 @@ def assert_close(found: list[float], expected: list[float]) -> None:
         pytest.param("", id="plain"),
         pytest.param("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="full recompute"),
         pytest.param("--pipeline-model-parallel-layout Et|tt|tL", id="three stages on a rank"),
+        pytest.param("--optimizer-cpu-offload", id="optimizer on the host"),
         pytest.param("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -198,6 +199,23 @@ def test_training_resumed_through_pieces_is_equal_to_the_bit(config: OptimizerCo
         second.step(step)
     for name, values in straight.weights().items():
         assert torch.equal(second.weights()[name], values), name
+
+
+@CONFIGS
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_state_on_the_host_trains_the_same_to_the_bit(config: OptimizerConfig, dtype: str) -> None:
+    here = Trainer(config, PrecisionConfig(dtype=dtype))
+    there = Trainer(dataclasses.replace(config, optimizer_cpu_offload=True), PrecisionConfig(dtype=dtype))
+    assert not there.optimizer.masters_are_parameters
+    for number in range(4):
+        mine, theirs = here.step(number), there.step(number)
+        assert mine == theirs
+    assert all(torch.equal(there.weights()[name], value) for name, value in here.weights().items())
+    kept = {(held.key, held.piece.spec.name, held.piece.start): held.values for held in here.optimizer.state()}
+    for held in there.optimizer.state():
+        assert torch.equal(held.values, kept[held.key, held.piece.spec.name, held.piece.start])
+    own = {value.untyped_storage().data_ptr() for buffer in there.buffers.buffers for value in (buffer.parameters, buffer.gradients)}
+    assert own.isdisjoint({held.values.untyped_storage().data_ptr() for held in there.optimizer.state()})
 
 
 def test_weights_loaded_without_state_become_masters() -> None:

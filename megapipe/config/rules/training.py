@@ -175,6 +175,15 @@ def post_validation_has_a_barrier_to_remove(config: Config) -> str | None:
     return None
 
 
+def offloaded_state_is_updated_once(config: Config) -> str | None:
+    if not config.optimizer.optimizer_cpu_offload or not config.optimizer.optimizer_post_validation:
+        return None
+    return (
+        "--optimizer-post-validation updates while the verdict is on its way, and --optimizer-cpu-offload waits for the gradients to reach "
+        "the host; leave one of the two out"
+    )
+
+
 def profile_span_ordered(config: Config) -> str | None:
     logging = config.logging
     if logging.profile_step_start < logging.profile_step_end:
@@ -218,6 +227,7 @@ TRAINING_RULES = (
     one_scheduler_wins,
     loss_scale_needs_fp16,
     post_validation_has_a_barrier_to_remove,
+    offloaded_state_is_updated_once,
     profile_span_ordered,
     stragglers_need_heartbeats,
 )
