@@ -37,7 +37,9 @@ def optimizer_has_a_kernel(config: Config) -> str | None:
     if config.precision.dtype == "fp64":
         return f"--optimizer-impl {impl} has fp32 master weights, but --dtype is fp64; use --optimizer-impl torch"
     if optimizer.optimizer_cpu_offload:
-        return f"--optimizer-impl {impl} updates on the GPU, but --optimizer-cpu-offload has the state on the host; leave one of the two out"
+        return (
+            f"--optimizer-impl {impl} updates on the GPU, but --optimizer-cpu-offload has the state on the host; leave one of the two out"
+        )
     if impl == "apex" and config.kernels.transformer_impl == "transformer_engine":
         return (
             "--optimizer-impl apex brings apex's norms and weight gradients, --transformer-impl transformer_engine its own; "
