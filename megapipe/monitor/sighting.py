@@ -48,4 +48,11 @@ class Sighting:
 
     def is_still(self, limit_seconds: float) -> bool:
         """It has stood still for longer than it may: the limit, times the patience of what it is in."""
-        return self.record is not None and self.age_seconds >= limit_seconds * self.record.patience
+        patience = 1 if self.record is None else self.record.patience
+        is_known = self.record is not None or self.answers is False
+        return is_known and self.age_seconds >= limit_seconds * patience
+
+
+def is_unreachable(sighting: Sighting) -> bool:
+    """A rank of another host from which nothing comes any more."""
+    return sighting.process is None and sighting.answers is False and not sighting.has_left

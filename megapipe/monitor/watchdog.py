@@ -15,15 +15,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose
 from megapipe.monitor.folder import sight, stack_path
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import process_space
-from megapipe.monitor.record import read_snapshot
+from megapipe.monitor.record import Snapshot, read_snapshot
 from megapipe.monitor.roster import Member, Roster
-from megapipe.monitor.sighting import Sighting
+from megapipe.monitor.sighting import Sighting, is_unreachable
 from megapipe.monitor.words import MOST_CULPRITS, report_text
 
 MOST_INTERVAL_SECONDS = 0.5
@@ -32,6 +32,7 @@ STACK_SECONDS = 1.0  # in which a culprit that answers writes its stack
 TURN_SECONDS = 3.0  # after which any rank reports: the one whose turn it is does not
 TOLD_SECONDS = 8.0  # after which nobody waits any longer for a report that was begun
 JUMP_SECONDS = 2.0  # by which a turn may come late
+SKEW_TURNS = 3
 SKEW_SECONDS = 1.5  # between two looks at a rank of another host, whose pulse goes on in between if it answers
 
 
@@ -97,6 +98,13 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * MOST_INTERVAL_SECONDS)
 
+    def unreachable(self) -> list[Sighting]:
+        """All ranks, if some of other hosts do not answer and have not said that they leave; else none. Takes SKEW_SECONDS."""
+        if self._exchange is None:
+            return []
+        sightings = self._sightings()
+        return sightings if any(is_unreachable(sighting) for sighting in sightings) else []
+
     def _run(self) -> None:
         interval = min(MOST_INTERVAL_SECONDS, self._limit_seconds / 8)
         self._heart.pulse()
@@ -128,8 +136,7 @@ class Watchdog:
                 temporary = stack_path(self._live, self._rank).with_suffix(".part")
                 temporary.write_text(text, encoding="utf-8")
                 os.replace(temporary, stack_path(self._live, self._rank))
-            if self._exchange is not None:
-                self._exchange.publish_stack(text)
+            self._ask(lambda exchange: exchange.publish_stack(text))
         return True
 
     def _somebody_is_gone(self) -> bool:
@@ -142,6 +149,8 @@ class Watchdog:
     def _look(self) -> None:
         sightings = self._sightings()
         diagnosis = diagnose(sightings, self._roster, self._limit_seconds)
+        if self._stopped.is_set():
+            return
         if diagnosis is None or (diagnosis.fault is Fault.GONE and not self._somebody_is_gone()):
             self._suspects_since = None
             return
@@ -167,21 +176,41 @@ class Watchdog:
 
     def _remote(self, members: Sequence[Member]) -> dict[int, Sighting]:
         """Ranks of other hosts, whose clocks are not ours: a pulse that goes on between two looks is an answer."""
-        assert self._exchange is not None
         ranks = [member.rank for member in members]
-        before = {rank: read_snapshot(data) for rank, data in self._exchange.fetch(ranks).items()}
-        self._stopped.wait(SKEW_SECONDS)
-        self._heart.pulse()
+        before, after = self._snapshots(ranks), {}
+        if before:
+            for _ in range(SKEW_TURNS):
+                time.sleep(SKEW_SECONDS / SKEW_TURNS)
+                self._heart.pulse()
+            after = self._snapshots(ranks)
         found = {}
-        after = {rank: read_snapshot(data) for rank, data in self._exchange.fetch(ranks).items()}
         for member in members:
             then, now = before.get(member.rank), after.get(member.rank)
-            if now is not None:
-                answers = then is None or now.pulse_ns != then.pulse_ns
-                age = (now.pulse_ns - now.record.since_ns) / 1e9
-                silent = self._limit_seconds * now.record.patience  # a host that is silent does not tell how old its record is
-                found[member.rank] = Sighting(member, now, age if answers else max(age, silent), None, answers)
+            if now is None:  # it has long had the time to publish one, so the store cannot be reached
+                found[member.rank] = Sighting(member, None, self._limit_seconds, None, False)
+                continue
+            answers = then is None or now.pulse_ns != then.pulse_ns
+            age = (now.pulse_ns - now.record.since_ns) / 1e9
+            silent = self._limit_seconds * now.record.patience  # a host that is silent does not tell how old its record is
+            found[member.rank] = Sighting(member, now, age if answers else max(age, silent), None, answers)
         return found
+
+    def _snapshots(self, ranks: Sequence[int]) -> dict[int, Snapshot | None]:
+        fetched: dict[int, bytes] = self._ask(lambda exchange: exchange.fetch(ranks)) or {}
+        return {rank: read_snapshot(data) for rank, data in fetched.items()}
+
+    def _ask(self, question: Callable[[Exchange], Any]) -> Any:
+        """What the exchange answers, None without one. It may take seconds, in which this rank goes on saying that it lives."""
+        exchange = self._exchange
+        if exchange is None:
+            return None
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(question(exchange)), name="watchdog asks", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(MOST_INTERVAL_SECONDS)
+            self._heart.pulse()
+        return answers[0] if answers else None
 
     def _stacks(self, diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> dict[int, str]:
         """Of the culprits that answer; waits a moment for those that have not written yet."""
@@ -205,7 +234,7 @@ class Watchdog:
         try:
             return stack_path(self._live, rank).read_text(encoding="utf-8")
         except OSError:
-            return "" if self._exchange is None else self._exchange.stack(rank)
+            return self._ask(lambda exchange: exchange.stack(rank)) or ""
 
     def _claim(self) -> bool:
         """Only the first of all ranks gets it."""
@@ -213,7 +242,7 @@ class Watchdog:
             os.close(os.open(self._live / "claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except OSError:
             return False
-        return self._exchange is None or self._exchange.claim()
+        return self._ask(lambda exchange: exchange.claim()) is not False
 
     @property
     def is_told(self) -> bool:
@@ -228,8 +257,7 @@ class Watchdog:
     def _tell(self) -> None:
         with suppress(OSError):
             (self._live / "told").touch(mode=0o600)
-        if self._exchange is not None:
-            self._exchange.tell()
+        self._ask(lambda exchange: exchange.tell())
 
     def _leave(self, sightings: Sequence[Sighting]) -> None:
         self._stopped.set()

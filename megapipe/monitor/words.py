@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megapipe.monitor.diagnosis import Diagnosis, Fault
 from megapipe.monitor.record import Record, Wait
-from megapipe.monitor.sighting import LEFT, Sighting
+from megapipe.monitor.sighting import LEFT, Sighting, is_unreachable
 
 MOST_WAITS = 8  # told one by one
 MOST_CULPRITS = 4  # whose stacks are told
@@ -37,22 +37,50 @@ def report_text(diagnosis: Diagnosis, sightings: Sequence[Sighting], stacks: Map
     """The whole message: who is missing, who waits for whom, stacks or what is known instead."""
     step = max((s.record.step for s in sightings if s.record is not None), default=-1)
     culprits = [sightings[rank] for rank in diagnosis.culprits]
-    lines = [f"{_headline(diagnosis, culprits)} (step {step})"]
+    lines = [f"{_headline(diagnosis, culprits, sightings)} (step {step})"]
     lines += _waits(diagnosis, sightings)
     for culprit in culprits[:MOST_CULPRITS]:
-        lines += _stack(culprit, stacks.get(culprit.member.rank, ""))
+        if not is_unreachable(culprit):
+            lines += _stack(culprit, stacks.get(culprit.member.rank, ""))
     if len(culprits) > MOST_CULPRITS:
         lines.append(f"  and {len(culprits) - MOST_CULPRITS} more ranks: {_ranks([c.member.rank for c in culprits[MOST_CULPRITS:]])}")
     lines.append(f"All ranks are ended; what is saved stays. (--hang-timeout-seconds {limit_seconds:g})")
     return "\n".join(lines)
 
 
-def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting]) -> str:
+def silent_hosts(sightings: Sequence[Sighting]) -> str:
+    """Whole hosts from which nothing comes any more, and who says so; "" if some ranks of theirs answer."""
+    silent = [s.member for s in sightings if is_unreachable(s)]
+    answering = [s.member for s in sightings if not is_unreachable(s)]
+    hosts, others = (list(dict.fromkeys(member.host for member in some)) for some in (silent, answering))
+    if not hosts or set(hosts) & set(others):
+        return ""
+    ranks = _ranks([member.rank for member in silent])
+    seen_from = f"seen from {_listed(others)}" if len(others) <= MOST_CULPRITS else f"seen from {len(others)} other hosts"
+    if len(hosts) == 1:
+        return f"nothing comes any more from host {hosts[0]} ({ranks}), {seen_from}: it is down or cut off, or its ranks are stopped"
+    if len(others) == 1:
+        return (
+            f"nothing comes any more from any other host ({_listed(hosts)}; {ranks}), {seen_from}: the network of {others[0]} is cut, or "
+            "they are down"
+        )
+    return (
+        f"nothing comes any more from hosts {_listed(hosts)} ({ranks}), {seen_from}: they are down or cut off, or their ranks are stopped"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:5], f"... ({len(names)} in all)"])
+
+
+def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting], sightings: Sequence[Sighting]) -> str:
     names = "; ".join(f"{c.member} on {c.member.host}, process {c.member.pid}" for c in culprits[:MOST_CULPRITS])
     if diagnosis.fault is Fault.MISMATCH:
         return f"training hangs: ranks wait for each other, in operations that do not belong together: {names}"
     if diagnosis.fault is Fault.NO_END:
         return f"training hangs: all ranks of a group have come and the operation does not end (the network, or the backend): {names}"
+    if diagnosis.fault is Fault.SILENT and (hosts := silent_hosts(sightings)):
+        return f"training hangs: {hosts}"
     first = culprits[0]
     state = {
         Fault.GONE: "its process has ended without a word (kill -9, or the system ran out of memory)",

@@ -24,6 +24,7 @@ from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host, process_space, start_ticks
 from megapipe.monitor.roster import Member, Roster
 from megapipe.monitor.watchdog import Watchdog
+from megapipe.monitor.words import silent_hosts
 from megapipe.planner.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES, Topology
 from megapipe.train.run_log import RunLog
@@ -56,8 +57,8 @@ def watched(plan: RunPlan, environment: Environment, groups: ProcessGroups, fold
         watch.stop("failed")
         if isinstance(error, CommunicationError) and watch.is_told:
             leave(1)  # the peer was ended after a report, which says more than that it is lost
-        if isinstance(error, CommunicationError) and (names := watch.gone()):
-            raise CommunicationError(f"{error}. Gone without a word: {names}") from error
+        if isinstance(error, CommunicationError) and (others := watch.lost()):
+            raise CommunicationError(f"{error}. {others}") from error
         raise
     watch.stop("ended")
 
@@ -126,11 +127,14 @@ class _Watch:
         """Some rank has reported a hang."""
         return self._watchdog.is_told
 
-    def gone(self) -> str:
-        """Ranks of this host whose processes have ended without a word, for a person."""
+    def lost(self) -> str:
+        """Ranks of this host whose processes have ended without a word, and hosts from which nothing comes, for a person."""
         time.sleep(DYING_SECONDS)
         members = [member for member in self.roster.members if sight(member, self._live).is_gone]
-        return "; ".join(f"{member} on {member.host}, process {member.pid}" for member in members)
+        names = "; ".join(f"{member} on {member.host}, process {member.pid}" for member in members)
+        hosts = silent_hosts(self._watchdog.unreachable())
+        told = (f"Gone without a word: {names}" if names else "", hosts[:1].upper() + hosts[1:])
+        return ". ".join(part for part in told if part)
 
     def _say(self, report: str) -> None:
         error = CommunicationError(report)

@@ -99,6 +99,10 @@ class Nodes:
         """What leaves a machine. rate: as tc takes it, "20mbit"."""
         _run("ip", "netns", "exec", self._space(node), "tc", *f"qdisc add dev eth0 root tbf rate {rate} burst 32kb latency 400ms".split())
 
+    def free(self, node: int) -> None:
+        """The opposite of `slow_down`."""
+        _run("ip", "netns", "exec", self._space(node), "tc", *["qdisc", "del", "dev", "eth0", "root"])
+
     def cut(self, node: int) -> None:
         """Everything to and from a machine is lost from now on."""
         _run("ip", "link", "set", self._outside(node), "nomaster")
@@ -109,14 +113,11 @@ class Nodes:
 
     def kill(self, node: int) -> None:
         """All processes of a machine, as when its power goes; its addresses do not answer any more."""
-        self.cut_quietly(node)
+        _quietly("ip", "link", "set", self._outside(node), "nomaster")
         with suppress(ProcessLookupError, IndexError):
             os.kill(self._inits[node], signal.SIGKILL)  # the kernel ends all others of its process space
         self._lives[node].kill()
         self._lives[node].wait()
-
-    def cut_quietly(self, node: int) -> None:
-        _quietly("ip", "link", "set", self._outside(node), "nomaster")
 
     def restart(self, node: int) -> None:
         """A machine that was killed comes back, with nothing running on it."""

@@ -65,7 +65,7 @@ def hang(heart: Heartbeat) -> None:
     ("answers", "words"),
     [
         (True, ("training hangs on rank 1 (pp 1, stage 1) on b, process 77: in 1F2", "stack of rank 1", "read()")),
-        (False, ("does not answer", "nothing comes from b")),
+        (False, ("hangs: nothing comes any more from host b (rank 1), seen from a: it is down or cut off",)),
     ],
     ids=["stuck", "cut off"],
 )
