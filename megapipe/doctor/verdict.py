@@ -114,7 +114,7 @@ def slow(judged: Sequence[Judged]) -> list[Judged]:
 def common_cause(slow_links: Sequence[tuple[str, str]], measured: Sequence[tuple[str, str]]) -> list[tuple[str | None, str | None]]:
     """The fewest ends that account for slow directions (source, target): (a, None) all that leaves a, (None, b) all that comes to b.
 
-    An end is to blame only if every direction measured there is slow, there are at least two, and somewhere else one is not.
+    An end is to blame only if every direction measured there is slow, two of them not for another end, and somewhere else one is not.
     """
     left = list(dict.fromkeys(slow_links))
     all_measured = set(measured) | set(left)
@@ -122,7 +122,7 @@ def common_cause(slow_links: Sequence[tuple[str, str]], measured: Sequence[tuple
     for place in (0, 1):
         for end in dict.fromkeys(link[place] for link in left):
             there = {link for link in all_measured if link[place] == end}
-            if len(there) > 1 and there <= set(slow_links) and all_measured - there - set(slow_links) and there & set(left):
+            if there <= set(slow_links) and len(there & set(left)) > 1 and all_measured - there - set(slow_links):
                 causes.append((end, None) if place == 0 else (None, end))
                 left = [link for link in left if link not in there]
     return [*causes, *left]

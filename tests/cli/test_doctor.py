@@ -1,0 +1,57 @@
+"""`megapipe doctor` as a person runs it: one process, wrong flags, a layout of four ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.cli.doctor import main
+from tests.launch.scripts import launch
+
+
+def test_one_process_is_told_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("host ")
+    assert lines[-1] == ("fine" if code == 0 else "NOT fine")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "h1000"], "--gpu h1000 is not in the table: there are a100-40"),
+        (["--gpu", "h100", "--hardware", "x.yaml"], "give one of the two"),
+        (["--hardware", "missing.yaml"], "--hardware missing.yaml cannot be read"),
+        (["--slow-factor", "1"], "--slow-factor 1 has to be above 1"),
+        (["--slow-factor", "much"], "invalid float value: 'much'"),
+        (["--seconds", "0"], "--seconds 0 has to be above 0"),
+        (["--tensor-model-parallel-sise", "2"], "--tensor-model-parallel-sise"),
+        (["--tensor-model-parallel-size", "2"], "a world of 1 ranks cannot hold tensor 2"),
+        (["--pipeline-schedule", "zb-v"], "--pipeline-model-parallel-size of at least 2"),
+    ],
+    ids=["gpu", "both", "no file", "factor", "no number", "no time", "no flag", "no world", "no pipeline"],
+)
+def test_what_cannot_be_examined_is_refused_with_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+
+
+def test_a_layout_of_four_ranks_is_measured_by_all_its_groups(tmp_path: Path) -> None:
+    flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--slow-factor", "1000", "--seconds", "0.01"]
+    with launch(tmp_path, 4, "megapipe", "doctor", "--json", *flags, script="-m") as door:
+        ended = door.ended()
+    assert ended.code == 0, ended.error + ended.out
+    found = json.loads(ended.out)
+    assert {(row["kind"], *row["ranks"]) for row in found["measured"]} == {
+        *(("tp all_reduce", *ranks) for ranks in ((0, 1), (2, 3))),
+        *(("pp forward", *ranks) for ranks in ((0, 2), (1, 3))),
+        *(("pp backward", *ranks) for ranks in ((2, 0), (3, 1))),
+    }
+    assert all(0 < row["seconds"] < 5 and row["bytes_per_second"] > 0 for row in found["measured"])
+    assert {row["bytes"] for row in found["measured"]} == {8, 1 << 22}
+    assert found["fine"] and found["slow"] == [] and found["hardware"] is None
+    assert found["hosts"][0]["num_ranks"] == 4
