@@ -55,9 +55,9 @@ def diagnosis(ended: list[Ended]) -> dict:  # type: ignore[type-arg]
     return found
 
 
-def training(folder: Path, steps: int, *words: str) -> list[str]:
+def training(folder: Path, steps: int, limit_seconds: float = 100.0) -> list[str]:
     save = ["--save", str(folder / "run"), "--load", str(folder / "run"), "--save-interval", "2", "--keep-last", "20"]
-    return [SCRIPT, *TINY, *GRID, "--train-iters", str(steps), "--hang-timeout-seconds", str(LIMIT_SECONDS), *save, *words]
+    return [SCRIPT, *TINY, *GRID, "--train-iters", str(steps), "--hang-timeout-seconds", str(limit_seconds), *save]
 
 
 def assert_same_state(one: Path, other: Path, step: int) -> None:
@@ -89,7 +89,7 @@ def test_a_slow_direction_between_two_machines_is_named(nodes: Nodes, tmp_path: 
 
 
 def test_each_side_of_a_cut_names_the_other_and_ends(nodes: Nodes, tmp_path: Path) -> None:
-    doors = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000)) for node in range(2)]
+    doors = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000, LIMIT_SECONDS)) for node in range(2)]
     try:
         doors[0].wait_for("step      3/")
         status = nodes.run(0, [sys.executable, "-m", "megapipe", "status", str(tmp_path / "run"), "--json"])
@@ -139,7 +139,7 @@ def test_after_a_machine_is_lost_a_relaunch_goes_on_to_the_bit(nodes: Nodes, tmp
     for folder in (whole, broken):
         folder.mkdir()
     steps = 40
-    doors = [nodes.launch(node, broken, 2, *training(broken, steps)) for node in range(2)]
+    doors = [nodes.launch(node, broken, 2, *training(broken, steps, LIMIT_SECONDS)) for node in range(2)]
     try:
         doors[0].wait_for("step     11/")
         nodes.kill(1)
