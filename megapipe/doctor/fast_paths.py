@@ -34,9 +34,22 @@ def _tried(ask: Callable[[torch.device], str], device: torch.device) -> str:
 def _fused_adamw(device: torch.device) -> str:
     weight, gradient, mean, square = (torch.ones(16, device=device) for _ in range(4))
     steps = [torch.ones((), device=device)]
-    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
     # the kernel itself: making a torch.optim.AdamW imports torch._dynamo, which takes seconds
-    torch._fused_adamw_([weight], [gradient], [mean], [square], [], steps, **numbers)  # type: ignore[arg-type]
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        steps,
+        lr=0.1,
+        beta1=0.9,
+        beta2=0.99,
+        weight_decay=0.1,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
     return "active" if float(weight[0]) < 1 else "not active: the kernel leaves the weight as it was"
 
 
