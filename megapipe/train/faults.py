@@ -45,10 +45,10 @@ class OutputWatch:
 
 
 def unsound(
-    machines: Machines, sums: Sums, result: StepResult, step: int, sample_ids: Mapping[int, tuple[int, ...]], searched: str = ""
+    machines: Machines, sums: Sums, result: StepResult, step: int, sample_ids: Mapping[int, tuple[int, ...]], search: Callable[[], str]
 ) -> TrainingError:
-    """An error that names where a loss or gradient norm stopped being finite. Called by all ranks of a step that did. searched: what
-    fault_search says."""
+    """An error that names where a loss or gradient norm stopped being finite. Called by all ranks of a step that did. search: asked
+    last, for it may overwrite the gradients; says more, or ''."""
     first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
     samples = () if first is None else sample_ids.get(first[0], ())
     bad_gradients = machines.optimizer.nonfinite_gradients()[:3]
@@ -65,5 +65,6 @@ def unsound(
     else:
         rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
         text += f"; all forwards were finite, so it arose in a backward: gradient of {', '.join(names) or 'unknown'} on rank {rank}"
+    searched = search()
     text += f"; {searched}" if searched else ""
     return TrainingError(f"{text}. Lower --lr, look at the data, or go on in spite of it with --no-check-for-nan-in-loss-and-grad")

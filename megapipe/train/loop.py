@@ -266,12 +266,16 @@ class Training:
     def _explained(self, result: StepResult, launched: _Launched) -> TrainingError:
         """What is known of a step whose loss or norm is no number, and what running it once more shows, if it has changed no weights."""
         assert launched.sums is not None and self.data.train is not None
-        found = ""
-        if self.machines.updates is None and result.update.skipped:
-            consumed, step = self.state.consumed_samples - launched.samples, self.state.step - 1
+        consumed, step = self.state.consumed_samples - launched.samples, self.state.step - 1
+        microbatches = self.microbatches(self.data.train, consumed, launched.num_microbatches, step)
+
+        def again() -> str:
+            if self.machines.updates is not None or not result.update.skipped:
+                return ""
             with self._heart.phase("searching", PATIENCE):
-                found = search(self.machines, self.microbatches(self.data.train, consumed, launched.num_microbatches, step))
-        return unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids, found)
+                return search(self.machines, microbatches)
+
+        return unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids, again)
 
     def _log(self, result: StepResult, launched: _Launched) -> None:
         train_iters, rates = self._training.train_iters, launched.rates
