@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from megapipe.comm.torchrun import free_port, outcome_of, parse
 from megapipe.errors import ConfigError
-from tests.launch.scripts import launch
+from tests.launch.scripts import Door, launch
 
 REPORTS_AND_WAITS = """
 import os, signal, sys, time
@@ -50,6 +51,65 @@ def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) 
         ended = door.ended()
     assert (ended.code, ended.out) == (7, "")
     assert ended.error == "rank 1 ended with exit code 7; all ranks were ended\n"
+
+
+def test_ranks_that_were_asked_to_leave_are_not_started_again(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; print('started', flush=True); time.sleep(100)")
+    with Door([sys.executable, "-m", "megapipe", "launch", "--max-restarts", "3", str(script)], tmp_path) as door:
+        door.wait_for("started")
+        door.signal(signal.SIGTERM)
+        ended = door.ended()
+    assert (ended.code, ended.out.count("started")) == (143, 1), ended.error
+
+
+ASKED_EARLY = """
+import signal, time
+time.sleep(0.5)  # what imports take: until then the signal is ignored
+received = []
+signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+while not received:
+    time.sleep(0.02)
+print("saved", flush=True)
+"""
+
+
+def test_a_notice_that_comes_before_the_ranks_waits_for_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ASKED_EARLY)
+    words = [
+        "bash",
+        "-c",
+        'trap "" USR1; exec "$@"',
+        "bash",
+        sys.executable,
+        "-c",
+        TELLS_WHEN_IT_LISTENS,
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    with Door(words, tmp_path) as door:
+        door.wait_for("listening")
+        door.signal(signal.SIGUSR1)
+        ended = door.ended()
+    assert (ended.code, ended.error) == (0, "")
+    assert ended.out.count("saved") == 2
+
+
+# says when the launcher has its handlers, which is before it imports torch
+TELLS_WHEN_IT_LISTENS = """
+import sys
+from megapipe.cli.launch import main
+from megapipe.comm.forwarder import Forwarder
+enter = Forwarder.__enter__
+def entered(self):
+    found = enter(self)
+    print("listening", flush=True)
+    return found
+Forwarder.__enter__ = entered
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize(
