@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
     "train": 7,
     "inference": 7,
     "verify": 8,
+    "dry_run": 8,
     "cli": 9,
     "__main__": 10,
 }

@@ -61,7 +61,7 @@ def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) ->
 
     def tensor(array: np.ndarray) -> Tensor:
         made = torch.from_numpy(array)
-        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
     return Microbatch(
         tokens=tensor(batch.tokens),

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py`: flags and YAML -> plan -> training, or one of the questions --print-config, --plan, --verify-grid.
+"""`pretrain_gpt.py`: flags and YAML -> plan -> training, or one of the questions --print-config, --plan, --dry-run, --verify-grid.
 
 Everything that can be refused is refused before torch is imported and any process group is made.
 """
@@ -46,11 +46,17 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         if environment.global_rank == 0:
             print(_config_text(loaded, *_world(loaded, environment)), end="")
         return 0
+    if loaded.requests.dry_run and environment.is_distributed:
+        raise ConfigError("--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks there will be")
     plan = resolve(with_vocabulary(loaded.config), *_world(loaded, environment))
     if environment.global_rank == 0:
         print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)
     if loaded.requests.plan:
         return 0
+    if loaded.requests.dry_run:
+        from megapipe.dry_run.run import dry_run
+
+        return dry_run(plan, loaded.requests.rank)
     if loaded.requests.verify_grid is not None:
         from megapipe.verify.run import verify
 

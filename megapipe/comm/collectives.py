@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.comm.failures import communication_error
-from megapipe.comm.groups import Group
+from megapipe.comm.groups import Group, backend_of
 from megapipe.comm.host_copies import HostCopies, travels_through_host
+from megapipe.comm.paper import PaperHandle
 from megapipe.comm.wire import pack, unpack
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -140,7 +141,7 @@ def barrier(group: Group) -> None:
     """Return when every rank of the group has come here."""
     if group.handle is None:
         return
-    devices = [torch.cuda.current_device()] if dist.get_backend(group.handle) == "nccl" else None
+    devices = [torch.cuda.current_device()] if backend_of(group) == "nccl" else None
     _run("barrier", group, (), False, lambda: dist.barrier(group=group.handle, device_ids=devices, async_op=True))
 
 
@@ -222,7 +223,9 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
         return Work(None, name, group, start_ns)
     number = 0 if group.heart is None else group.heart.joins(group.name)
     try:
-        if tensors and travels_through_host(group.handle, tensors[0]):
+        if isinstance(group.handle, PaperHandle):
+            handle = group.handle.start(name, tensors)
+        elif tensors and travels_through_host(group.handle, tensors[0]):
             handle = HostCopies(tensors, 1, launch)
         else:
             handle = launch(*tensors)

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megapipe.comm.nccl import NcclSettings
+from megapipe.comm.paper import Ledger, PaperHandle
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.monitor.heartbeat import Heartbeat
@@ -103,6 +104,26 @@ def build_process_groups(
         else:
             made[name] = _renamed(made[other], name)
     return ProcessGroups(**made)  # type: ignore[arg-type]
+
+
+def paper_process_groups(topology: Topology, global_rank: int, ledger: Ledger) -> ProcessGroups:
+    """This rank's groups in a world that nobody has started: their collectives are written into `ledger` and do nothing else."""
+    if topology.world_size == 1:
+        return ProcessGroups.alone(global_rank)
+
+    def group(name: str) -> Group | None:
+        ranks = topology.group_of(name, global_rank)
+        handle = PaperHandle(name, ledger) if len(ranks) > 1 else None
+        return Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
+
+    return ProcessGroups(**{name: group(name) for name in GROUP_NAMES})  # type: ignore[arg-type]
+
+
+def backend_of(group: Group) -> str | None:
+    """'nccl', 'gloo' or 'paper'; None for a group of one, which needs none."""
+    if group.handle is None or isinstance(group.handle, PaperHandle):
+        return None if group.handle is None else PaperHandle.backend
+    return str(dist.get_backend(group.handle))
 
 
 def _same_ranks(name: str, topology: Topology) -> str | None:

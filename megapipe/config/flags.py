@@ -22,7 +22,10 @@ REQUEST_HELP = {
     "--config": "YAML file with the same names, in sections or flat; flags win over it (may be given more than once: later files win)",
     "--print-config": "print the configuration with the origin of each value, and leave",
     "--plan": "print the plan (grid, stages, parameters, bubble, memory), and leave",
-    "--world-size": "plan for this many ranks instead of those that are started; with --plan or --print-config",
+    "--dry-run": "audit every rank, take a step of each kind of rank without data or other ranks, print memory counted and planned, "
+    "and leave",
+    "--rank": "the one rank to count; with --dry-run",
+    "--world-size": "plan for this many ranks instead of those that are started; with --plan, --dry-run or --print-config",
     "--ranks-per-node": "ranks of a node of that world (default: all on one node); with --world-size",
     "--verify-grid": "compare a few steps of this grid with one plain process, and leave: fp64 (the default) or native dtype",
     "--help": "print this, and leave",
@@ -35,7 +38,7 @@ ABBREVIATIONS = {
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 VERIFY_MODES = ("fp64", "native")
-REQUEST_VALUES = {"--config": "1", "--world-size": "1", "--ranks-per-node": "1", "--verify-grid": "?"}  # words that follow; others: none
+REQUEST_VALUES = {"--config": "1", "--world-size": "1", "--ranks-per-node": "1", "--rank": "1", "--verify-grid": "?"}  # words that follow; others: none
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Requests:
     config_files: tuple[str, ...] = ()
     print_config: bool = False
     plan: bool = False
+    dry_run: bool = False
+    rank: int | None = None  # the one that a dry run counts; None: one of each kind
     world_size: int | None = None  # of a world that is only planned
     ranks_per_node: int | None = None
     verify_grid: str | None = None  # fp64 or native
@@ -104,6 +109,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         config_files=tuple(parsed.config or ()),
         print_config=parsed.print_config,
         plan=parsed.plan,
+        dry_run=parsed.dry_run,
+        rank=rank_number(parsed.rank),
         world_size=at_least_one("--world-size", parsed.world_size),
         ranks_per_node=at_least_one("--ranks-per-node", parsed.ranks_per_node),
         verify_grid=parsed.verify_grid,
@@ -122,13 +129,24 @@ def at_least_one(name: str, text: str | None) -> int | None:
     return int(text)
 
 
+def rank_number(text: str | None) -> int | None:
+    """The number that follows --rank. Raises ConfigError for anything but a whole number."""
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f"--rank {text}: expected the number of a global rank, 0 or more")
+    return None if text is None else int(text)
+
+
 def refuse_imagined_world(requests: Requests) -> None:
     """Raises ConfigError where a world that is not started is asked for, but not its plan."""
     if requests.ranks_per_node is not None and requests.world_size is None:
         raise ConfigError("--ranks-per-node belongs to --world-size N; a world that is started says itself how many ranks its nodes have")
-    if requests.world_size is not None and not (requests.plan or requests.print_config):
+    if requests.rank is not None and not requests.dry_run:
+        raise ConfigError("--rank says which rank a dry run counts: add --dry-run; ranks that train get their numbers from the launcher")
+    if requests.dry_run and (requests.plan or requests.verify_grid is not None):
+        raise ConfigError("--dry-run prints the plan and counts beside it; leave --plan and --verify-grid out")
+    if requests.world_size is not None and not (requests.plan or requests.print_config or requests.dry_run):
         raise ConfigError(
-            "--world-size says for how many ranks to plan: add --plan; to train on them start them (torchrun --nproc-per-node, srun)"
+            "--world-size says for how many ranks to plan: add --plan or --dry-run; to train on them start them (torchrun --nproc-per-node, srun)"
         )
 
 
@@ -224,6 +242,8 @@ def command_line_parser() -> argparse.ArgumentParser:
     requests.add_argument("--config", action="append", metavar="FILE", help=REQUEST_HELP["--config"])
     requests.add_argument("--print-config", action="store_true", help=REQUEST_HELP["--print-config"])
     requests.add_argument("--plan", action="store_true", help=REQUEST_HELP["--plan"])
+    requests.add_argument("--dry-run", action="store_true", help=REQUEST_HELP["--dry-run"])
+    requests.add_argument("--rank", metavar="R", help=REQUEST_HELP["--rank"])
     requests.add_argument("--world-size", metavar="N", help=REQUEST_HELP["--world-size"])
     requests.add_argument("--ranks-per-node", metavar="N", help=REQUEST_HELP["--ranks-per-node"])
     requests.add_argument("--verify-grid", nargs="?", const="fp64", metavar="MODE", help=REQUEST_HELP["--verify-grid"])

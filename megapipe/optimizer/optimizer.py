@@ -261,6 +261,11 @@ class Optimizer:
                     primary = piece.owned and not shard.is_copy and (self._sharded or self._replica == 0)
                     yield StatePiece(key, shard.stage, piece, primary, tensor[position : position + piece.box.num_elements])
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """All it keeps from step to step, by the planner's item: masters of their own and moments, and copies for taking an update back."""
+        own = [tensor for shard in self._shards for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))]
+        return {"optimizer": own, "rollback": [] if self._kept is None else self._kept.copies}
+
     def plain_state(self) -> dict[str, Any]:
         """What is not a tensor: updates made, loss scaler."""
         self._check_settled()

@@ -26,6 +26,10 @@ class KeptShards:
             (live, torch.empty_like(live)) for shard in shards for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
         ]
 
+    @property
+    def copies(self) -> list[Tensor]:
+        return [kept for _, kept in self._pairs]
+
     @torch.no_grad()
     def keep(self) -> None:
         """Copy what there is now."""

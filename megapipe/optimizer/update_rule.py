@@ -11,7 +11,7 @@ from torch import Tensor
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.optimizer.shards import Run, Shard
 
-FUSED_DEVICES = ("cpu", "cuda", "xpu")
+FUSED_DEVICES = ("cpu", "cuda", "xpu", "meta")
 
 
 class UpdateRule(Protocol):
@@ -62,7 +62,12 @@ class _FlatRule:
                 self._runs.append((master, shard, run))
         self._fused = all(master.device.type in FUSED_DEVICES for master, _, _ in self._runs)
         self.num_steps = 0
+        # torch refuses to build what runs fused on the meta device, and runs it
+        self._asks_for_fused = self._fused and all(master.device.type != "meta" for master, _, _ in self._runs)
         self._optimizer = self._build([{"params": masters, "kind": kind} for kind, masters in self._kinds.items()]) if self._runs else None
+        if self._optimizer is not None and self._fused and not self._asks_for_fused:
+            for group in self._optimizer.param_groups:
+                group["fused"] = True
 
     def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         raise NotImplementedError
@@ -105,7 +110,7 @@ class AdamRule(_FlatRule):
 
     def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         betas = (self._config.adam_beta1, self._config.adam_beta2)
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self._config.adam_eps, fused=self._fused)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self._config.adam_eps, fused=self._asks_for_fused)
         for master, shard, run in self._runs:
             optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None),
@@ -151,7 +156,7 @@ class SgdRule(_FlatRule):
         super().__init__(shards)
 
     def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=self._config.sgd_momentum, fused=self._fused)
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=self._config.sgd_momentum, fused=self._asks_for_fused)
         for master, shard, run in self._runs:
             if "momentum" in shard.moments:  # zeros give the same first step as torch's none
                 optimizer.state[master]["momentum_buffer"] = shard.moments["momentum"][run.start : run.stop]

@@ -62,8 +62,10 @@ def keyed_mask(
     if device.type == "cpu":
         words = torch.from_numpy(np.random.Philox(key=stream).random_raw(num_words).view(np.int64))
     else:
-        generator = torch.Generator(device)
-        generator.manual_seed(stream & (2**63 - 1))
+        generator = None
+        if device.type != "meta":  # where there are shapes and no values
+            generator = torch.Generator(device)
+            generator.manual_seed(stream & (2**63 - 1))
         words = torch.empty(num_words, dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
     # two 32-bit draws a word, uniform over [-2^31, 2^31): an element is dropped below the p-quantile
     return (words.view(torch.int32)[:size] >= round(p * 2**32) - 2**31).view(shape)

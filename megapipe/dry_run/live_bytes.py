@@ -1,0 +1,77 @@
+"""`LiveBytes`: the bytes of all storages that operations have made and that still live, and the most there were at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):
+    """Inside the block every operation's results are looked at: a storage counts once, from when it is first seen until it is freed.
+
+    Views share storages; what kernels allocate and free again inside one operation is not seen. Works for real tensors and on the meta
+    device. Labels part the sum: a storage gets that of `label`, or the one `name` gives it later.
+    """
+
+    def __init__(self, label: str = "other") -> None:
+        super().__init__()
+        self.label = label
+        self.now = 0
+        self.peak = 0
+        self.by_label: Counter[str] = Counter()
+        self.at_peak: Mapping[str, int] = {}
+        self.at_new_peak: Callable[[], None] = lambda: None
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
+
+    def name(self, tensors: Iterable[Tensor], label: str) -> None:
+        """Count the storages of these tensors under `label`, those not seen so far included."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._see(tensor)
+            reference, size, old = self._live[key]
+            self.by_label[old] -= size
+            self.by_label[label] += size
+            self._live[key] = reference, size, label
+
+    def begin(self) -> None:
+        """Forget the peak: the next one is the most from now on."""
+        self.peak = 0
+        self._rise()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._see(result)
+        elif isinstance(result, tuple | list):
+            for each in result:
+                if isinstance(each, Tensor):
+                    self._see(each)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        size = storage.nbytes()
+        self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), size, self.label
+        self.by_label[self.label] += size
+        self.now += size
+        if self.now > self.peak:
+            self._rise()
+
+    def _rise(self) -> None:
+        self.peak, self.at_peak = self.now, dict(self.by_label)
+        self.at_new_peak()
+
+    def _freed(self, key: int) -> None:
+        _, size, label = self._live.pop(key)
+        self.by_label[label] -= size
+        self.now -= size
