@@ -77,7 +77,7 @@ def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     run = "" if count.num_run == full else f"; {count.num_run} of {full} microbatches run, which show every situation of the row"
     yield f"  memory   of rank {count.global_rank}, which stands for {kind.count:,}{run}"
     rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
-    inside = memory.items["temporaries"] + memory.items["recompute"] if "temporaries" in memory.items else memory.items["recompute"]
+    inside = memory.items["temporaries"] + memory.items["recompute"]
     action = f"in {count.peak_action}" if count.peak_action else "in the optimizer"
     rows.append(("when the peak's action begins", planned_step(memory) - inside, count.before_action))
     rows.append((f"made {action}", inside, count.items["step"] - count.before_action))

@@ -12,6 +12,7 @@ from megapipe.dry_run.grid import Kind, audit_grid, kinds_of_ranks
 from megapipe.dry_run.rank import RankCount, count_rank
 from megapipe.dry_run.report import audited_line, counted_text, not_looked_at
 from megapipe.errors import ConfigError
+from megapipe.planner.memory import runs_on_cuda
 from megapipe.planner.run_plan import RunPlan
 from megapipe.train.schedules import Schedules
 
@@ -47,7 +48,7 @@ def device_of(plan: RunPlan) -> str:
         return "cpu"
     if asked == "cuda" and parallel.distributed_backend == "gloo":
         raise ConfigError("--distributed-backend gloo moves tensors of CPUs, but the device is cuda; use nccl or --device cpu")
-    return "cpu" if parallel.distributed_backend == "gloo" else "cuda"
+    return "cuda" if runs_on_cuda(plan) else "cpu"
 
 
 def _counted(plan: RunPlan, kinds: Sequence[Kind], rank: int | None, data: RunData, device: str) -> list[tuple[Kind, RankCount]]:

@@ -6,13 +6,15 @@
                   --optimizer-cpu-offload none, for they lie in the host's memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
-    recompute     what one replay in the backward makes again
+    recompute     what one replay in the backward makes again, where the peak is
+    temporaries   what else that backward makes and frees again: gradients on their way, gathered sequences, weight gradients in fp32
     messages      hidden states and gradients that have come too early or are being sent, at that peak
-    reduction     bf16 copies of the gradients on the wire (--grad-reduce-in-bf16)
+    reduction     bf16 copies of the gradients on the wire (--grad-reduce-in-bf16), which come when activations have gone: what they need more
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
-Not counted: the workspace of the kernel that runs, the allocator's slack, the CUDA context.
+CUDA's kernels are assumed unless the configuration asks for CPUs (--device cpu, or gloo). Not counted: the workspace of the kernel that
+runs, the allocator's slack, the CUDA context.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from megapipe.planner.activations import (
     Documents,
     LocalSizes,
     deferred_bytes,
+    is_explicit,
     replay_bytes,
     rotary_table_bytes,
     shared_mask_bytes,
     stage_bytes,
 )
 from megapipe.planner.run_plan import RunPlan
+from megapipe.planner.temporaries import Backward, temporary_bytes
 from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.placement import Placement
 
@@ -42,11 +46,18 @@ TOKEN_BYTES = 16  # token and label, int64
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which activations and messages are largest. live: stage -> microbatches between F and B or W."""
+    """The moment of a step at which all that comes and goes is largest. live: stage -> microbatches between F and B or W; action: which
+    then runs; inside_bytes: what it makes and frees again."""
 
     activation_bytes: int
     message_bytes: int
     live: Mapping[int, int]
+    inside_bytes: int = 0
+    action: Action | None = None
+
+    @property
+    def total(self) -> int:
+        return self.activation_bytes + self.message_bytes + self.inside_bytes
 
 
 @dataclass(frozen=True)
@@ -72,26 +83,37 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     model, recompute, documents, sizes = plan.config.model, plan.config.recompute, Documents.of(plan.config.data), local_sizes(plan)
     stages = plan.placement.stages_of(pp_rank)
     num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
+    kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
     peak = peak_of_row(
         plan.schedule(num_microbatches).rows[pp_rank],
         pp_rank,
         plan.placement,
-        {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages},
+        kept,
         {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages},
         sizes.hidden_states,
         plan.send_depth,
+        {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()},
     )
-    layer_counts = plan.partition.layer_counts
+    replay = 0
+    if peak.action is not None and peak.action.op in (Op.B, Op.I):
+        replay = replay_bytes(model, sizes, plan.partition.layer_counts[peak.action.stage], recompute, documents)
+        replay = min(replay, peak.inside_bytes)
     items = {
         **_state(plan, stages, plan.num_weight_versions(pp_rank)),
         "activations": peak.activation_bytes,
-        "recompute": max(replay_bytes(model, sizes, layer_counts[stage], recompute, documents) for stage in stages),
+        "recompute": replay,
+        "temporaries": peak.inside_bytes - replay,
         "messages": peak.message_bytes,
-        "reduction": _reduction(plan, stages),
+        "reduction": max(0, _reduction(plan, stages, kept) - peak.total),
         "tables": len(stages) * _tables(plan, sizes, documents),
         "microbatches": num_microbatches * sizes.tokens * _token_bytes(documents),
     }
     return RankMemory(pp_rank, items, peak.live)
+
+
+def runs_on_cuda(plan: RunPlan) -> bool:
+    """Whose kernels the memory is told for: CUDA's, unless the configuration asks for CPUs."""
+    return plan.config.training.device != "cpu" and plan.config.parallel.distributed_backend != "gloo"
 
 
 def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
@@ -101,8 +123,23 @@ def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
 
 def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
     """What a stage keeps from the forward to the backward of one microbatch, its input included, by what is kept."""
-    layers, config = plan.partition.stages[stage], plan.config
-    return stage_bytes(config.model, local_sizes(plan), layers, config.recompute, Documents.of(config.data))
+    layers, config, documents = plan.partition.stages[stage], plan.config, Documents.of(plan.config.data)
+    found = stage_bytes(config.model, local_sizes(plan), layers, config.recompute, documents)
+    copies = _attention_copies(plan, layers.num_layers, documents)
+    return found | {"attention output copied": copies} if copies else found
+
+
+def _attention_copies(plan: RunPlan, num_layers: int, documents: Documents) -> int:
+    """CUDA's memory-efficient kernel, which takes fp32 and masks, leaves its output of several query groups in another order than the next
+    linear takes it: it is kept twice."""
+    sizes, model, recompute = local_sizes(plan), plan.config.model, plan.config.recompute
+    is_masked = bool(documents.attention_mask or shared_mask_bytes(model, sizes, documents))
+    shares = sizes.heads > sizes.groups > 1 and not (documents.attention_mask and sizes.batch > 1)
+    is_made_again = recompute.recompute_granularity == "full" or (
+        recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
+    )
+    is_efficient = runs_on_cuda(plan) and not is_explicit(model) and (plan.config.precision.dtype == "fp32" or is_masked)
+    return num_layers * sizes.query if is_efficient and shares and not is_made_again else 0
 
 
 def local_sizes(plan: RunPlan) -> LocalSizes:
@@ -127,6 +164,7 @@ def peak_of_row(
     waiting_bytes: Mapping[int, int],  # between I and W
     message_bytes: int,
     sends_in_flight: int,  # the most of one channel
+    inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
 ) -> Peak:
     """Walk over one row of a lowered training schedule.
 
@@ -155,8 +193,9 @@ def peak_of_row(
         elif op in SEND_OPS:
             sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
         messages = (come + sum(sent.values())) * message_bytes
-        if kept + messages > peak.activation_bytes + peak.message_bytes:
-            peak = Peak(kept, messages, dict(live))
+        inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
+        if kept + messages + inside > peak.total:
+            peak = Peak(kept, messages, dict(live), inside, Action(stage, op, microbatch))
         if op in (Op.B, Op.I):
             come -= stage < last
             kept -= activation_bytes[stage]
@@ -166,6 +205,13 @@ def peak_of_row(
             kept -= waiting_bytes[stage]
         live[stage] -= op in (Op.B, Op.W)
     return peak
+
+
+def _backward(plan: RunPlan, stage: int) -> Backward:
+    config = plan.config
+    gathers = config.parallel.sequence_parallel and plan.topology.tp > 1
+    layers, documents = plan.partition.stages[stage], Documents.of(config.data)
+    return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, runs_on_cuda(plan), gathers)
 
 
 def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:
@@ -188,10 +234,12 @@ def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str,
     }
 
 
-def _reduction(plan: RunPlan, stages: Iterable[int]) -> int:
+def _reduction(plan: RunPlan, stages: Iterable[int], kept: Mapping[int, int]) -> int:
+    """Copies of all gradients; where reductions overlap with the backward, beside the last microbatch's activations of a stage."""
     if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.num_replicas == 1:
         return 0
-    return 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))
+    copies = 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))
+    return copies + (max(kept.values()) if plan.config.parallel.overlap_grad_reduce else 0)
 
 
 def _tables(plan: RunPlan, sizes: LocalSizes, documents: Documents) -> int:
