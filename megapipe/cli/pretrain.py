@@ -47,7 +47,9 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
             print(_config_text(loaded, *_world(loaded, environment)), end="")
         return 0
     if loaded.requests.dry_run and environment.is_distributed:
-        raise ConfigError("--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks there will be")
+        raise ConfigError(
+            "--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks there will be"
+        )
     plan = resolve(with_vocabulary(loaded.config), *_world(loaded, environment))
     if environment.global_rank == 0:
         print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)

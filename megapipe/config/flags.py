@@ -38,7 +38,13 @@ ABBREVIATIONS = {
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 VERIFY_MODES = ("fp64", "native")
-REQUEST_VALUES = {"--config": "1", "--world-size": "1", "--ranks-per-node": "1", "--rank": "1", "--verify-grid": "?"}  # words that follow; others: none
+REQUEST_VALUES = {
+    "--config": "1",
+    "--world-size": "1",
+    "--ranks-per-node": "1",
+    "--rank": "1",
+    "--verify-grid": "?",
+}  # words that follow; others: none
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,8 @@ def refuse_imagined_world(requests: Requests) -> None:
         raise ConfigError("--dry-run prints the plan and counts beside it; leave --plan and --verify-grid out")
     if requests.world_size is not None and not (requests.plan or requests.print_config or requests.dry_run):
         raise ConfigError(
-            "--world-size says for how many ranks to plan: add --plan or --dry-run; to train on them start them (torchrun --nproc-per-node, srun)"
+            "--world-size says for how many ranks to plan: add --plan or --dry-run; to train on them start them "
+            "(torchrun --nproc-per-node, srun)"
         )
 
 

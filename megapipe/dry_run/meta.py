@@ -73,7 +73,7 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """CUDA's flash kernel for half types without a mask, the memory-efficient one for fp32 and masks; fp64 is written out, as torch does."""
+    """CUDA's flash kernel for half types without a mask, the memory-efficient one for fp32 and masks; fp64 is written out."""
     if attn_mask is None and q.dtype in HALF_TYPES:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if q.dtype is torch.float64:

@@ -41,14 +41,11 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
 
 
 def device_of(plan: RunPlan) -> str:
-    """Whose kernels are counted: 'cpu' where the configuration asks for CPUs or gloo, else 'cuda'. Raises ConfigError as a start would."""
-    parallel, asked = plan.config.parallel, plan.config.training.device
-    if asked == "cpu":
-        choose_backend(parallel.distributed_backend, "cpu", 0)
-        return "cpu"
-    if asked == "cuda" and parallel.distributed_backend == "gloo":
-        raise ConfigError("--distributed-backend gloo moves tensors of CPUs, but the device is cuda; use nccl or --device cpu")
-    return "cuda" if runs_on_cuda(plan) else "cpu"
+    """Whose kernels are counted: 'cpu' with --device cpu, else 'cuda'. Raises ConfigError for a backend that CPUs do not have."""
+    if runs_on_cuda(plan):
+        return "cuda"
+    choose_backend(plan.config.parallel.distributed_backend, "cpu", 0)
+    return "cpu"
 
 
 def _counted(plan: RunPlan, kinds: Sequence[Kind], rank: int | None, data: RunData, device: str) -> list[tuple[Kind, RankCount]]:

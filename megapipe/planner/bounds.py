@@ -13,7 +13,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.planner.activations import ELEMENT_BYTES, replay_bytes, stage_bytes
+from megapipe.planner.activations import ELEMENT_BYTES, stage_bytes
 from megapipe.planner.cut import cut_key, cut_layers
 from megapipe.planner.hardware import Hardware
 from megapipe.planner.layer_time import Tensors, head_seconds, layer_seconds
@@ -72,7 +72,6 @@ class _Times(NamedTuple):
     head_both: float
     layer_bytes: int
     head_bytes: int
-    replayed: int
     message: float
 
 
@@ -141,7 +140,7 @@ class Bounds:
             elements = rank.layers * model.layer_elements + rank.embeddings * model.embedding_elements + rank.heads * model.head_elements
             # with several stages on a rank the head may keep nothing while most layers are kept
             kept = rank.live_layers * times.layer_bytes + (rank.heads * times.head_bytes if layout.chunks == 1 else 0)
-            least = max(least, elements * per_element + kept + (times.replayed if rank.layers else 0))
+            least = max(least, elements * per_element + kept)
             most = max(most, elements)
         return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
 
@@ -197,11 +196,8 @@ class Bounds:
         ]
         both = [each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B) for each in (layer, head)]
         message = tensors.sizes.hidden_states / tp_link.bytes_per_second + tp_link.latency_seconds
-        replayed = replay_bytes(model, tensors.sizes, 1, recompute)
         forward, inputs = layer.of(Op.F), layer.of(Op.I)
-        return _Times(
-            forward, inputs, both[0], head.of(Op.F), head.of(Op.I), both[1], kept[0], kept[1] - kept[0], max(replayed, 0), message
-        )
+        return _Times(forward, inputs, both[0], head.of(Op.F), head.of(Op.I), both[1], kept[0], kept[1] - kept[0], message)
 
 
 def _waits(cut: Cut) -> list[_Waits]:

@@ -7,13 +7,13 @@
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
     recompute     what one replay in the backward makes again, where the peak is
-    temporaries   what else that backward makes and frees again: gradients on their way, gathered sequences, weight gradients in fp32
+    temporaries   what else that backward makes and frees: gradients on their way, gathered sequences, weight gradients in fp32
     messages      hidden states and gradients that have come too early or are being sent, at that peak
-    reduction     bf16 copies of the gradients on the wire (--grad-reduce-in-bf16), which come when activations have gone: what they need more
+    reduction     bf16 copies of gradients on the wire (--grad-reduce-in-bf16), when activations have gone: what they need beyond the peak
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
-CUDA's kernels are assumed unless the configuration asks for CPUs (--device cpu, or gloo). Not counted: the workspace of the kernel that
+CUDA's kernels are assumed unless the configuration says --device cpu. Not counted: the workspace of the kernel that
 runs, the allocator's slack, the CUDA context.
 """
 
@@ -113,7 +113,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
 
 def runs_on_cuda(plan: RunPlan) -> bool:
     """Whose kernels the memory is told for: CUDA's, unless the configuration asks for CPUs."""
-    return plan.config.training.device != "cpu" and plan.config.parallel.distributed_backend != "gloo"
+    return plan.config.training.device != "cpu"
 
 
 def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:

@@ -46,7 +46,16 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dualpipe": (4, PP4 | {"pipeline_schedule": "dualpipe"}),
     "dualpipe_v": (2, PP2 | {"pipeline_schedule": "dualpipe-v"}),
     "pipedream": (2, PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0}),
-    "documents": (1, {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True, "tokenizer_type": "ByteTokenizer", "vocab_size": 257}),
+    "documents": (
+        1,
+        {
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+            "eod_mask_loss": True,
+            "tokenizer_type": "ByteTokenizer",
+            "vocab_size": 257,
+        },
+    ),
     "window": (1, {"window_size": 32}),
 }
 

@@ -50,8 +50,11 @@ def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.Captu
         pytest.param(["--dry-run", "--world-size", "6"], "must be a multiple of 4", id="a world that does not fit"),
         pytest.param(["--dry-run", "--world-size", "96"], "--global-batch-size 64 is not a multiple", id="indivisible batch"),
         pytest.param(["--dry-run", "--world-size", "8", "--hidden-size", "66"], "--num-attention-heads", id="indivisible hidden size"),
-        pytest.param(["--dry-run", "--world-size", "8", "--pipeline-schedule", "dualpipe", "--global-batch-size", "8"],
-                     "--pipeline-schedule dualpipe", id="too few microbatches"),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--pipeline-schedule", "dualpipe", "--global-batch-size", "8"],
+            "--pipeline-schedule dualpipe",
+            id="too few microbatches",
+        ),
         pytest.param(["--dry-run", "--world-size", "8", "--no-mock-data", "--data-path", "/nowhere/text"], "/nowhere/text", id="no data"),
         pytest.param(["--dry-run", "--world-size", "8", "--device", "cpu", "--distributed-backend", "nccl"], "use gloo", id="nccl on cpu"),
     ],

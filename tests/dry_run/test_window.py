@@ -11,7 +11,7 @@ from megapipe.dry_run.window import microbatches_to_run, situations
 from megapipe.schedule.action import parse_action
 from tests.dry_run.grids import PP2, SP2, make_plan, read_for
 
-ROW = [parse_action(text) for text in "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3".split()]
+ROW = [parse_action(text) for text in ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"]]
 LONG: dict[str, dict[str, Any]] = {
     "1f1b_sp2": PP2 | SP2,
     "interleaved": PP2 | {"num_virtual_stages_per_pipeline_rank": 2},
@@ -20,7 +20,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 def test_a_steady_row_repeats_its_situations() -> None:
-    assert situations(ROW, 0, 1) == situations(ROW[:4] + [parse_action("0B1"), parse_action("0B2")], 0, 1)
+    assert situations(ROW, 0, 1) == situations([*ROW[:4], parse_action("0B1"), parse_action("0B2")], 0, 1)
     assert len(situations(ROW, 0, 1)) == 5
 
 

@@ -1,0 +1,111 @@
+"""The table of docs/planner.md: bytes of the fullest rank as planned, as the dry run counts them, and as real ranks on CPUs take them.
+
+    python tools/memory_accuracy.py
+
+Every case is trained for one step by real gloo ranks on this machine, each storage that an operation makes being counted until it is
+freed. What kernels allocate for themselves inside an operation is seen by none of the three.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from megapipe.cli.plan import plan_for
+from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.groups import build_process_groups
+from megapipe.data.batch import Batch, DocumentRules
+from megapipe.data.synthetic import SyntheticDataset
+from megapipe.dry_run.live_bytes import LiveBytes
+from megapipe.dry_run.rank import ReadBatch, count_rank, count_step
+from megapipe.dry_run.report import difference_text
+from megapipe.environment import read_environment
+from megapipe.planner.memory import rank_memory
+from megapipe.planner.report import bytes_text
+from megapipe.planner.run_plan import RunPlan
+
+SIZES = "--num-layers 8 --hidden-size 192 --num-attention-heads 8 --seq-length 256 --vocab-size 4000 --micro-batch-size 2"
+SIZES += " --global-batch-size 16 --device cpu"
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 512"
+LLAMA += " --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+CASES: dict[str, tuple[int, str]] = {  # ranks, flags
+    "GPT-2 shape, fp32": (1, "--attention-dropout 0"),
+    "Llama shape, bf16": (1, f"{LLAMA} --bf16"),
+    "full recompute, bf16": (1, f"{LLAMA} --bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "selective recompute of norms and activations": (
+        1,
+        f"{LLAMA} --recompute-granularity selective --recompute-modules layernorm activation",
+    ),
+    "dp 2, distributed optimizer, bf16": (2, f"{LLAMA} --bf16 --use-distributed-optimizer"),
+    "tp 2, sequence parallel": (2, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp 2, 1F1B": (2, f"{LLAMA} --pipeline-model-parallel-size 2"),
+    "pp 2, interleaved": (2, f"{LLAMA} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "pp 2, ZB-H1": (2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    "pp 2, DualPipeV": (2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v"),
+}
+MEASURE = "--measure"
+MARK = "peak bytes: "
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, or measure one case as one of its ranks."""
+    if arguments[:1] == [MEASURE]:
+        return measure(arguments[1])
+    print("| on CPU | planned | dry run | measured | plan to measured | dry run to measured |\n|---|---|---|---|---|---|")
+    for name, (num_ranks, _) in CASES.items():
+        plan = plan_of(name)
+        measured = measured_peaks(name, num_ranks)
+        rank = max(measured, key=lambda rank: measured[rank])
+        planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank).total
+        counted = count_rank(plan, rank, reader(plan), "cpu", in_full=True).peak
+        cells = [name, *map(bytes_text, (planned, counted, measured[rank]))]
+        cells += [difference_text(measured[rank], planned), difference_text(measured[rank], counted)]
+        print("| " + " | ".join(cells) + " |", flush=True)
+    return 0
+
+
+def plan_of(name: str) -> RunPlan:
+    num_ranks, flags = CASES[name]
+    return plan_for([*SIZES.split(), *flags.split()], num_ranks)
+
+
+def reader(plan: RunPlan) -> ReadBatch:
+    """Batches of synthetic data."""
+    micro, seq, vocabulary = plan.config.training.micro_batch_size, plan.config.model.seq_length, plan.config.model.vocab_size
+    assert vocabulary is not None
+    data = SyntheticDataset(10_000, seq, vocabulary, 1)
+
+    def read(dp_rank: int, k: int) -> Batch:
+        ids = tuple(range(k * micro, (k + 1) * micro))
+        return Batch.of(np.stack([data[i] for i in ids]), ids, DocumentRules())
+
+    return read
+
+
+def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
+    """The peak of every rank of a case that real processes train."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone", __file__, MEASURE, name]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)]
+    return dict(found)
+
+
+def measure(name: str) -> int:
+    """One rank's part: build, take a step, tell the peak."""
+    plan = plan_of(name)
+    world = start(read_environment(), "gloo", 600.0, "cpu")
+    groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
+    with LiveBytes() as live:
+        count, _ = count_step(plan, groups, world.device, live, reader(plan))
+    sys.stdout.write(f"{MARK}{json.dumps([world.global_rank, count.peak])}\n")
+    sys.stdout.flush()
+    shutdown(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
