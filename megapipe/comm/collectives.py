@@ -223,6 +223,7 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
         return Work(None, name, group, start_ns)
     number = 0 if group.heart is None else group.heart.joins(group.name)
     try:
+        handle: Any
         if isinstance(group.handle, PaperHandle):
             handle = group.handle.start(name, tensors)
         elif tensors and travels_through_host(group.handle, tensors[0]):

@@ -150,9 +150,9 @@ def new_handle(
 
 
 def second_communicator(group: Group) -> Group:
-    """The same ranks over a communicator of their own, so that what is sent over one does not wait for the other's. A group of one is
-    returned as it is. Called by all ranks of the world at one time; `group` is of one kind on all of them."""
-    if group.handle is None:
+    """The same ranks over a communicator of their own, so that what is sent over one does not wait for the other's. A group of one, or
+    on paper, is returned as it is. Called by all ranks of the world at one time; `group` is of one kind on all of them."""
+    if group.handle is None or isinstance(group.handle, PaperHandle):
         return group
     backend, mine = dist.get_backend(group.handle), group
     for ranks in group.siblings:

@@ -37,7 +37,10 @@ class OnPaper(TorchFunctionMode):
             F.scaled_dot_product_attention: cuda_attention if device == "cuda" else cpu_attention,
         }
         if device == "cuda":
-            self._answers |= {Tensor.is_cuda.__get__: lambda tensor: True, F.rms_norm: cuda_rms_norm}
+            self._answers |= {
+                Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
+                F.rms_norm: cuda_rms_norm,
+            }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = self._answers.get(func, func)

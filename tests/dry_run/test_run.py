@@ -51,7 +51,7 @@ def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.Captu
         pytest.param(["--dry-run", "--world-size", "96"], "--global-batch-size 64 is not a multiple", id="indivisible batch"),
         pytest.param(["--dry-run", "--world-size", "8", "--hidden-size", "66"], "--num-attention-heads", id="indivisible hidden size"),
         pytest.param(
-            ["--dry-run", "--world-size", "8", "--pipeline-schedule", "dualpipe", "--global-batch-size", "8"],
+            ["--dry-run", "--world-size", "8", "--pipeline-schedule", "dualpipe", "--global-batch-size", "4"],
             "--pipeline-schedule dualpipe",
             id="too few microbatches",
         ),
