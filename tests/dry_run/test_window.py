@@ -21,7 +21,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 def test_a_steady_row_repeats_its_situations() -> None:
     assert situations(ROW, 0, 1) == situations([*ROW[:4], parse_action("0B1"), parse_action("0B2")], 0, 1)
-    assert len(situations(ROW, 0, 1)) == 5
+    assert len(situations(ROW, 0, 1)) == 4
 
 
 def test_a_row_that_piles_up_microbatches_never_repeats() -> None:
