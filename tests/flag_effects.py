@@ -88,6 +88,9 @@ parallel.decoder_last_pipeline_num_layers | --decoder-last-pipeline-num-layers 1
 parallel.account_for_embedding_in_pipeline_split | --account-for-embedding-in-pipeline-split | plan partition | {PP} --num-layers 3 | 2
 parallel.account_for_loss_in_pipeline_split | --account-for-loss-in-pipeline-split | plan partition | {PP5} | 2
 parallel.pipeline_balance | --pipeline-balance even | plan partition | {PP} --vocab-size 4096 | 2
+parallel.pipeline_layer_times | --pipeline-layer-times {{tmp}}/times.json | layer_times | {PP} | 2
+parallel.pipeline_rank_speeds | --pipeline-rank-speeds 1 0.3 | plan partition | {PP} | 2
+parallel.pipeline_rank_memory | --pipeline-rank-memory 1.1e-4 1 | plan partition | {PP} | 2
 parallel.microbatch_group_size_per_virtual_pipeline_stage | --microbatch-group-size-per-virtual-pipeline-stage 3 | plan rows | {VPP} | 2
 parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
 parallel.pipeline_memory_limit | --pipeline-memory-limit 1 | plan rows | {PP} --pipeline-schedule zb-auto | 2

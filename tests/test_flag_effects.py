@@ -34,6 +34,8 @@ from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Step
+from megapipe.planner.layer_costs import PartCost
+from megapipe.planner.measured_layers import LayerTimes, setting_of, to_json
 from megapipe.planner.memory import rank_memory
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
@@ -184,6 +186,14 @@ def plan(pair: Pair, part: str) -> None:
     assert not isinstance(after, str), after
 
 
+def layer_times(pair: Pair, _: str) -> None:
+    """A file that says the head takes as long as nine layers."""
+    made, one = pair.base.plan(2), PartCost(1.0, 2.0, 1.0, 1.0)
+    file = pair.changed.argv[pair.changed.argv.index("--pipeline-layer-times") + 1]
+    Path(file).write_text(to_json(LayerTimes(setting_of(made.config), PartCost(), (one,), one * 9)))
+    plan(pair, "partition")
+
+
 def saved_bytes(pair: Pair, _: str) -> None:
     def look(case: Case) -> int:
         machines = machines_of(load_config(case.argv).config, 0, 1)
@@ -332,6 +342,7 @@ def wandb(pair: Pair, argument: str) -> None:
 SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
+        layer_times,
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device, readers, manifest,
         extremes, checkpoints, failing_save, wandb, snapshot,
     )

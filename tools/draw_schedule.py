@@ -12,6 +12,7 @@ python tools/draw_schedule.py draw zb-v -p 8 -m 32 --svg zb-v.svg
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from megapipe.cli.plan import plan_for
 from megapipe.errors import MegapipeError
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.action import Op
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import simulate
 from megapipe.visualize.svg import svg
 
 
@@ -29,7 +30,7 @@ def drawing(plan: RunPlan, width: int) -> str:
     """The step of a full batch as SVG."""
     costs = plan.stage_costs
     unit = min(seconds for (_, op), seconds in costs.seconds.items() if op is Op.F)
-    scaled = Costs({key: seconds / unit for key, seconds in costs.seconds.items()})
+    scaled = dataclasses.replace(costs, seconds={key: seconds / unit for key, seconds in costs.seconds.items()})
     return svg(simulate(plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch), scaled), width)
 
 

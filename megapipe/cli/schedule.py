@@ -88,6 +88,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--costs", type=Path, help="CSV with columns forward,input_grad,weight_grad: one line a slice of the model, in order"
     )
+    costs.add_argument("--rank-speeds", type=float, nargs="+", help="how fast each rank computes, 1: as the seconds say (mixed GPUs)")
     costs.add_argument("--p2p", type=float, default=0.0, help="a message, from the end of an action to its use on the next rank")
     costs.add_argument("--transfer", type=float, default=0.0, help="a message occupies its channel for so long, before --p2p")
     costs.add_argument("--no-overlap", action="store_true", help="a rank stands still while it sends (for --transfer)")
@@ -96,6 +97,13 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--activation-bytes", type=float, default=0.0, help="of one microbatch in the layers of one rank")
     costs.add_argument("--kept-for-weights", type=float, default=1.0, help="the part of it that stays between I and W, 0 to 1")
     costs.add_argument("--memory-limit", type=float, action="append", help="of zb-auto, in microbatches (compare: may be repeated)")
+
+
+def _rank_speeds(arguments: argparse.Namespace) -> tuple[float, ...]:
+    speeds = tuple(arguments.rank_speeds or ())
+    if speeds and (len(speeds) != arguments.ranks or min(speeds) <= 0):
+        raise ConfigError(f"--rank-speeds {' '.join(map(str, speeds))}: give a number above 0 for each of the {arguments.ranks} ranks")
+    return speeds
 
 
 def _model(arguments: argparse.Namespace) -> Model:
@@ -113,9 +121,8 @@ def _model(arguments: argparse.Namespace) -> Model:
             raise ConfigError(f"{name} {value}: a cost is a number of at least 0")
     if not 0 <= arguments.kept_for_weights <= 1:
         raise ConfigError(f"--kept-for-weights {arguments.kept_for_weights}: a part of the whole lies between 0 and 1")
-    if arguments.costs is None:
-        return Model((seconds,) * max(1, arguments.ranks), **rest, overlap=not arguments.no_overlap)
-    return Model(_read_slices(arguments.costs), **rest, overlap=not arguments.no_overlap)
+    slices = (seconds,) * max(1, arguments.ranks) if arguments.costs is None else _read_slices(arguments.costs)
+    return Model(slices, **rest, overlap=not arguments.no_overlap, rank_speeds=_rank_speeds(arguments))
 
 
 def _read_slices(path: Path) -> tuple[Seconds, ...]:

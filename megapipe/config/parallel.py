@@ -12,7 +12,7 @@ PIPELINE_SCHEDULES = (
     *("zb-h1", "zb-h2", "zb-auto", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"),
     *ASYNCHRONOUS_SCHEDULES,
 )
-PIPELINE_BALANCES = ("cost", "even")
+PIPELINE_BALANCES = ("auto", "measured", "flops", "cost", "even")
 DISTRIBUTED_BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -45,9 +45,26 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = option(False, "the embedding counts as one layer in the cut")
     account_for_loss_in_pipeline_split: bool = option(False, "output layer and loss count as one layer in the cut")
     pipeline_balance: str = option(
-        "cost",
-        "how layers that are not placed by hand are cut: by estimated time with embedding and loss counted, or in equal numbers",
+        "auto",
+        "how layers that are not placed by hand are cut: so that the busiest pipeline rank is least busy, by measured times or by FLOPs, "
+        "with embedding and loss counted (auto: measured where --pipeline-layer-times is given); by FLOPs, each stage for itself (cost); "
+        "or in equal numbers; see docs/balance.md",
         choices=PIPELINE_BALANCES,
+    )
+    pipeline_layer_times: str | None = option(
+        None, "file of measured times of embedding, layers and head, written by megapipe profile-layers"
+    )
+    pipeline_rank_speeds: tuple[float, ...] | None = option(
+        None,
+        "how fast each pipeline rank computes, the fastest 1 (mixed GPUs: 1.0,0.6): slower ones get fewer layers; results stay the same",
+        above=0,
+        at_most=1,
+    )
+    pipeline_rank_memory: tuple[float, ...] | None = option(
+        None,
+        "memory that a pipeline rank may fill at the peak of a step, one number for all or one a rank: layers are cut so that it suffices",
+        unit="GiB",
+        above=0,
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None,

@@ -5,9 +5,11 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `resolve`:  cross rules, derived values, defaults -> RunPlan; every impossible wish is refused here, before any process group
 - `run_plan`: RunPlan: topology, cut, parameters, schedules, batch sizes: all a rank needs to know
 - `batch`:    the global batch over the run, with its ramp-up
-- `cut`:      which layers each stage gets
+- `cut`:      which layers each stage gets, by hand, in equal numbers or stage by stage; `balance`: for the busiest rank, `rank_bytes`: what
+              a rank needs with so many layers
 - `chunks`:   which schedule runs, and how many model chunks a rank then holds
-- `costs`:    relative seconds of every op of every stage, from FLOPs
+- `costs`:    seconds of every op of every stage, from `layer_costs`: those of embedding, layers and head, by FLOPs or as measured in a
+              file (`measured_layers`)
 - `flops`:    floating-point operations of layer, head, step
 - `hardware`: what accelerators and their links can do: a table, or a file
 - `layer_time`: seconds of a layer and of the head on such hardware; `step_time`: those of a step of a plan

@@ -25,19 +25,31 @@ def cut_key(parallel: ParallelConfig) -> tuple[Hashable, ...]:
     )
 
 
+def is_by_hand(parallel: ParallelConfig) -> bool:
+    """Flags say which layers a rank gets, or how many."""
+    return (
+        parallel.pipeline_model_parallel_layout is not None
+        or parallel.decoder_first_pipeline_num_layers is not None
+        or parallel.decoder_last_pipeline_num_layers is not None
+        or parallel.account_for_embedding_in_pipeline_split
+        or parallel.account_for_loss_in_pipeline_split
+        or parallel.num_layers_per_virtual_pipeline_stage is not None
+    )
+
+
 def cut_layers(model: ModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition:
     """The cut that `parallel` asks for; no layer is ever dropped.
 
     By hand with a layout string; in equal numbers where first, last, embedding or loss are accounted for, or with
-    --pipeline-balance even; otherwise by forward FLOPs, so that embedding, head and loss weigh what they cost.
+    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss weigh what they cost. What
+    `balance` makes of it for the other values of --pipeline-balance needs a plan.
     """
     num_stages, pp = placement.num_stages, placement.num_ranks
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, num_stages)
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
-    by_hand = first is not None or last is not None or embedding or loss
-    if by_hand or parallel.pipeline_balance == "even" or parallel.num_layers_per_virtual_pipeline_stage is not None:
+    if is_by_hand(parallel) or parallel.pipeline_balance == "even":
         return cut_evenly(model.num_layers, placement.rank_of_stage, first, last, embedding, loss)
     if model.num_layers < num_stages:
         raise ConfigError(

@@ -58,6 +58,7 @@ class Layout:
             account_for_embedding_in_pipeline_split=self.cut == "ends",
             account_for_loss_in_pipeline_split=self.cut == "ends",
             pipeline_balance="cost" if self.cut == "ends" else self.cut,
+            pipeline_layer_times=None,  # measured for one layout
             microbatch_group_size_per_virtual_pipeline_stage=None,
             pipeline_schedule=self.schedule,
             pipeline_memory_limit=None,

@@ -17,6 +17,7 @@ from megapipe.config.rules.check import check
 from megapipe.config.training import TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
+from megapipe.planner.balance import balanced_cut
 from megapipe.planner.batch import BatchSchedule, batch_schedule
 from megapipe.planner.chunks import group_size, memory_limit, schedule_and_chunks
 from megapipe.planner.cut import cut_key, cut_layers
@@ -50,26 +51,38 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
     resolved = dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data)
-    plan = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
+    draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
+    _check_counts(draft)
+    plan = _balanced(draft)
     plan.shelf.once(("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp))
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     _check_post_validation(plan)
-    _check_microbatches(plan)
+    _make_schedules(plan)
     return plan
+
+
+def _balanced(draft: RunPlan) -> RunPlan:
+    """The plan with its layers cut as --pipeline-balance says."""
+    config, batch = draft.config, draft.batch
+    asked = config.model, config.recompute, config.parallel, config.precision, config.optimizer, config.data
+    key = ("balanced", *asked, draft.topology, batch.full, batch.samples_per_microbatch)
+    return dataclasses.replace(draft, partition=draft.shelf.once(key, lambda: balanced_cut(draft)))
 
 
 def vary(plan: RunPlan, config: Config) -> RunPlan:
     """The plan that `resolve` makes of a configuration which differs from the plan's in training and recompute alone.
 
-    What stays is taken from the plan: grid, cut, parameters and their audits. Raises ConfigError as `resolve` does.
+    What stays is taken from the plan: grid, parameters and their audits. Raises ConfigError as `resolve` does.
     """
     check(config)
     training, batch = _batch(config.training, plan.topology)
     optimizer = _optimizer(config.optimizer, training, batch)
     resolved = dataclasses.replace(plan.config, training=training, optimizer=optimizer, recompute=config.recompute)
-    varied = dataclasses.replace(plan, config=resolved, batch=batch)
+    draft = dataclasses.replace(plan, config=resolved, batch=batch)
+    _check_counts(draft)
+    varied = _balanced(draft)
     _check_post_validation(varied)
-    _check_microbatches(varied)
+    _make_schedules(varied)
     return varied
 
 
@@ -160,8 +173,8 @@ def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, 
     )
 
 
-def _check_microbatches(plan: RunPlan) -> None:
-    """A ramp-up changes the number of microbatches: every value must have a schedule."""
+def _check_counts(plan: RunPlan) -> None:
+    """A ramp-up changes the number of microbatches: the schedule must be able to run every value."""
     counts, batch, training = SCHEDULES[plan.schedule_name].counts, plan.batch, plan.config.training
     for size in batch.sizes:
         count = size // batch.samples_per_microbatch
@@ -173,7 +186,12 @@ def _check_microbatches(plan: RunPlan) -> None:
                 f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatch(es) of "
                 f"{training.micro_batch_size} x dp {plan.topology.dp}: use {ways} instead"
             )
-        plan.schedule(count)
+
+
+def _make_schedules(plan: RunPlan) -> None:
+    """Of every number of microbatches of the run."""
+    for size in plan.batch.sizes:
+        plan.schedule(size // plan.batch.samples_per_microbatch)
 
 
 def _optimizer(optimizer: OptimizerConfig, training: TrainingConfig, batch: BatchSchedule) -> OptimizerConfig:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from megapipe.config.config import Config
 from megapipe.planner.batch import BatchSchedule
 from megapipe.planner.costs import stage_costs
+from megapipe.planner.layer_costs import LayerCosts, flop_costs
+from megapipe.planner.measured_layers import measured_costs
 from megapipe.planner.shelf import Shelf
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
@@ -69,8 +72,24 @@ class RunPlan:
 
     @cached_property
     def stage_costs(self) -> Costs:
-        """Relative seconds of every op of every stage, from FLOPs."""
-        return stage_costs(self.config.model, self.config.recompute, self.partition)
+        """Seconds of every op of every stage: measured ones with --pipeline-layer-times, else relative ones from FLOPs."""
+        return stage_costs(self.layer_costs, self.partition, self.config.parallel.pipeline_rank_speeds or ())
+
+    @cached_property
+    def layer_costs(self) -> LayerCosts:
+        """What the parts of the model cost on a rank of speed 1."""
+        file = self.config.parallel.pipeline_layer_times
+        return self.flop_costs if file is None else measured_costs(Path(file), self.config)
+
+    @property
+    def flop_costs(self) -> LayerCosts:
+        """The same, from FLOPs."""
+        return flop_costs(self.config.model, self.config.recompute)
+
+    @property
+    def rank_speeds(self) -> tuple[float, ...]:
+        """How fast each pp_rank computes; 1: as the costs say."""
+        return self.config.parallel.pipeline_rank_speeds or (1.0,) * self.topology.pp
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The lowered training schedule of a step with this many microbatches; made once for each number."""
@@ -178,7 +197,7 @@ class RunPlan:
         """All that a schedule depends on."""
         parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
         group, ahead = parallel.microbatch_group_size_per_virtual_pipeline_stage, self.config.optimizer.optimizer_post_validation
-        costs = None if limit is None else (self.config.model, self.config.recompute, self.partition, limit)
+        costs = None if limit is None else (self.layer_costs, self.rank_speeds, self.partition, limit)
         return self.schedule_name, self.placement, num_microbatches, training, group, self._receive_depth, ahead, costs
 
     @property

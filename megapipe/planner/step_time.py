@@ -105,7 +105,7 @@ def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, .
         for op in (Op.F, Op.B, Op.I, Op.W):
             seconds[stage, op] = max(of_stage.of(op), smallest)
         seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = on_the_wire
-    return Costs(seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm)
+    return Costs(seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds)
 
 
 def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
@@ -135,7 +135,7 @@ def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, p
     for stage, slot, last_op in reversed(_reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))):
         done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
         buckets = 1 if plan.topology.mirrored_pipeline else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
-        begun = done - timeline.costs.seconds[stage, last_op] * (buckets - 1) / buckets
+        begun = done - timeline.costs.seconds[stage, last_op] / plan.rank_speeds[pp_rank] * (buckets - 1) / buckets
         free = max(max(begun, free) + seconds, done + seconds / buckets)
     return free
 
@@ -203,13 +203,13 @@ def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes
 
 def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
     """What one rank computes in a step, by kind."""
-    parts = dict.fromkeys(("gemm", "attention", "pointwise", "tp"), 0.0)
+    parts, speed = dict.fromkeys(("gemm", "attention", "pointwise", "tp"), 0.0), timeline.costs.rank_speeds[pp_rank]
     ran = Counter((stage, op) for stage, op, _ in timeline.schedule.rows[pp_rank])
     for (stage, op), times in ran.items():
         for half in HALVES.get(op, ()):
             for part, seconds in getattr(stages[stage], half).items():
-                parts[part] += times * seconds
-        parts["tp"] -= times * stages[stage].hidden * (op is Op.B)
+                parts[part] += times * seconds / speed
+        parts["tp"] -= times * stages[stage].hidden * (op is Op.B) / speed
     return parts
 
 

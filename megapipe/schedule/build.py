@@ -34,6 +34,7 @@ class Family:
 
     takes_chunks: several chunks a rank, that is stages in each direction. chunks: the one number that it works with, if there is only one.
     group_rule: why a microbatch group may not be smaller than the ranks; empty if the family has no groups.
+    splits_backward: it has I and W (some of its backwards may be whole).
     check: raises ConfigError for other limits of its own. counts: (ranks, microbatches) -> why it cannot run so many microbatches, '' if it
     can, and the nearest numbers that it can.
     versions: which weights a microbatch uses where they change while microbatches are under way; None: there is one version only.
@@ -45,6 +46,7 @@ class Family:
     takes_chunks: bool = False
     chunks: int | None = None
     group_rule: str = ""
+    splits_backward: bool = False
     check: Callable[[Shape], None] | None = None
     counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
     versions: VersionRule | None = None
@@ -92,28 +94,40 @@ SCHEDULES: dict[str, Family] = {
         "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
         takes_chunks=True,
     ),
-    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B"),
-    "zb-h2": Family(zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory"),
+    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B", splits_backward=True),
+    "zb-h2": Family(
+        zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory", splits_backward=True
+    ),
     "zb-v": Family(
         zb_v,
         _v,
         "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
         takes_chunks=True,
         chunks=2,
+        splits_backward=True,
     ),
-    "v-half": Family(v_half, _v, "backward split on a V: half the bubble and half the memory of 1F1B", takes_chunks=True, chunks=2),
+    "v-half": Family(
+        v_half,
+        _v,
+        "backward split on a V: half the bubble and half the memory of 1F1B",
+        takes_chunks=True,
+        chunks=2,
+        splits_backward=True,
+    ),
     "v-min": Family(
         v_min,
         _v,
         "backward split on a V: two thirds of 1F1B's bubble, a third of its memory",
         takes_chunks=True,
         chunks=2,
+        splits_backward=True,
     ),
-    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit"),
+    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit", splits_backward=True),
     "dualpipe": Family(
         dualpipe,
         _two_directions,
         "from both ends at once, forwards overlapped with backwards; parameters held twice",
+        splits_backward=True,
         check=check_dualpipe,
         counts=dualpipe_counts,
     ),
@@ -123,6 +137,7 @@ SCHEDULES: dict[str, Family] = {
         "DualPipe folded to a V: parameters held once",
         takes_chunks=True,
         chunks=2,
+        splits_backward=True,
         counts=dualpipe_v_counts,
     ),
     "pipedream": Family(

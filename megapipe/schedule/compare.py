@@ -43,6 +43,7 @@ class Model:
     activation_bytes: float = 0.0
     kept_for_weights: float = 1.0
     overlap: bool = True
+    rank_speeds: tuple[float, ...] = ()  # of each rank, 1: as the seconds say
 
     @staticmethod
     def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
@@ -63,7 +64,7 @@ class Model:
             for b in range(num_stages)
             if self.pair_share != 1.0
         }
-        return Costs(seconds, self.latency_seconds, self.overlap, pairs)
+        return Costs(seconds, self.latency_seconds, self.overlap, pairs, self.rank_speeds)
 
     def _stages(self, num_stages: int) -> list[Seconds]:
         count = len(self.slices)

@@ -7,7 +7,7 @@ unfinished sends a channel. It takes a schedule whose actions have been checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
@@ -55,11 +55,13 @@ class Machine:
         send_depth: int | None = None,
         raise_depth: bool = False,
         pair_seconds: Mapping[tuple[int, int], float] | None = None,
+        rank_speeds: Sequence[float] = (),
     ) -> None:
         self.schedule = schedule
         self.count = schedule.num_microbatches
         self._num_directions = len(schedule.placement.directions)
         self.seconds, self.latency_seconds, self.overlap = seconds, latency_seconds, overlap
+        self.rank_speeds = rank_speeds or (1.0,) * schedule.num_ranks
         self.send_depth, self.raise_depth = send_depth, raise_depth
         self.positions = [0] * schedule.num_ranks
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
@@ -119,7 +121,8 @@ class Machine:
             needs = tuple(self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op])
             makes = tuple(self._base(kind, offset, False) for kind, offset in MAKES[op])
             arrives = () if lowered else tuple(self._arrival(stage, kind, direction) for kind, _ in MAKES[op] if kind in TRAVELS)
-            entries.append(_Work(needs, makes, tuple(filter(None, arrives)), self.seconds.get((stage, op), 0.0)))
+            speed = self.rank_speeds[self.schedule.placement.directions[direction][stage]]
+            entries.append(_Work(needs, makes, tuple(filter(None, arrives)), self.seconds.get((stage, op), 0.0) / speed))
         return entries
 
     def _arrival(self, stage: int, kind: ValueKind, direction: int) -> tuple[int, float] | None:
@@ -247,7 +250,8 @@ class Machine:
                     return 0
                 start = max(start, self.times[base + key])
         in_sequence = sum(work.seconds for work in works)
-        end = start + self.pair_seconds.get((halves[0].stage, halves[1].stage), in_sequence)
+        pair = self.pair_seconds.get((halves[0].stage, halves[1].stage))
+        end = start + (in_sequence if pair is None else pair / self.rank_speeds[rank])
         self.starts[rank][slot : slot + 3] = [start] * 3
         self.ends[rank][slot : slot + 3] = [end] * 3
         self.clocks[rank] = end
@@ -266,7 +270,7 @@ class Machine:
             self.waiting_for[value] = rank
             return 0
         self.starts[rank][slot] = clock
-        self.ends[rank][slot] = self.clocks[rank] = clock + self.seconds.get((stage, op), 0.0)
+        self.ends[rank][slot] = self.clocks[rank] = clock + self.seconds.get((stage, op), 0.0) / self.rank_speeds[rank]
         return 1
 
     def _arrive(self, value: int, time: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -105,7 +106,6 @@ def cut_by_cost(
     num_layers = len(layer_costs)
     if num_stages < 1 or min((*layer_costs, embedding_cost, head_cost), default=0) < 0:
         raise ConfigError(f"cannot cut {num_layers} layers into {num_stages} stages: stages must be 1 or more and costs 0 or more")
-    fewest = 1 if num_layers >= num_stages else 0
     prefix = [0.0, *accumulate(layer_costs)]
 
     beside = [0.0] * num_stages  # what a stage costs beside its layers
@@ -119,13 +119,41 @@ def cut_by_cost(
                 return float("inf")
         return prefix[end] - prefix[first] + beside[stage]
 
-    bound = _least_maximum(cost, num_layers, num_stages, fewest)
-    if bound == float("inf"):
+    cut = cut_by_stage_cost(cost, num_layers, num_stages)
+    if cut is None:
         raise ConfigError(
             f"no contiguous cut of {num_layers} layers into {num_stages} stages keeps every stage within {limit_bytes:.0f} bytes; "
             "use more pipeline stages, more tensor parallelism or recompute"
         )
+    return cut
+
+
+StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer exclusive) -> cost, infinite where that is not allowed
+
+
+def cut_by_stage_cost(cost: StageCost, num_layers: int, num_stages: int, layers_alike: bool = False) -> Partition | None:
+    """The cut of `cut_by_cost` for any cost that grows with the layers of a stage. layers_alike: it depends on their number alone, which
+    makes it quicker. None if no cut is allowed."""
+    fewest = 1 if num_layers >= num_stages else 0
+    least = _least_maximum_of_alike if layers_alike else _least_maximum
+    bound = least(cost, num_layers, num_stages, fewest)
+    if bound == float("inf"):
+        return None
     return from_counts(_most_equal_counts(cost, bound, num_layers, num_stages, fewest), num_layers)
+
+
+def _least_maximum_of_alike(cost: StageCost, num_layers: int, num_stages: int, fewest: int) -> float:
+    """Min-max where layers are alike: each layer in turn goes to the stage that then costs least."""
+    counts = [fewest] * num_stages
+    waiting = [(cost(stage, 0, fewest + 1), stage) for stage in range(num_stages)]
+    heapify(waiting)
+    largest = max(cost(stage, 0, fewest) for stage in range(num_stages))
+    for _ in range(num_layers - num_stages * fewest):
+        reached, stage = waiting[0]
+        counts[stage] += 1
+        largest = max(largest, reached)
+        heapreplace(waiting, (cost(stage, 0, min(counts[stage] + 1, num_layers)), stage))
+    return largest
 
 
 def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, fewest: int) -> float:

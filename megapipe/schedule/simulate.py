@@ -10,7 +10,7 @@ The words for "bubble" and the two clocks, chained and barrier, are those of doc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,12 +31,24 @@ class Costs:
     latency_seconds: from the end of a message's transfer to its use.
     overlap: messages and reductions run beside the computation; otherwise a rank stands still while it sends or reduces.
     pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; as long as its halves in sequence if not named.
+    rank_speeds: how fast each pp_rank computes, 1: in the seconds given; empty: all do. Messages and reductions are not slowed.
     """
 
     seconds: Mapping[tuple[int, Op], float]
     latency_seconds: float = 0.0
     overlap: bool = True
     pair_seconds: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    rank_speeds: tuple[float, ...] = ()
+
+    def on_linear_ranks(self) -> Costs:
+        """The same for stage s on rank s, with the speeds of the ranks in the seconds of the stages."""
+        if not self.rank_speeds:
+            return self
+        seconds = {
+            (stage, op): value / self.rank_speeds[stage] if op in COMPUTE_OPS or op is Op.UPDATE else value
+            for (stage, op), value in self.seconds.items()
+        }
+        return replace(self, seconds=seconds, rank_speeds=())
 
     @staticmethod
     def equal(
@@ -170,7 +182,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         )
     if not costs.overlap and not schedule.is_lowered:
         raise ScheduleError(f"schedule {schedule} has no messages that could stand beside or on the clock of a rank: lower it first")
-    machine = Machine(schedule, costs.seconds, costs.latency_seconds, costs.overlap, pair_seconds=costs.pair_seconds)
+    if costs.rank_speeds and len(costs.rank_speeds) != schedule.num_ranks:
+        raise ScheduleError(f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}")
+    machine = Machine(
+        schedule,
+        costs.seconds,
+        costs.latency_seconds,
+        costs.overlap,
+        pair_seconds=costs.pair_seconds,
+        rank_speeds=costs.rank_speeds,
+    )
     if not machine.run():
         raise ScheduleError(f"schedule {schedule} comes to a standstill; validate(schedule) says where")
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))

@@ -105,8 +105,8 @@ def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
     assert max(map(len, text.splitlines())) < 190
     rows = stage_rows(text)
     assert rows[-1][1] == sum(spec.num_elements for spec in plan.specs)
-    assert rows[1][0] == ["1", "to", "96", "all"]
-    assert rows[1][2] == "layers 1 to 96, 1 each"
+    assert rows[1][0] == ["1", "to", "95", "all"]
+    assert rows[1][2] == "layers 1 to 95, 1 each"
 
 
 def test_of_more_pipeline_ranks_than_fit_the_largest_are_shown() -> None:

@@ -41,6 +41,7 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     The search runs on at most 4 p microbatches, beyond which only the steady middle grows; the best rules are then compared on all.
     """
     wish = shape.wish or Wish(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
+    wish = replace(wish, costs=wish.costs.on_linear_ranks())
     if wish.max_microbatches < 1:
         raise ConfigError(f"a memory limit of {wish.max_microbatches} microbatches a rank leaves no room for the first; use 1 or more")
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), wish)

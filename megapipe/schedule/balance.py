@@ -1,0 +1,194 @@
+"""Layers -> stages where a rank holds several of them: cuts whose busiest rank is least busy, with a limit on each rank's memory.
+
+The planner simulates what is proposed here and takes the best. Used by planner.cut.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megapipe.schedule.partition import Partition, StageCost, cut_by_stage_cost, from_counts
+from megapipe.schedule.placement import Placement
+
+Fits = Callable[[int, tuple[int, ...]], bool]  # (pp_rank, layers of each of its stages in model order) -> they fit into its memory
+INFINITE = float("inf")
+
+
+@dataclass(frozen=True)
+class CutQuestion:
+    """What is to be cut, and for whom.
+
+    cost: of one microbatch on a rank of speed 1. rank_speeds: of each pp_rank, above 0. layers_alike: the cost of a stage depends on the
+    number of its layers alone. fits: growing with the layers of each stage.
+    """
+
+    placement: Placement
+    num_layers: int
+    cost: StageCost
+    rank_speeds: tuple[float, ...]
+    layers_alike: bool = True
+    fits: Fits = lambda pp_rank, layers: True
+
+    @property
+    def fewest(self) -> int:
+        """Layers that every stage has at least."""
+        return 1 if self.num_layers >= self.placement.num_stages else 0
+
+
+def balanced_cuts(question: CutQuestion) -> list[Partition]:
+    """Cuts worth simulating, no two alike; [] if none fits.
+
+    The first balances stages one by one (exact by dynamic programming, and with one stage a rank all there is to do); with ranks of
+    unequal speed there is also the one for equal speeds. With several stages a rank the others balance the sums of ranks: with layers
+    that are alike the largest sum is the least possible, as a layer goes each time to the rank that is then least busy, except where the
+    memory limit decides how a rank's layers lie over its chunks; otherwise single layers are moved between neighbours as long as that
+    helps, which need not end at the optimum. With two directions the ranks that share their stages count as one.
+    """
+    found = [_by_stage(question)]
+    if len(set(question.rank_speeds)) > 1:
+        found.append(_by_stage(replace(question, rank_speeds=(1.0,) * len(question.rank_speeds))))
+    if _shares_ranks(question.placement):
+        fillings = (_earliest, _latest) if question.layers_alike else ()
+        found += [_filled(question, choose) for choose in fillings]
+        if not any(found):
+            found.append(_filled(question, _leanest))
+        if not question.layers_alike:
+            found += [_descended(question, start) for start in found if start is not None]
+    return list(dict.fromkeys(cut for cut in found if cut is not None))
+
+
+def rank_loads(placement: Placement, cost: StageCost, rank_speeds: Sequence[float], cut: Partition) -> tuple[float, ...]:
+    """Seconds that each pp_rank computes for one microbatch (with two directions: for one of each)."""
+    of_stage = [cost(index, stage.first_layer, stage.last_layer_exclusive) for index, stage in enumerate(cut.stages)]
+    return tuple(sum(of_stage[stage] for stage in placement.stages_of(rank)) / speed for rank, speed in enumerate(rank_speeds))
+
+
+def _shares_ranks(placement: Placement) -> bool:
+    return any(len(placement.stages_of(rank)) > 1 for rank in range(placement.num_ranks))
+
+
+def _by_stage(question: CutQuestion) -> Partition | None:
+    """Least maximum over stages, each at the speed of its slowest rank."""
+    placement, alone = question.placement, not _shares_ranks(question.placement)
+    slowest = [min(question.rank_speeds[rank] for rank in placement.ranks_of(stage)) for stage in range(placement.num_stages)]
+
+    def cost(stage: int, first: int, end: int) -> float:
+        if alone and not question.fits(placement.rank_of_stage[stage], (end - first,)):
+            return INFINITE
+        return question.cost(stage, first, end) / slowest[stage]
+
+    cut = cut_by_stage_cost(cost, question.num_layers, placement.num_stages, question.layers_alike)
+    return cut if cut is not None and _all_fit(question, cut.layer_counts) else None
+
+
+def _all_fit(question: CutQuestion, counts: Sequence[int]) -> bool:
+    placement = question.placement
+    return all(question.fits(rank, tuple(counts[s] for s in placement.stages_of(rank))) for rank in range(placement.num_ranks))
+
+
+# filling ranks with layers that are alike
+
+Choose = Callable[[CutQuestion, "_Share", Sequence[int]], list[int]]  # which of its stages a share would give a layer to, best first
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Stages that are held together: by one rank, or with two directions by the two that hold the same."""
+
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+def _shares(placement: Placement) -> list[_Share]:
+    held: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(placement.num_ranks):
+        held.setdefault(placement.stages_of(rank), []).append(rank)
+    return [_Share(stages, tuple(ranks)) for stages, ranks in held.items()]
+
+
+def _filled(question: CutQuestion, choose: Choose) -> Partition | None:
+    """Every stage gets its fewest layers, then layer by layer the share that is least busy with one more. None if not all layers fit."""
+    counts = [question.fewest] * question.placement.num_stages
+    if not _all_fit(question, counts):
+        return None
+    waiting: list[tuple[float, int, int]] = []  # (load with one more layer, share, stage it would go to)
+    shares = _shares(question.placement)
+
+    def offer(index: int) -> None:
+        share = shares[index]
+        slowest = min(question.rank_speeds[rank] for rank in share.ranks)
+        for stage in choose(question, share, counts):
+            counts[stage] += 1
+            load = sum(question.cost(s, 0, counts[s]) for s in share.stages) / slowest
+            fit = all(question.fits(rank, tuple(counts[s] for s in share.stages)) for rank in share.ranks)
+            counts[stage] -= 1
+            if fit:
+                heapq.heappush(waiting, (load, index, stage))
+                return
+
+    for index in range(len(shares)):
+        offer(index)
+    for _ in range(question.num_layers - sum(counts)):
+        if not waiting:
+            return None
+        _, index, stage = heapq.heappop(waiting)
+        counts[stage] += 1
+        offer(index)
+    return from_counts(counts, question.num_layers)
+
+
+def _earliest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
+    """The stage that costs least with one more; of equal ones the first in the model."""
+    return sorted(share.stages, key=partial(_one_more, question, counts))
+
+
+def _latest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
+    """The same; of equal ones the last in the model."""
+    return sorted(share.stages, key=lambda stage: (_one_more(question, counts, stage), -stage))
+
+
+def _leanest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
+    """The last stages first: they keep their activations for the shortest time."""
+    return sorted(share.stages, reverse=True)
+
+
+def _one_more(question: CutQuestion, counts: Sequence[int], stage: int) -> float:
+    return round(question.cost(stage, 0, counts[stage] + 1), 12)
+
+
+# moving layers that are not alike
+
+
+def _descended(question: CutQuestion, start: Partition) -> Partition:
+    """The cut where no single layer moved over one border makes the busiest ranks less busy."""
+    best, best_loads = start, _sorted_loads(question, start)
+    while True:
+        for counts in _neighbours(best.layer_counts, question.fewest):
+            if not _all_fit(question, counts):
+                continue
+            cut = from_counts(counts, question.num_layers)
+            loads = _sorted_loads(question, cut)
+            if loads < best_loads:
+                best, best_loads = cut, loads
+                break
+        else:
+            return best
+
+
+def _neighbours(counts: Sequence[int], fewest: int) -> list[list[int]]:
+    found = []
+    for border in range(len(counts) - 1):
+        for giver, taker in ((border, border + 1), (border + 1, border)):
+            if counts[giver] > fewest:
+                moved = list(counts)
+                moved[giver] -= 1
+                moved[taker] += 1
+                found.append(moved)
+    return found
+
+
+def _sorted_loads(question: CutQuestion, cut: Partition) -> list[float]:
+    return sorted(rank_loads(question.placement, question.cost, question.rank_speeds, cut), reverse=True)

@@ -1,0 +1,134 @@
+"""Cuts for ranks that hold several stages: the least busy busiest rank, within memory, never worse than balancing stages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedule.action import Op
+from megapipe.schedule.balance import CutQuestion, balanced_cuts, rank_loads
+from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.partition import Partition, cut_by_stage_cost, from_counts
+from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
+from megapipe.schedule.simulate import Costs, simulate
+
+PLACEMENTS = [linear(3), linear(4), loop(2, 2), loop(2, 3), loop(3, 2), v_shape(2), v_shape(3), two_directions(2), two_directions(4)]
+whole = st.integers(1, 30).map(float)
+
+
+def question_of(placement: Placement, layers: list[float], embedding: float, head: float, speeds: tuple[float, ...], **rest) -> CutQuestion:
+    last = placement.num_stages - 1
+
+    def cost(stage: int, first: int, end: int) -> float:
+        return sum(layers[first:end]) + embedding * (stage == 0) + head * (stage == last)
+
+    return CutQuestion(placement, len(layers), cost, speeds, layers_alike=len(set(layers)) < 2, **rest)
+
+
+def every_cut(num_layers: int, num_stages: int) -> Iterator[Partition]:
+    for cuts in combinations(range(1, num_layers), num_stages - 1):
+        edges = [0, *cuts, num_layers]
+        yield from_counts([end - start for start, end in pairwise(edges)], num_layers)
+
+
+def busiest(question: CutQuestion, cut: Partition) -> float:
+    return max(rank_loads(question.placement, question.cost, question.rank_speeds, cut))
+
+
+@st.composite
+def questions(draw: st.DrawFn, alike: bool = True, limited: bool = False) -> CutQuestion:
+    placement = draw(st.sampled_from(PLACEMENTS))
+    count = draw(st.integers(placement.num_stages, placement.num_stages + 6))
+    layers = [draw(whole)] * count if alike else draw(st.lists(whole, min_size=count, max_size=count))
+    speeds = tuple(draw(st.sampled_from([1.0, 1.0, 0.75, 0.5])) for _ in range(placement.num_ranks))
+    rest = {}
+    if limited:
+        bytes_of = draw(st.lists(st.integers(1, 4), min_size=placement.num_stages, max_size=placement.num_stages))
+        limit = draw(st.integers(4, 24))
+        rest["fits"] = lambda rank, held: sum(bytes_of[s] * n for s, n in zip(placement.stages_of(rank), held, strict=True)) <= limit
+    return question_of(placement, layers, draw(st.sampled_from([0.0, 3.0])), draw(st.sampled_from([0.0, 5.0, 60.0])), speeds, **rest)
+
+
+@settings(max_examples=120, deadline=None)
+@given(questions())
+def test_the_busiest_rank_is_as_little_busy_as_in_the_best_of_all_cuts(question: CutQuestion) -> None:
+    cuts = balanced_cuts(question)
+    least = min(busiest(question, cut) for cut in every_cut(question.num_layers, question.placement.num_stages))
+    assert min(busiest(question, cut) for cut in cuts) == pytest.approx(least)
+    assert len(set(cuts)) == len(cuts)
+    assert all(min(cut.layer_counts) >= 1 and cut.num_layers == question.num_layers for cut in cuts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(questions(alike=False))
+def test_layers_of_different_costs_are_cut_at_least_as_well_as_stage_by_stage_and_exactly_on_linear_ranks(question: CutQuestion) -> None:
+    found = [busiest(question, cut) for cut in balanced_cuts(question)]
+    assert min(found) <= found[0]
+    if question.placement.num_chunks == 1:
+        every = every_cut(question.num_layers, question.placement.num_stages)
+        assert min(found) == pytest.approx(min(busiest(question, cut) for cut in every))
+
+
+def all_fit(question: CutQuestion, cut: Partition) -> bool:
+    stages_of = question.placement.stages_of
+    return all(question.fits(r, tuple(cut.layer_counts[s] for s in stages_of(r))) for r in range(question.placement.num_ranks))
+
+
+@settings(max_examples=120, deadline=None)
+@given(questions(limited=True))
+def test_every_cut_proposed_fits_and_with_one_stage_a_rank_the_best_that_fits_is_found(question: CutQuestion) -> None:
+    cuts = balanced_cuts(question)
+    fitting = [cut for cut in every_cut(question.num_layers, question.placement.num_stages) if all_fit(question, cut)]
+    assert all(all_fit(question, cut) for cut in cuts)
+    if question.placement.num_chunks == 1:
+        assert bool(cuts) == bool(fitting)
+        if fitting:
+            least = min(busiest(question, cut) for cut in fitting)
+            assert min(busiest(question, cut) for cut in cuts) == pytest.approx(least)
+
+
+def simulated(name: str, question: CutQuestion, cut: Partition, num_microbatches: int) -> float:
+    placement, seconds = question.placement, {}
+    for index, stage in enumerate(cut.stages):
+        one = question.cost(index, stage.first_layer, stage.last_layer_exclusive)
+        seconds |= {(index, Op.F): one, (index, Op.I): one, (index, Op.W): one, (index, Op.B): 2 * one}
+    schedule = build_schedule(
+        name, placement.num_ranks, SCHEDULES[name].chunks or placement.num_stages // placement.num_ranks, num_microbatches
+    )
+    return simulate(schedule, Costs(seconds, rank_speeds=question.rank_speeds)).makespan_seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(questions(), st.sampled_from([8, 12]))
+def test_the_best_simulated_cut_is_never_slower_than_balancing_stages_alone(question: CutQuestion, num_microbatches: int) -> None:
+    placement = question.placement
+    names = [
+        n for n in ("1f1b", "interleaved", "zb-v", "dualpipe") if SCHEDULES[n].place(placement.num_ranks, placement.num_chunks) == placement
+    ]
+    alone = cut_by_stage_cost(question.cost, question.num_layers, placement.num_stages)
+    assert alone is not None
+    for name in names:
+        best = min(simulated(name, question, cut, num_microbatches) for cut in balanced_cuts(question))
+        assert best <= simulated(name, question, alone, num_microbatches)
+
+
+def test_rank_sums_beat_stages_alone_where_the_head_is_heavy() -> None:
+    """A V on two ranks, nine layers, a head as heavy as five: stage by stage the rank with both ends gets 2 + 1 layers and the head."""
+    question = question_of(v_shape(2), [1.0] * 9, 0.0, 5.0, (1.0, 1.0))
+    cuts = balanced_cuts(question)
+    assert busiest(question, cuts[0]) == 8.0
+    assert min(busiest(question, cut) for cut in cuts) == 7.0
+
+
+def test_a_slow_rank_holds_fewer_layers_and_the_step_is_what_the_speeds_say() -> None:
+    question = question_of(linear(2), [1.0] * 12, 0.0, 0.0, (1.0, 0.5))
+    cut = balanced_cuts(question)[0]
+    assert cut.layer_counts == (8, 4)
+    # F + B of a microbatch takes both ranks 24: eight of them and the pipeline's fill
+    assert simulated("1f1b", question, cut, 8) == pytest.approx((8 + 1) * 24.0)
+    even = from_counts([6, 6], 12)
+    assert simulated("1f1b", question, even, 8) == pytest.approx(8 * 36.0 + 18.0)
