@@ -48,6 +48,7 @@ FLOORS: dict[str, int] = {
     "inference": 7,
     "verify": 8,
     "dry_run": 8,
+    "calibrate": 8,
     "cli": 9,
     "__main__": 10,
 }
