@@ -36,7 +36,7 @@ from tests.train.test_saving import contents
 SCRIPT = Path(__file__).with_name("pretrain.py")
 NUM_RANKS = 4
 START_SECONDS, END_SECONDS = 600.0, 300.0  # most that a start takes to its first step, and a fault to the end of all ranks
-FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --hang-timeout-seconds 30 --check-weight-hash-across-dp-replicas-interval 4"
+FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --check-weight-hash-across-dp-replicas-interval 4"
 
 
 class SoakError(AssertionError):
@@ -54,6 +54,7 @@ class Plan:
     save_interval: int = 10
     seed: int = 1
     without: tuple[str, ...] = ()  # kinds of faults that are left out
+    hang_timeout_seconds: float = 20.0
 
     @property
     def num_steps(self) -> int:
@@ -86,6 +87,7 @@ class Life:
         self.folder, self.save = folder, save
         words = [sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(NUM_RANKS), str(SCRIPT), str(folder)]
         flags = f"{FLAGS} --train-iters {plan.num_steps} --save-interval {plan.save_interval} --save {save} --load {save}"
+        flags += f" --hang-timeout-seconds {plan.hang_timeout_seconds}"
         self.door = Door([*words, str(pause_seconds), *flags.split()], folder)
         self.began = time.monotonic()
         self.ranks: list[int] = []
@@ -305,10 +307,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save-interval", type=int, default=10, help="steps")
     parser.add_argument("--pause", type=float, default=0.25, help="seconds that a step takes longer while faults come")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hang-timeout", type=float, default=20.0, help="seconds; more on a busy machine, where a start takes minutes")
     parser.add_argument("--without", nargs="*", choices=FAULTS, default=[], help="kinds of faults to leave out")
     parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
     options = parser.parse_args(arguments)
-    plan = Plan(options.minutes, tuple(options.after), options.pause, options.save_interval, options.seed, tuple(options.without))
+    plan = Plan(
+        options.minutes,
+        tuple(options.after),
+        options.pause,
+        options.save_interval,
+        options.seed,
+        tuple(options.without),
+        options.hang_timeout,
+    )
     report = Soak(plan, options.out).run()
     print(json.dumps({key: value for key, value in report.items() if key != "struck"}, indent=1))
     return 0
