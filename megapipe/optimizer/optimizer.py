@@ -262,7 +262,10 @@ class Optimizer:
                     yield StatePiece(key, shard.stage, piece, primary, tensor[position : position + piece.box.num_elements])
 
     def held(self) -> dict[str, list[Tensor]]:
-        """All it keeps from step to step, by the planner's item: masters of their own and moments, and copies for taking an update back."""
+        """All it keeps on the device from step to step, by the planner's item: masters of their own and moments, and copies for taking an
+        update back."""
+        if self._on_host:
+            return {"optimizer": [], "rollback": []}
         own = [tensor for shard in self._shards for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))]
         return {"optimizer": own, "rollback": [] if self._kept is None else self._kept.copies}
 

@@ -141,6 +141,8 @@ def make_shards(
 
 def _host_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros of the same length in the host's memory; pinned where the tensor is a GPU's, so that copies need not be waited for."""
+    if like.is_meta:
+        return torch.zeros(like.shape, dtype=dtype, device="meta")
     return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)
 
 
