@@ -19,7 +19,7 @@ from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
 
 Pools = Callable[[int], RankPool]
-SLOWNESS = 0.05  # seconds of a forward, a sample, a message: far above the noise of ranks that share cores
+SLOWNESS = 0.1  # seconds of a forward, a sample, a message: far above the noise of ranks that share cores
 
 
 def slow_stage(rank: int, where: int) -> None:
