@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -96,10 +97,11 @@ def papers() -> dict[str, str]:
 
 
 def readers(field: ConfigField) -> list[str]:
-    """The rooms whose source names the field together with its section, or else its name alone."""
+    """The rooms whose source reads the field; a name of one word, which other things may have, only together with its section."""
     package = Path(__file__).resolve().parents[1]
-    for text in (f"{field.section}.{field.name}", f".{field.name}"):
-        rooms = sorted({room for room, source in _sources(package) if text in source})
+    named, alone = rf"{field.section}\.{field.name}\b", rf"\.{field.name}\b"
+    for pattern in (alone,) if "_" in field.name else (named, alone):
+        rooms = sorted({room for room, source in _sources(package) if re.search(pattern, source)})
         if rooms:
             return rooms
     return []

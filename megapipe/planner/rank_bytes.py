@@ -1,7 +1,7 @@
 """Bytes of a pipeline rank by the number of layers on each of its stages: `memory` for cuts that are being looked for.
 
-The same terms as `memory.rank_memory`, from the rows of the schedule and a layer's parameters and activations; padding of buffers and
-messages are taken from a plan with some cut. `planner.cut` asks `rank_memory` about the cut that it chooses.
+The same terms as `memory.rank_memory`, from the rows of the schedule and a layer's parameters and activations; padding of buffers, messages
+and what one backward makes and frees are taken from a plan with some cut. `planner.cut` asks `rank_memory` about the cut that it chooses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megapipe.planner.activations import Documents, deferred_bytes, replay_bytes, stage_bytes
+from megapipe.planner.activations import Documents, deferred_bytes, stage_bytes
 from megapipe.planner.memory import RankMemory, local_sizes, rank_memory
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op
@@ -18,6 +18,7 @@ from megapipe.sharding.buffers import layout_buffers
 from megapipe.sharding.model_specs import specs_of_stage
 
 STATE = ("weights", "gradients", "optimizer", "rollback", "reduction")
+FIXED = ("recompute", "temporaries", "messages", "tables", "microbatches")  # hardly another with another cut
 
 
 class RankBytes:
@@ -29,7 +30,7 @@ class RankBytes:
         self._ranks: dict[int, RankMemory] = {}
         self._elements: dict[int, tuple[int, int]] = {}
         self._moments: dict[int, tuple[dict[int, tuple[int, int]], ...]] = {}
-        self._stages: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._stages: dict[tuple[int, int], tuple[int, int]] = {}
 
     def of(self, pp_rank: int, layers: Sequence[int]) -> float:
         """layers: on each stage of the rank, in model order."""
@@ -39,12 +40,12 @@ class RankBytes:
             sum(live * parts[stage][0] + waiting * parts[stage][1] for stage, (live, waiting) in moment.items())
             for moment in self._moments_of(pp_rank)
         )
-        fixed = sum(size for item, size in self._reference(pp_rank).items.items() if item in ("messages", "tables", "microbatches"))
+        fixed = sum(size for item, size in self._reference(pp_rank).items.items() if item in FIXED)
         state = sum(self._state(pp_rank, stage, count) for stage, count in held.items())
-        return state + peak + fixed + max(part[2] for part in parts.values())
+        return state + peak + fixed
 
-    def _parts(self, stage: int, count: int) -> tuple[int, int, int]:
-        """(kept from F to B, kept from I to W, made again) of a stage with so many layers."""
+    def _parts(self, stage: int, count: int) -> tuple[int, int]:
+        """(kept from F to B, kept from I to W) of a stage with so many layers."""
         if (stage, count) not in self._stages:
             plan, last = self._draft, self._draft.placement.num_stages - 1
             model, recompute, documents, sizes = plan.config.model, plan.config.recompute, Documents.of(plan.config.data), local_sizes(plan)
@@ -52,7 +53,6 @@ class RankBytes:
             self._stages[stage, count] = (
                 sum(stage_bytes(model, sizes, layers, recompute, documents).values()),
                 deferred_bytes(model, sizes, layers, recompute),
-                replay_bytes(model, sizes, count, recompute, documents),
             )
         return self._stages[stage, count]
 
