@@ -24,6 +24,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "plan": Subcommand("show what a configuration will do on a number of ranks, without starting any", "megapipe.cli.plan"),
     "explain": Subcommand("what a flag does, and what it costs a configuration in memory and time", "megapipe.cli.explain"),
     "profile-layers": Subcommand("times of embedding, layers and head on this machine, for the cut", "megapipe.cli.profile_layers"),
+    "calibrate": Subcommand("what this machine and its links reach, as a hardware file for plan", "megapipe.cli.calibrate"),
     "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.cli.schedule"),
     "doctor": Subcommand("is this machine, or a whole allocation, fit: versions, interfaces, every group's links", "megapipe.cli.doctor"),
     "status": Subcommand("what every rank of a run does now, and what it waits for", "megapipe.cli.status"),
