@@ -58,6 +58,15 @@ def abandoned_by(rollbacks: Sequence[Rollback], step: int, num_rollbacks: int) -
     return next((entry for entry in rollbacks if entry.number > num_rollbacks and step > entry.to_step), None)
 
 
+def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str, Any] | None:
+    """The account that a run goes on with from a checkpoint's state: its own, or that of the last rollback, if that came after it. None: of
+    a checkpoint that knew of none."""
+    before, step = rollbacks_before(state), int(state["training"]["step"])
+    if rollbacks and rollbacks[-1].number > before and abandoned_by(rollbacks, step, before) is None:
+        return rollbacks[-1].account
+    return state.get("account")
+
+
 def rollbacks_before(state: dict[str, Any]) -> int:
     """How many rollbacks a checkpoint's state counts."""
     return int((state.get("account") or {}).get("rollbacks", 0))

@@ -35,7 +35,7 @@ MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "moment
 STEP = "step"  # of torch's Adam, a tensor per parameter
 MODEL, STATE, TRAIN = "model.", "optimizer.state.", "train_state."
 THEIRS = ("optimizer.param_groups", "lr_scheduler", "dataloader")  # a program's own, that flags of the run that goes on say anew
-SECTIONS = ("optimizer", "random", "schedules")  # of a manifest's state, under train_state
+SECTIONS = ("optimizer", "random", "schedules", "account", "spikes", "global_batch_size")  # of a manifest's state, under train_state
 STEP_FOLDER = re.compile(r"step[-_]?(\d+)")
 
 

@@ -15,6 +15,7 @@ from megapipe.checkpoint.configuration import saved_config
 from megapipe.checkpoint.folder import TOKENIZER_NAME, CheckpointFolder, find_checkpoint, folder_name, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedTensor
+from megapipe.checkpoint.rollbacks import account_of, read_rollbacks
 from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
 from megapipe.checkpoint.shard_file import DTYPES
 from megapipe.checkpoint.tensor_box import TensorBox
@@ -53,11 +54,11 @@ def read(path: Path, step: int | None = None) -> Snapshot:
     for name, saved in folder.manifest.tensors.items():
         key, parameter = name.split("/", 1)
         tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved))
-    config = saved_config(folder)
+    config, state = saved_config(folder), folder.manifest.state
+    if "training" in state:
+        state = state | {"account": account_of(state, read_rollbacks(folder.path.parent))}
     tokenizer = folder.path / TOKENIZER_NAME
-    return Snapshot(
-        config, tensors, folder.manifest.state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks
-    )
+    return Snapshot(config, tensors, state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks)
 
 
 def write(snapshot: Snapshot, root: Path) -> SaveReport:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megapipe.config.rules.wording import divisors, nearest_values
+from megapipe.config.values import one_of
 from megapipe.errors import ConfigError
 
 
@@ -12,7 +14,8 @@ class BatchSchedule:
     """Sequences in each step.
 
     The ramp goes from `start` to `full` in steps of `increment`, each lasting ramp_samples / ((full - start) / increment) sequences.
-    samples_per_microbatch: micro batch x dp; every batch size is a multiple of it.
+    samples_per_microbatch: micro batch x dp; every batch size is a multiple of it. is_derived: `full` was not asked for, but is one
+    microbatch of each data-parallel rank.
     """
 
     full: int
@@ -20,17 +23,7 @@ class BatchSchedule:
     start: int = 0
     increment: int = 0
     ramp_samples: int = 0
-
-    def __post_init__(self) -> None:
-        for size in self.sizes:
-            if size % self.samples_per_microbatch:
-                unit = self.samples_per_microbatch
-                near = sorted({max(unit, size // unit * unit), (size // unit + 1) * unit})
-                what = "--global-batch-size" if size == self.full else f"--rampup-batch-size {self.start} {self.increment} reaches"
-                raise ConfigError(
-                    f"{what} {size} is not a multiple of micro-batch-size x data-parallel size = {unit}; "
-                    f"use {' or '.join(map(str, near))}, or another --micro-batch-size"
-                )
+    is_derived: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -68,18 +61,45 @@ class BatchSchedule:
         return steps + (samples - consumed) // self.full
 
 
-def batch_schedule(full: int, micro_batch_size: int, dp: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
-    """The checked schedule. rampup: (start, increment, samples). Raises ConfigError naming the size that does not divide."""
+def batch_schedule(
+    full: int | None, micro_batch_size: int, dp: int, rampup: tuple[int, int, int] | None, ranks_per_replica: int = 1
+) -> BatchSchedule:
+    """The checked schedule. full: None for one microbatch of each data-parallel rank. rampup: (start, increment, samples).
+    ranks_per_replica: tp x cp x pp, for the message. Raises ConfigError naming the size that does not divide, and what would."""
+    schedule = _schedule(full, micro_batch_size * dp, rampup)
+    wrong = next((size for size in schedule.sizes if size % schedule.samples_per_microbatch), None)
+    if wrong is not None:
+        raise ConfigError(_indivisible(schedule, wrong, micro_batch_size, dp, ranks_per_replica))
+    return schedule
+
+
+def _schedule(full: int | None, unit: int, rampup: tuple[int, int, int] | None) -> BatchSchedule:
+    if full is None:
+        return BatchSchedule(unit, unit, is_derived=True)
     if rampup is None:
-        return BatchSchedule(full, micro_batch_size * dp)
+        return BatchSchedule(full, unit)
     start, increment, samples = rampup
     if start > full:
         raise ConfigError(f"--rampup-batch-size starts at {start}, above --global-batch-size {full}; start at or below it")
     if start == full:
-        return BatchSchedule(full, micro_batch_size * dp)
+        return BatchSchedule(full, unit)
     if increment < 1 or (full - start) % increment:
         raise ConfigError(
             f"--rampup-batch-size {start} {increment} {samples} never reaches --global-batch-size {full}: "
             f"the increment must divide {full - start}"
         )
-    return BatchSchedule(full, micro_batch_size * dp, start, increment, samples)
+    return BatchSchedule(full, unit, start, increment, samples)
+
+
+def _indivisible(schedule: BatchSchedule, size: int, micro: int, dp: int, ranks_per_replica: int) -> str:
+    """What is wrong with a batch size, and the batches and numbers of ranks that would do."""
+    unit = schedule.samples_per_microbatch
+    near = sorted({max(unit, size // unit * unit), (size // unit + 1) * unit})
+    what = "--global-batch-size" if size == schedule.full else f"--rampup-batch-size {schedule.start} {schedule.increment} reaches"
+    ways = [f"use {one_of(near)}", "another --micro-batch-size"]
+    if all(other % micro == 0 for other in schedule.sizes):
+        fitting = nearest_values(divisors(*(other // micro for other in schedule.sizes)), dp)
+        ranks = one_of([number * ranks_per_replica for number in fitting])
+        of = f" = {ranks} ranks" if ranks_per_replica > 1 else " ranks"
+        ways.append(f"dp {one_of(fitting)}{of}")
+    return f"{what} {size} is not a multiple of micro-batch-size {micro} x data-parallel size {dp} = {unit}; {', or '.join(ways)}"

@@ -150,9 +150,10 @@ def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ran
 
 def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig, BatchSchedule]:
     """Global batch and length of the run, each given either way, in both units."""
-    dp = topology.dp
-    full = training.global_batch_size or training.micro_batch_size * dp
-    batch = batch_schedule(full, training.micro_batch_size, dp, training.rampup_batch_size)
+    ranks_per_replica = topology.tp * topology.cp * topology.pp
+    batch = batch_schedule(
+        training.global_batch_size, training.micro_batch_size, topology.dp, training.rampup_batch_size, ranks_per_replica
+    )
     iters, samples = training.train_iters, training.train_samples
     if iters is None and samples is not None:
         iters = batch.steps_for(samples)
@@ -160,7 +161,7 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig
             raise ConfigError(f"--train-samples {samples} is less than one step of {batch.sizes[0]} sequences")
     elif iters is not None:
         samples = batch.samples_after(iters)
-    return dataclasses.replace(training, global_batch_size=full, train_iters=iters, train_samples=samples), batch
+    return dataclasses.replace(training, global_batch_size=batch.full, train_iters=iters, train_samples=samples), batch
 
 
 def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, chunks: int) -> ParallelConfig:

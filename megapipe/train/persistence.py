@@ -7,6 +7,7 @@ What stands in the manifest's `state`:
     account     windows of the data set that are skipped, rollbacks, what they cost
     spikes      losses and norms that the watch for spikes compares with; null without --spike-rollback
     schedules   learning rates and weight decay as they were in force
+    global_batch_size   sequences of a step, at the end of a ramp-up
     grid, precision   for people and `tools/inspect_checkpoint.py`
 """
 
@@ -28,7 +29,7 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root, step_of_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.retention import Retention
-from megapipe.checkpoint.rollbacks import Rollback, abandoned_by, read_rollbacks
+from megapipe.checkpoint.rollbacks import Rollback, abandoned_by, account_of, read_rollbacks
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, padding_of, tensor_box
 from megapipe.comm.collectives import all_reduce, broadcast_object
@@ -145,6 +146,8 @@ def _load_from(machines: Machines, root: Path, folder: CheckpointFolder | None, 
         return Resumed(TrainingState(), own, None, (f"{root} holds no checkpoint: starting from step 0",))
     saved = folder.manifest.state
     with_optimizer = not (flags.no_load_optim or flags.finetune)
+    if not (flags.finetune or config.training.skip_train):
+        _check_batch(machines, saved, folder.path)
     if not (flags.finetune or flags.no_load_rng):
         _check_random(config, saved, folder.path)
     if with_optimizer:
@@ -159,10 +162,7 @@ def _load_from(machines: Machines, root: Path, folder: CheckpointFolder | None, 
 
 def _position(saved: dict[str, Any], rollbacks: Sequence[Rollback]) -> TrainingState:
     """A checkpoint's; with the account of the run's last rollback, if that came after the checkpoint."""
-    account = Account.from_dict(saved.get("account"))
-    step = int(saved["training"]["step"])
-    if rollbacks and rollbacks[-1].number > account.rollbacks and abandoned_by(rollbacks, step, account.rollbacks) is None:
-        account = Account.from_dict(rollbacks[-1].account)
+    account = Account.from_dict(account_of(saved, rollbacks))
     return TrainingState.from_dict(saved["training"], account, saved.get("spikes"))
 
 
@@ -179,6 +179,7 @@ def _state_content(machines: Machines, state: TrainingState, schedules: Schedule
         "optimizer": optimizer,
         "random": None if config.checkpoint.no_save_rng else {"seed": config.training.seed},
         "schedules": None if schedules is None else schedules.to_dict(),
+        "global_batch_size": machines.plan.batch.full,
         "precision": config.precision.dtype,
         "grid": {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp, "chunks": machines.plan.num_chunks},
     }
@@ -237,6 +238,19 @@ def _check_random(config: Config, saved: dict[str, Any], path: Path) -> None:
             f"--seed {config.training.seed} differs from the seed {seed} of {path}: dropout and the order of the data would change; "
             f"give --seed {seed}, or --no-load-rng if that is wanted"
         )
+
+
+def _check_batch(machines: Machines, saved: dict[str, Any], path: Path) -> None:
+    """A batch that is made of the number of ranks must not change with it: a run may be started again on more or fewer."""
+    batch, dp = machines.plan.batch, machines.plan.topology.dp
+    before = saved.get("global_batch_size")
+    if before is None or not batch.is_derived or before == batch.full:
+        return
+    raise CheckpointError(
+        f"--global-batch-size is not given, and micro-batch-size x data-parallel size {dp} would make it {batch.full}, but {path} was "
+        f"trained with {before}: give --global-batch-size {before} to go on with the same steps on any number of ranks, or --global-batch-size "
+        f"{batch.full} if the change is wanted"
+    )
 
 
 def _check_optimizer(config: Config, saved: dict[str, Any], path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.rollbacks import Rollback, write_rollback
 from megapipe.cli.convert import main
 from megapipe.config.yaml_file import to_yaml
 from megapipe.convert import dcp_run, formats, own
@@ -38,7 +40,17 @@ def a_run() -> Snapshot:
     training = {"step": 7, "consumed_samples": 56, "consumed_tokens": 900, "skipped_steps": 1}
     optimizer = {"num_steps": 6, "loss_scaler": {"scale": 512.0, "good_steps": 3, "overflows_left": 2}, "rule": "adam"}
     schedules = {"lr": {"max_lr": 1e-3, "style": "cosine", "wsd_style": None}}
-    state = model.state | {"training": training, "optimizer": optimizer, "random": {"seed": 5}, "schedules": schedules}
+    account = {"skipped_samples": [[8, 16], [40, 44]], "rollbacks": 2, "discarded_samples": 12, "discarded_tokens": 384}
+    spikes = {"seen": {"loss": [1.5, 1.25], "gradient norm": []}, "num_spiking": 1}
+    state = model.state | {
+        "account": account,
+        "spikes": spikes,
+        "global_batch_size": 8,
+        "training": training,
+        "optimizer": optimizer,
+        "random": {"seed": 5},
+        "schedules": schedules,
+    }
     return dataclasses.replace(model, tensors=tensors, state=state)
 
 
@@ -109,9 +121,21 @@ def test_there_and_back_by_command_is_the_same_run(tmp_path: Path, capsys: pytes
     assert main([str(tmp_path / "out"), str(tmp_path / "back")]) == 0, capsys.readouterr().err
     again = own.read(tmp_path / "back")
     assert differing(again, truth(snapshot)) == []
-    kept = ("training", "optimizer", "random", "schedules", "precision")
+    kept = ("training", "optimizer", "random", "schedules", "precision", "account", "spikes", "global_batch_size")
     assert {key: again.state[key] for key in kept} == {key: json.loads(json.dumps(snapshot.state))[key] for key in kept}
     assert again.config == own.read(tmp_path / "ours").config
+
+
+def test_samples_skipped_since_the_checkpoint_stay_skipped(tmp_path: Path) -> None:
+    """The run went back to it and was ended before it saved again: what it skips from there on is beside the checkpoint."""
+    snapshot = a_run()
+    own.write(snapshot, tmp_path)
+    account = snapshot.state["account"] | {"skipped_samples": [[8, 16], [40, 44], [68, 92]], "rollbacks": 3}
+    write_rollback(tmp_path, Rollback(3, 10, 7, 68, 92, "a spike", 0.0, account), Disk())
+    assert own.read(tmp_path).state["account"] == account
+    write_rollback(tmp_path, Rollback(4, 10, 6, 60, 92, "another", 0.0, account | {"rollbacks": 4}), Disk())
+    given_up = own.read(tmp_path / "step_00000007")
+    assert given_up.state["account"] == snapshot.state["account"]
 
 
 def _save_sharded(rank: int, world_size: int, folder: str) -> None:

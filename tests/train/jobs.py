@@ -12,6 +12,7 @@ from typing import Any
 
 from megapipe.cli.pretrain import main
 from megapipe.config.load import load_config
+from megapipe.convert import own
 from megapipe.environment import read_environment
 from megapipe.planner.resolve import resolve
 from megapipe.train import run as run_module
@@ -60,3 +61,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def steps_of(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines_of(path) if line["kind"] == "step"]
+
+
+def furthest(first: Path, second: Path) -> float:
+    """The largest difference between any two elements of two runs' newest checkpoints, masters and moments."""
+    one, other = own.read(first), own.read(second)
+    assert one.step == other.step and one.tensors.keys() == other.tensors.keys()
+    return max(float((tensor.detach() - other.tensors[name].detach()).abs().max()) for name, tensor in one.tensors.items())

@@ -1,0 +1,55 @@
+"""`megapipe launch --nnodes 1:2`: a node is lost, the other goes on alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.comm.torchrun import free_port
+from tests.launch.scripts import TINY, launch
+from tests.train.jobs import furthest, steps_of
+
+SLOW_STEPS = """
+import sys, time
+from megapipe.cli.pretrain import main
+from megapipe.train.step import TrainStep
+
+launch = TrainStep.launch
+
+
+def one_step(self, *arguments):
+    time.sleep(0.3)
+    return launch(self, *arguments)
+
+
+TrainStep.launch = one_step
+sys.exit(main())
+"""
+FLAGS = (*TINY, "--mock-data", "--fp64", "--adam-eps", "1e-4", "--global-batch-size", "4", "--train-iters", "16", "--save-interval", "2")
+SOON = "last_call_timeout=1,keep_alive_interval=1,join_timeout=60"
+
+
+@pytest.mark.slow
+def test_the_node_that_is_left_goes_on_with_half_the_replicas(tmp_path: Path) -> None:
+    script, run, port = tmp_path / "script.py", tmp_path / "run", free_port()
+    script.write_text(SLOW_STEPS)
+    folders = [tmp_path / name for name in ("node1", "node2", "alone")]
+    for folder in folders:
+        folder.mkdir()
+    meeting = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic")
+    befores = [(*meeting, "--rdzv-conf", SOON, "--max-restarts", "3", "--local-addr", f"127.0.0.{node}") for node in (1, 2)]
+    flags = (*FLAGS, "--save", str(run))
+    with launch(folders[0], 1, *flags, script=script, before=befores[0]) as kept:
+        with launch(folders[1], 1, *flags, script=script, before=befores[1]):
+            kept.wait_for("step     5/")
+        ended = kept.ended()  # leaving the context has killed the other node's launcher and rank
+    assert ended.code == 0, ended.error
+    assert "restart 1 of at most 3" in ended.error and "a restart: going on from --save" in ended.out
+    assert " dp 2" in ended.out and ended.out.count("plan: 1 rank") == 1
+    with launch(folders[2], 1, *FLAGS, "--save", str(tmp_path / "straight")) as door:
+        assert door.ended().code == 0
+    assert furthest(run, tmp_path / "straight") <= 1e-12
+    last = {line["step"]: line["loss"] for line in steps_of(run / "metrics.jsonl")}  # steps made twice: the last one
+    undisturbed = {line["step"]: line["loss"] for line in steps_of(tmp_path / "straight" / "metrics.jsonl")}
+    assert last == pytest.approx(undisturbed, rel=0, abs=1e-12)
