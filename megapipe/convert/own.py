@@ -55,8 +55,9 @@ def read(path: Path, step: int | None = None) -> Snapshot:
         key, parameter = name.split("/", 1)
         tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved))
     config, state = saved_config(folder), folder.manifest.state
-    if "training" in state:
-        state = state | {"account": account_of(state, read_rollbacks(folder.path.parent))}
+    account = account_of(state, read_rollbacks(folder.path.parent))
+    if account is not None:
+        state = state | {"account": account}
     tokenizer = folder.path / TOKENIZER_NAME
     return Snapshot(config, tensors, state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks)
 

@@ -248,8 +248,8 @@ def _check_batch(machines: Machines, saved: dict[str, Any], path: Path) -> None:
         return
     raise CheckpointError(
         f"--global-batch-size is not given, and micro-batch-size x data-parallel size {dp} would make it {batch.full}, but {path} was "
-        f"trained with {before}: give --global-batch-size {before} to go on with the same steps on any number of ranks, or --global-batch-size "
-        f"{batch.full} if the change is wanted"
+        f"trained with {before}: give --global-batch-size {before} to go on with the same steps on any number of ranks, or "
+        f"--global-batch-size {batch.full} if the change is wanted"
     )
 
 

@@ -42,7 +42,7 @@ def test_the_node_that_is_left_goes_on_with_half_the_replicas(tmp_path: Path) ->
     flags = (*FLAGS, "--save", str(run))
     with launch(folders[0], 1, *flags, script=script, before=befores[0]) as kept:
         with launch(folders[1], 1, *flags, script=script, before=befores[1]):
-            kept.wait_for("step     5/")
+            kept.wait_for("step  5/")
         ended = kept.ended()  # leaving the context has killed the other node's launcher and rank
     assert ended.code == 0, ended.error
     assert "restart 1 of at most 3" in ended.error and "a restart: going on from --save" in ended.out
