@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,41 +11,7 @@ from megapipe.errors import CheckpointError
 from megapipe.train.persistence import load, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
-from tests.harness import RankPool
-from tests.train.jobs import furthest, job_on_rank, steps_of
 from tests.train.runs import machines_of
-
-Pools = Callable[[int], RankPool]
-DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 6"
-ZERO = f"{DROPOUT} --fp64 --adam-eps 1e-4 --use-distributed-optimizer"
-# flags, ranks of one replica, how far weights, moments and losses may be from the undisturbed run's.
-CASES = {
-    # two microbatches a step: their gradients and losses are added once, on one rank or between two
-    "dp_to_the_bit": (f"{DROPOUT} --global-batch-size 4", 1, 0.0),
-    # four: m0 + m1 + m2 + m3 on one rank, (m0 + m2) + (m1 + m3) on two; and the norm is added up over shards
-    "dp_sharded_optimizer": (ZERO, 1, 1e-12),
-    "tp2_pp2_sharded_optimizer": (f"{ZERO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, 1e-12),
-}
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "limit"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if case[1] > 1 else []) for name, case in CASES.items()],
-)
-def test_dp_halved_and_doubled_changes_no_step(rank_pools: Pools, tmp_path: Path, flags: str, ranks: int, limit: float) -> None:
-    straight, elastic = tmp_path / "straight", tmp_path / "elastic"
-    parts = [(2, f"--save {straight}"), *((dp, f"--save {elastic} --load {elastic} --exit-interval 2") for dp in (2, 1, 2))]
-    for dp, where in parts:
-        results = rank_pools(ranks * dp).run(job_on_rank, f"{flags} {where}")
-        assert [result[1:] for result in results] == [("", None)] * ranks * dp
-    assert furthest(straight, elastic) <= limit
-    undisturbed, steps = (steps_of(path / "metrics.jsonl") for path in (straight, elastic))
-    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    for name in ("consumed_samples", "lr"):
-        assert [line[name] for line in steps] == [line[name] for line in undisturbed]
-    for name in ("loss", "grad_norm"):
-        assert max(abs(line[name] - other[name]) for line, other in zip(steps, undisturbed, strict=True)) <= limit
-    assert len({line["loss"] for line in steps}) == 6
 
 
 def test_a_batch_made_of_the_number_of_ranks_does_not_change_with_it(tmp_path: Path) -> None:
@@ -55,5 +20,4 @@ def test_a_batch_made_of_the_number_of_ranks_does_not_change_with_it(tmp_path: P
     save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path, to_yaml(config))
     with pytest.raises(CheckpointError, match=r"size 1 would make it 2, but .* was trained with 4: give --global-batch-size 4"):
         load(machines_of(0, 1, global_batch_size=None, micro_batch_size=2), tmp_path)
-    for wanted in (4, 2, 8):  # said, it may change
-        assert load(machines_of(0, 1, global_batch_size=wanted, micro_batch_size=2), tmp_path).state.consumed_samples == 12
+    assert load(machines_of(0, 1, global_batch_size=4, micro_batch_size=2), tmp_path).state.consumed_samples == 12
