@@ -14,8 +14,8 @@ from megapipe.calibrate.rates import Rates
 from megapipe.errors import ConfigError
 from megapipe.planner.hardware import GIGA, Hardware, Link, hardware_of, read_hardware
 
-# where no link was measured and the device is in no table: memory of one host over gloo, 10 Gbit/s Ethernet
-ASSUMED_LINKS = {NODE: Link(1.0 * GIGA, 100e-6), NETWORK: Link(1.25 * GIGA, 50e-6)}
+# where no link was measured and the device is in no table: gloo inside a host, and over 10 Gbit/s Ethernet
+ASSUMED_LINKS = {NODE: Link(1.0 * GIGA, 100e-6), NETWORK: Link(1.0 * GIGA, 100e-6)}
 
 
 @dataclass(frozen=True)

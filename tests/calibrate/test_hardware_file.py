@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -14,15 +15,17 @@ import torch
 from megapipe.calibrate import rates
 from megapipe.calibrate.hardware_file import ASSUMED_LINKS, Machine, hardware_measured, to_yaml, write
 from megapipe.calibrate.links import MeasuredLink, fitted, trials_of
+from megapipe.calibrate.measure import Found
 from megapipe.calibrate.rates import Rates, slowest
 from megapipe.calibrate.stopwatch import FEWEST, WARM_UPS, Stopwatch
+from megapipe.calibrate.words import as_data
 from megapipe.cli.calibrate import calibrate, main
 from megapipe.cli.command import main as megapipe
 from megapipe.doctor.trials import SEND, Trial
 from megapipe.doctor.verdict import Sample
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
-from megapipe.planner.hardware import HARDWARE, Link, read_hardware
+from megapipe.planner.hardware import HARDWARE, Hardware, Link, read_hardware
 from megapipe.topology import Topology
 from tests.harness import RankPool
 
@@ -67,7 +70,7 @@ def test_two_ranks_measure_the_link_of_their_node(rank_pools: Callable[[int], Ra
     rank_pools(2).run(two_ranks, str(path))
     found, text = read_hardware(path), path.read_text()
     assert "# all-reduce over 2 ranks" in text and text.count("NOT measured: assumed") == 1
-    assert found.node != ASSUMED_LINKS["node"] and found.network == ASSUMED_LINKS["network"]
+    assert found.node.latency_seconds != ASSUMED_LINKS["node"].latency_seconds and found.network == ASSUMED_LINKS["network"]
     assert 1e6 < found.node.bytes_per_second < 1e12 and 1e-7 < found.node.latency_seconds < 10
     assert found.ranks_per_node == 2
 
@@ -96,6 +99,15 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert hardware.gemm_shares == ((64, 0.25), (256, 0.75), (1024, 1.0))
     assert (hardware.attention_share, hardware.pointwise_share) == (0.125, 0.25)
     assert write(tmp_path / "x.yaml", to_yaml(hardware, MACHINE, links), force=False) == hardware
+
+
+def test_json_has_the_files_keys_and_both_figures_of_each_link() -> None:
+    links = [MeasuredLink("node", 2, Link(1.5e9, 2.5e-5), Link(1e9, 1e-5))]
+    hardware = hardware_measured("here", MACHINE, RATES, links)
+    data = json.loads(json.dumps(as_data(hardware, MACHINE, Found(torch.device("cpu"), "fp32", RATES, tuple(links), ("a", "a"), 3.0))))
+    assert set(data) == {field.name for field in dataclasses.fields(Hardware)} | {"measured"}
+    assert data["node"] == data["measured"]["links"]["node"]["all_reduce"] == {"bytes_per_second": 1.5e9, "latency_seconds": 2.5e-5}
+    assert data["measured"]["links"]["node"]["message"]["bytes_per_second"] == 1e9 and data["flops"] == {"fp32": 8e10, "bf16": 4e11}
 
 
 def test_a_card_of_the_table_has_the_tables_links_where_none_was_measured() -> None:
