@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ class Ending:
     """Why the loop ended, for the last line of the log."""
 
     reason: str
-    early: bool = False  # before the last step that was asked for
+    early: bool = False  # before the end of what was asked for
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class Training:
             with self._heart.phase("saving", PATIENCE):
                 self._saves.finish(is_last=True)
         if not ending.early:
-            self._evaluate("validation", self.data.valid)
-            self._evaluate("test", self.data.test)
+            asked = self._evaluate("validation", self.data.valid) or self._evaluate("test", self.data.test)
+            ending = ending if asked is None else Ending(asked, early=True)
         self.machines.gather.finish()
         self._profile.finish(self.state.step)
         self._pipeline_profile.finish(self.state.step)
@@ -133,6 +133,9 @@ class Training:
         first = self.state.step
         self._copies.compare(first)  # what was loaded or drawn
         self._pace.start(self.state)
+        if self.state.step < train_iters and (asked := self._agreement.signal()) is not None:
+            self._saved_step = first  # nothing was added to it
+            return Ending(asked, early=True)
         while self.state.step < train_iters:
             # in the first step kernels are compiled and connections made
             with self._heart.patient() if self.state.step == first else nullcontext():
@@ -148,7 +151,9 @@ class Training:
             if agreed.reason is not None:
                 return Ending(agreed.reason, early=self.state.step < train_iters)
             if self._is_due(self._training.eval_interval) and self.state.step < train_iters:
-                self._evaluate("validation", self.data.valid)
+                asked = self._evaluate("validation", self.data.valid)
+                if asked is not None:
+                    return Ending(asked, early=True)
                 self._pace.start(self.state)
             if self._is_due(self._config.checkpoint.save_interval) or agreed.save_due:
                 self._save_now()
@@ -307,9 +312,10 @@ class Training:
             )
         )
 
-    def _evaluate(self, split: str, loader: Loader | None) -> None:
+    def _evaluate(self, split: str, loader: Loader | None) -> str | None:
+        """Returns the signal that cut it short, of which nothing is recorded then."""
         if loader is None or not self._training.eval_iters:
-            return
+            return None
         assert self._training.global_batch_size is not None
         samples = self._training.global_batch_size
         interval = self._training.eval_interval
@@ -317,11 +323,23 @@ class Training:
         first = earlier * self._training.eval_iters * samples  # every validation of a run sees other samples, as in Megatron
         started = time.perf_counter()
         count = samples // self.machines.plan.batch.samples_per_microbatch
-        batches = (self.microbatches(loader, first + i * samples, count, None) for i in range(self._training.eval_iters))
+        asked = None
+
+        def batches() -> Iterator[Microbatches]:
+            nonlocal asked
+            for i in range(self._training.eval_iters):
+                asked = self._agreement.signal()
+                if asked is not None:
+                    return
+                yield self.microbatches(loader, first + i * samples, count, None)
+
         with self._heart.phase(split):
-            loss, tokens = evaluate(self._step, batches, self._training.calculate_per_token_loss)
+            loss, tokens = evaluate(self._step, batches(), self._training.calculate_per_token_loss)
+        if asked is not None:
+            return asked
         seconds = time.perf_counter() - started
         self.writers.evaluation(EvaluationMetrics(split, self.state.step, loss, tokens, seconds))
+        return None
 
     def _save_now(self) -> None:
         if self._saves is None or self._saved_step == self.state.step or self._training.skip_train:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,40 @@ from megapipe.errors import CheckpointError
 from megapipe.train.persistence import load, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
+from tests.harness import RankPool
+from tests.train.jobs import furthest, job_on_rank, steps_of
 from tests.train.runs import machines_of
+
+Pools = Callable[[int], RankPool]
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 6"
+ZERO = f"{DROPOUT} --fp64 --adam-eps 1e-4 --use-distributed-optimizer"
+# flags, ranks of one replica, how far weights, moments and losses may be from the undisturbed run's: gradients are added to one another in
+# GEMMs on one rank and in a reduction between two, so that sums are rounded in another order
+CASES = {
+    "dp": (f"{DROPOUT} --fp64 --adam-eps 1e-4 --global-batch-size 4", 1, 1e-12),
+    "dp_sharded_optimizer": (ZERO, 1, 1e-12),
+    "tp2_pp2_sharded_optimizer": (f"{ZERO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4, 1e-12),
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "limit"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] if case[1] > 1 else []) for name, case in CASES.items()],
+)
+def test_dp_halved_and_doubled_changes_no_step(rank_pools: Pools, tmp_path: Path, flags: str, ranks: int, limit: float) -> None:
+    straight, elastic = tmp_path / "straight", tmp_path / "elastic"
+    parts = [(2, f"--save {straight}"), *((dp, f"--save {elastic} --load {elastic} --exit-interval 2") for dp in (2, 1, 2))]
+    for dp, where in parts:
+        results = rank_pools(ranks * dp).run(job_on_rank, f"{flags} {where}")
+        assert [result[1:] for result in results] == [("", None)] * ranks * dp
+    assert furthest(straight, elastic) <= limit
+    undisturbed, steps = (steps_of(path / "metrics.jsonl") for path in (straight, elastic))
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for name in ("consumed_samples", "lr"):
+        assert [line[name] for line in steps] == [line[name] for line in undisturbed]
+    for name in ("loss", "grad_norm"):
+        assert max(abs(line[name] - other[name]) for line, other in zip(steps, undisturbed, strict=True)) <= limit
+    assert len({line["loss"] for line in steps}) == 6
 
 
 def test_a_batch_made_of_the_number_of_ranks_does_not_change_with_it(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""A signal to one rank, whatever that rank is doing: all ranks leave after the same step, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megapipe.environment import child_environment
+from megapipe.train import run as run_module
+from megapipe.train.saving import Saves
+from megapipe.train.step import TrainStep
+from tests.harness import REPOSITORY, RankPool
+from tests.train.jobs import TINY, furthest, job_on_rank, lines_of
+
+Pools = Callable[[int], RankPool]
+FLAGS = "--train-iters 4 --save-interval 2 --eval-interval 2 --eval-iters 5 --use-distributed-optimizer"
+MOMENTS = {
+    "before the first step": (run_module, "build_data"),
+    "in a save": (Saves, "save"),
+    "in an evaluation": (TrainStep, "evaluate"),
+}
+
+
+def job_with_signal(rank: int, world_size: int, flags: str, moment: str, where: int, number: int) -> tuple[str, str, str | None, int]:
+    """A job in which rank `where` gets a signal the first time it comes to the moment; and how often this rank came to it."""
+    owner, name = MOMENTS[moment]
+    plain, calls = getattr(owner, name), 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == where and calls == 1:
+            os.kill(os.getpid(), number)
+        return plain(*arguments)
+
+    with mock.patch.object(owner, name, interrupted):
+        return (*job_on_rank(rank, world_size, flags), calls)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with RankPool(2) as pool:
+        pool.run(job_on_rank, f"{FLAGS} --save {folder}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("moment", "where", "number", "step", "calls"),
+    [
+        ("before the first step", 1, signal.SIGTERM, 0, 1),
+        ("in a save", 0, signal.SIGUSR1, 3, 2),  # of step 2: the next step is made, and saved
+        ("in an evaluation", 1, signal.SIGTERM, 2, 1),  # four more were to come
+        ("in an evaluation", 0, signal.SIGUSR1, 2, 1),
+    ],
+)
+def test_all_ranks_leave_and_a_resumed_run_ends_as_if_there_had_been_no_signal(
+    rank_pools: Pools, tmp_path: Path, undisturbed: Path, moment: str, where: int, number: int, step: int, calls: int
+) -> None:
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path}"
+    results = rank_pools(2).run(job_with_signal, flags, moment, where, number)
+    assert [result[1:] for result in results] == [("", None, calls)] * 2
+    assert f"ended after step {step}: {signal.Signals(number).name} received" in results[0][0]
+    assert lines_of(tmp_path / "run.jsonl")[-1]["early"] is True
+    saved = sorted(path.name for path in tmp_path.glob("step_*"))
+    assert saved == ["step_00000002", "step_00000003"][: max(0, step - 1)]
+    again = rank_pools(2).run(job_on_rank, flags)
+    assert [result[1:] for result in again] == [("", None)] * 2
+    assert f"going on after step {step}" in again[0][0] if step else "starting from step 0" in again[0][0]
+    assert furthest(tmp_path, undisturbed) == 0.0
+
+
+SAVES_SLOWLY = """
+import sys, time
+from megapipe.cli.pretrain import main
+from megapipe.train.saving import Saves
+
+def save(self, state):
+    print("saving", flush=True)
+    time.sleep(100)
+
+Saves.save = save
+sys.exit(main())
+"""
+
+
+def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", SAVES_SLOWLY, *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
+    environment = child_environment(OMP_NUM_THREADS=1)
+    with subprocess.Popen(words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            next(line for line in process.stdout if re.match(r"step +2/", line))
+            process.send_signal(signal.SIGINT)
+            next(line for line in process.stdout if line == "saving\n")
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert time.monotonic() - began < 30.0
