@@ -136,9 +136,8 @@ def test_the_words_of_the_rank_that_failed_first_come_first(cluster: SlurmCluste
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["srun", "launch"])
-def test_a_job_that_failed_goes_on_from_what_it_saved(cluster: SlurmCluster, undisturbed: Job, launcher: str, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, training=(*TRAINING, "--save-interval", "4"), FAULT="3:10", LAUNCHER=launcher)
+def test_a_job_that_failed_goes_on_from_what_it_saved(cluster: SlurmCluster, undisturbed: Job, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, training=(*TRAINING, "--save-interval", "4"), FAULT="3:10")
     assert job.ended() == "COMPLETED", job.log
     report = job.log[job.log.index("failed first") :]
     assert "RuntimeError: planted in step 10" in report
