@@ -28,7 +28,7 @@ FLAGS_OF_OTHERS = {
     *("--gpus", "--gpu", "--hardware"),  # megapipe plan
     *("--nproc-per-node", "--dry-run", "--nodes"),  # torchrun, megapipe launch, sbatch
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
-    "--to",  # megapipe convert
+    *("--to", "--step"),  # megapipe convert, tools/inspect_data.py
 }
 
 
