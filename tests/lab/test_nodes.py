@@ -68,6 +68,7 @@ def assert_same_state(one: Path, other: Path, step: int) -> None:
     assert all(tensor.num_equal == tensor.num_elements for tensor in compared)
 
 
+@pytest.mark.slow
 def test_a_slow_direction_between_two_machines_is_named(nodes: Nodes, tmp_path: Path) -> None:
     nodes.slow_down(1, "20mbit")
     try:

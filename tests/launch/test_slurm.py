@@ -124,6 +124,7 @@ def test_a_job_near_its_time_limit_saves_queues_up_again_and_ends_as_if_undistur
     assert cluster.left_over() == []
 
 
+@pytest.mark.slow
 def test_the_words_of_the_rank_that_failed_first_come_first(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, REQUEUE="signal", FAULT="3:2")
     assert job.ended() == "FAILED", job.log
@@ -158,7 +159,8 @@ def test_the_time_limit_itself_sends_the_signal(cluster: SlurmCluster, undisturb
     assert job.weights() == undisturbed.weights()
 
 
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("launch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["srun", "launch"])
 def test_a_signal_that_comes_before_python_waits_for_it(cluster: SlurmCluster, launcher: str, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, LAUNCHER=launcher, REQUEUE="never")
     job.wait_for("step 0 of 30")
