@@ -284,8 +284,8 @@ def device(pair: Pair, _: str) -> None:
 
 def snapshot(pair: Pair, _: str) -> None:
     assert pair.both(lambda case: snapshot_path(case.plan(1).config.gpu, 3).name) == (
-        "here_rank_00003.pickle",
         "snapshot_rank_00003.pickle",
+        "here_rank_00003.pickle",
     )
 
 

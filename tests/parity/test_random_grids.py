@@ -98,6 +98,9 @@ ELSEWHERE = {
     "allow_tp_across_nodes",
     "distributed_backend",
     "hang_timeout_seconds",
+    "pipeline_rank_speeds",
+    "pipeline_rank_memory",
+    "pipeline_layer_times",
 }
 NOT_THERE_YET = {"context_parallel_size"}
 

@@ -67,8 +67,11 @@ def config_of(**options: Any) -> Config:
     names = {section: [field.name for field in dataclasses.fields(section)] for section in SECTIONS}
     unknown = set(options) - {name for its_names in names.values() for name in its_names}
     assert not unknown, unknown
-    made = [section(**{name: options[name] for name in its_names if name in options}) for section, its_names in names.items()]
-    return Config(*made)
+    sections = {field.default_factory: field.name for field in dataclasses.fields(Config)}
+    made = {
+        sections[section]: section(**{name: options[name] for name in its_names if name in options}) for section, its_names in names.items()
+    }
+    return Config(**made)
 
 
 def compared(rank: int, world_size: int, config: Config, mode: str, plant: Plant | None = None) -> tuple[list[ParityStep], str]:
