@@ -139,10 +139,10 @@ def test_after_a_machine_is_lost_a_relaunch_goes_on_to_the_bit(nodes: Nodes, tmp
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    steps = 40
+    steps = 300
     doors = [nodes.launch(node, broken, 2, *training(broken, steps, LIMIT_SECONDS)) for node in range(2)]
     try:
-        doors[0].wait_for("step     11/")
+        doors[0].wait_for("step  11/")
         nodes.kill(1)
         began = time.monotonic()
         while "communication error" not in doors[0].error():
