@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
 from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
+from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
 
 from megapipe.errors import MegapipeError
@@ -125,23 +125,6 @@ def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[
     return turns
 
 
-@dataclass(frozen=True)
-class Quartiles:
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(low, median, high)
-
-    def text(self, form: str) -> str:
-        return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
-
-
 def ratios(above: Sequence[float], below: Sequence[float]) -> Quartiles:
     """Quartiles of the ratios round by round."""
     return Quartiles.of([a / b for a, b in zip(above, below, strict=True)])
@@ -205,11 +188,6 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
             )
         )
     return rows
-
-
-def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def as_text(rows: Sequence[tuple[str, ...]]) -> str:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_table import as_markdown
 from gpu_bench.contenders import Contender, Megapipe, draw_weights, plain, transformers_llama
-from gpu_bench.figures import BARRED_SHAPES, Turn, as_markdown, table, verdicts
+from gpu_bench.figures import BARRED_SHAPES, Turn, table, verdicts
 from gpu_bench.shapes import SHAPES, Shape
 from gpu_bench.timing import gemm_rate, kernel_shares, peak_bytes, seconds_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -44,7 +45,7 @@ def make_update_rule(config: OptimizerConfig, shards: Sequence[Shard], library: 
     return AdamRule(config, shards) if config.optimizer == "adam" else SgdRule(config, shards)
 
 
-class _FlatRule:
+class _FlatRule(ABC):
     """torch.optim over views of flat tensors, one parameter group for each kind of run.
 
     step multiplies the gradients by `factor`, in the kernel where it can: they hold the scaled values afterwards. A rank whose shards
@@ -69,8 +70,9 @@ class _FlatRule:
             for group in self._optimizer.param_groups:
                 group["fused"] = True
 
+    @abstractmethod
     def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
-        raise NotImplementedError
+        """torch's optimizer over the runs, its state in the shards' moments."""
 
     def set_num_steps(self, num_steps: int) -> None:
         """Go on as if num_steps updates had been made (they are the t of Adam's bias correction)."""

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bench_table import Quartiles
+
 from gpu_bench.shapes import Shape, configuration
 from megapipe.planner.flops import step_flops
 from megapipe.planner.resolve import resolve
@@ -22,22 +24,6 @@ class Turn:
 
     gradients: float
     update: float
-
-
-@dataclass(frozen=True)
-class Quartiles:
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
-
-    def text(self, form: str) -> str:
-        return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
 def flops_of_step(shape: Shape, causal: bool) -> float:
@@ -88,8 +74,3 @@ def verdicts(shape: Shape, turns: Mapping[str, Sequence[Turn]], gemm: Sequence[f
             verdict = "met" if met else "not reached" if is_goal else "NOT MET"
             said.append((f"{name} to {against}: {found.text('.3f')}, {'goal' if is_goal else 'at least'} {bar}: {verdict}", met or is_goal))
     return said
-
-
-def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
