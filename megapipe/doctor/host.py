@@ -22,6 +22,8 @@ from megapipe.monitor.process import host
 
 @dataclass(frozen=True)
 class Gpu:
+    """A card as the driver names it."""
+
     name: str
     memory_bytes: int
 

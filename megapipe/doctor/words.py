@@ -129,6 +129,7 @@ def remark_lines(remarks: Sequence[Remark], num_hosts: int) -> list[str]:
 
 
 def single_json(report: HostReport) -> dict[str, Any]:
+    """What `--json` prints for one process."""
     remarks = examine([report])
     return {
         "fine": not any(_wrong(remarks)),
@@ -138,6 +139,7 @@ def single_json(report: HostReport) -> dict[str, Any]:
 
 
 def allocation_json(found: Examination, hardware: Hardware | None) -> dict[str, Any]:
+    """What `--json` prints for a whole allocation. hardware: what links were compared with, if anything."""
     return {
         "fine": found.is_fine,
         "seconds": found.seconds,

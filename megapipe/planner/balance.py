@@ -8,6 +8,7 @@ from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.planner.bubble import step_of_costs
 from megapipe.planner.cut import is_by_hand
+from megapipe.planner.hardware import GIB
 from megapipe.planner.layer_costs import LayerCosts
 from megapipe.planner.memory import rank_memory
 from megapipe.planner.rank_bytes import RankBytes
@@ -16,7 +17,6 @@ from megapipe.schedule.balance import CutQuestion, Fits, balanced_cuts
 from megapipe.schedule.build import SCHEDULES
 from megapipe.schedule.partition import Partition, StageCost, StageLayers
 
-GIB = 1 << 30
 BALANCED = ("auto", "measured", "flops")
 MOST_RETRIES = 3
 

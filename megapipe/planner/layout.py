@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megapipe.config.config import Config
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.rules.wording import divisors
 from megapipe.planner.activations import is_explicit
 from megapipe.planner.hardware import Hardware
 
@@ -140,12 +141,9 @@ def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
 
 
 def recompute_text(recompute: RecomputeConfig) -> str:
+    """'no recompute', 'full recompute', or 'recompute' with the modules."""
     if recompute.recompute_granularity is None:
         return "no recompute"
     if recompute.recompute_granularity == "full":
         return "full recompute"
     return "recompute " + "+".join(recompute.recompute_modules)
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -14,6 +14,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.rules.check import check
+from megapipe.config.rules.wording import divisors
 from megapipe.config.training import TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
@@ -108,8 +109,7 @@ def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
 def _check_query_groups(model: ModelConfig, tp: int) -> None:
     groups = model.query_groups()
     if groups % tp and tp % groups:
-        divisors = (n for n in range(1, model.num_attention_heads + 1) if model.num_attention_heads % n == 0)
-        ways = ", ".join(str(n) for n in divisors if groups % n == 0 or n % groups == 0)
+        ways = ", ".join(str(n) for n in divisors(model.num_attention_heads) if groups % n == 0 or n % groups == 0)
         raise ConfigError(
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each rank holds whole "
             f"key/value heads or a copy of one; use a tensor-parallel size of {ways}"

@@ -17,11 +17,11 @@ from megapipe.config.logging import LoggingConfig
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.planner.memory import rank_memory
+from megapipe.planner.report import bytes_text
 from megapipe.planner.run_plan import RunPlan
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 MOST_HISTORY_ENTRIES = 100_000
-GIB = 1 << 30
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> what it is open for
 
@@ -105,14 +105,14 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
     pp_rank = plan.topology.coordinates(global_rank).pp_rank
     planned = rank_memory(plan, pp_rank)
     largest = sorted(planned.items.items(), key=lambda item: -item[1])[:3]
-    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
-    text = f"rank {global_rank} (pp {pp_rank}) ran out of memory: planned {planned.total / GIB:.1f} GiB ({shown})"
+    shown = ", ".join(f"{name} {bytes_text(size)}" for name, size in largest)
+    text = f"rank {global_rank} (pp {pp_rank}) ran out of memory: planned {bytes_text(planned.total)} ({shown})"
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         text += (
-            f"; of the card's {total / GIB:.1f} GiB {held / GIB:.1f} are in tensors, {(reserved - held) / GIB:.1f} kept by the allocator, "
-            f"{(total - free - reserved) / GIB:.1f} taken by CUDA, NCCL and other processes"
+            f"; of the card's {bytes_text(total)} {bytes_text(held)} are in tensors, {bytes_text(reserved - held)} kept by the allocator, "
+            f"{bytes_text(total - free - reserved)} taken by CUDA, NCCL and other processes"
         )
     return f"{text}. {ways_out(plan)}. torch: {str(error).split('. ')[0]}"
 
