@@ -22,7 +22,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import select
 import shutil
 import signal
 import sys
@@ -35,6 +34,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from megapipe.monitor.process import wait_for_end
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOADED = "tests.preload"
@@ -274,23 +275,8 @@ def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: b
 
 def _end_with(parent: int) -> None:
     """End this process when the test run ends: a hung rank must not outlive a run that was killed. Runs in a thread of its own."""
-    try:
-        handle = os.pidfd_open(parent)
-        select.select([handle], [], [])
-    except AttributeError:  # not Linux
-        while _is_alive(parent):
-            time.sleep(2)
-    except OSError:  # already gone
-        pass
+    wait_for_end(parent)
     os._exit(1)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
 import sys
 import threading
-import time
 from contextlib import suppress
 
 from megapipe.cli.failure import end_at_once
 from megapipe.environment import Environment
+from megapipe.monitor.process import wait_for_end
 
-POLL_SECONDS = 1.0  # where the system has no process handles
 EXIT_CODE = 1
 
 
@@ -27,7 +25,7 @@ def end_with_launcher(environment: Environment) -> None:
 
 
 def _watch(launcher: int, environment: Environment) -> None:
-    _wait_for_end(launcher)
+    wait_for_end(launcher)
     if environment.local_rank == 0:
         with suppress(OSError):  # the terminal may be gone too
             print(
@@ -39,26 +37,6 @@ def _watch(launcher: int, environment: Environment) -> None:
     with suppress(OSError):
         end_at_once(EXIT_CODE)
     os._exit(EXIT_CODE)
-
-
-def _wait_for_end(process: int) -> None:
-    try:
-        handle = os.pidfd_open(process)
-    except AttributeError:  # not Linux
-        while _is_alive(process):
-            time.sleep(POLL_SECONDS)
-    except OSError:  # it has ended already
-        return
-    else:
-        select.select([handle], [], [])
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError:
-        return False
-    return True
 
 
 def _is_ancestor(process: int | None) -> bool:

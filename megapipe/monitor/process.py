@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ STATES = {
 }
 ENDED = "ZX"
 STOPPED = "Tt"
+POLL_SECONDS = 1.0  # where the system has no process handles
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,24 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def wait_for_end(process: int) -> None:
+    """Return when a process of this host has ended; at once if it has already. For a thread that watches over another process."""
+    try:
+        handle = os.pidfd_open(process)
+    except AttributeError:  # not Linux
+        while _is_alive(process):
+            time.sleep(POLL_SECONDS)
+    except OSError:  # it has ended already
+        return
+    else:
+        select.select([handle], [], [])
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True

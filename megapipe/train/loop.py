@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megapipe.build.datasets import RunData
 from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
-from megapipe.comm.collectives import broadcast_object
-from megapipe.data.batch import Batch
-from megapipe.data.loader import Loader
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.agreement import Agreed, Agreement, Trouble
 from megapipe.train.asynchronous_step import step_of
 from megapipe.train.copies_check import CopiesCheck
-from megapipe.train.evaluation import evaluate
-from megapipe.train.fault_search import search
-from megapipe.train.faults import OutputWatch, Sums, unsound
-from megapipe.train.metrics import EvaluationMetrics, StepMetrics
+from megapipe.train.evaluation import Evaluation
+from megapipe.train.faults import OutputWatch
+from megapipe.train.metrics import StepMetrics
 from megapipe.train.pace import Pace
 from megapipe.train.pipeline_profile import PipelineProfiler
 from megapipe.train.profile import Profile
-from megapipe.train.rollback import SpikeRollback
+from megapipe.train.reading import Reader
+from megapipe.train.recovery import Launched, Recovery
 from megapipe.train.saving import Saves
 from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest
-from megapipe.train.spikes import SpikeWatch
 from megapipe.train.state import TrainingState
-from megapipe.train.step import Rates, StepResult, is_sound
+from megapipe.train.step import StepResult
 from megapipe.train.stragglers import StragglerLog
 from megapipe.train.timers import Timers
 from megapipe.train.writers import Writers, run_folder
@@ -45,17 +38,6 @@ class Ending:
 
     reason: str
     early: bool = False  # before the end of what was asked for
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """What is still to be known of a step when its result comes. sums: of its stages' outputs, None unless watched."""
-
-    num_microbatches: int
-    samples: int
-    rates: Rates
-    sample_ids: Mapping[int, tuple[int, ...]]
-    sums: Sums | None
 
 
 class Training:
@@ -89,17 +71,13 @@ class Training:
         self._copies = CopiesCheck(machines, self._heart)
         self._stragglers = StragglerLog(machines, self._heart, writers)
         self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
-        self._spikes, self._spike_rollback = None, None
-        if self._training.spike_rollback is not None and data.train is not None:
-            self._spikes = SpikeWatch(self._training)
-            self._spikes.load_state(state.spikes)
-            self._spike_rollback = SpikeRollback(machines, data.train, writers)
-        self._spike = ""
-        self._unsound: tuple[StepResult, _Launched] | None = None
+        self._reader = Reader(machines, self._heart)
+        self._recovery = Recovery(machines, state, data.train, self._reader, writers, self._heart)
+        self._evaluation = Evaluation(machines, self._step, self._reader, self._agreement, writers, self._heart)
         self._schedules = schedules
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
-        self._launched: _Launched | None = None
+        self._launched: Launched | None = None
         self._agreed = Agreed()  # after the last step whose result is known
         self._rolled_back = 0
 
@@ -120,7 +98,7 @@ class Training:
             with self._heart.phase("saving", PATIENCE):
                 self._saves.finish(is_last=True)
         if not ending.early:
-            asked = self._evaluate("validation", self.data.valid) or self._evaluate("test", self.data.test)
+            asked = self._evaluate("validation") or self._evaluate("test")
             ending = ending if asked is None else Ending(asked, early=True)
         self.machines.gather.finish()
         self._profile.finish(self.state.step)
@@ -146,12 +124,14 @@ class Training:
                 self._copies.compare(self.state.step)
             agreed, self._agreed = self._agreed, Agreed()
             if agreed.trouble is Trouble.UNSOUND or (agreed.trouble and agreed.reason is None):
-                self._recover()
+                if self._recovery.recover(self._saves):
+                    self._saved_step = self.state.step
+                self._pace.start(self.state)
                 continue
             if agreed.reason is not None:
                 return Ending(agreed.reason, early=self.state.step < train_iters)
             if self._is_due(self._training.eval_interval) and self.state.step < train_iters:
-                asked = self._evaluate("validation", self.data.valid)
+                asked = self._evaluate("validation")
                 if asked is not None:
                     return Ending(asked, early=True)
                 self._pace.start(self.state)
@@ -169,7 +149,7 @@ class Training:
         self._stragglers.begins(state.step + 1)
         consumed = state.consumed_samples
         count = plan.batch.num_microbatches_at(consumed)
-        microbatches = self.microbatches(self.data.train, consumed, count, state.step)
+        microbatches = self._reader.microbatches(self.data.train, consumed, count, state.step)
         rates = self._schedules.rates(consumed)
         self._profile.before(state.step)
         self._pipeline_profile.before(state.step)
@@ -178,7 +158,7 @@ class Training:
         samples = plan.batch.size_at(consumed)
         state.advance(samples, samples * plan.config.model.seq_length)
         sums = None if self._watch is None else self._watch.take()
-        self._launched = _Launched(count, samples, rates, microbatches.sample_ids, sums)
+        self._launched = Launched(count, samples, rates, microbatches.sample_ids, sums)
         if self._step.is_ahead:
             self._has_updated(self._launched)
 
@@ -189,7 +169,7 @@ class Training:
         intervals = evaluations, self._config.checkpoint.save_interval, training.exit_interval, self._copies.interval
         return self.state.step == training.train_iters or any(map(self._is_due, intervals))
 
-    def _has_updated(self, launched: _Launched) -> None:
+    def _has_updated(self, launched: Launched) -> None:
         """Where a step ends for the profiles. Before its line in the log, which clears the tracer."""
         self._pipeline_profile.after(self.state.step - 1, launched.num_microbatches)
         self._profile.after(self.state.step - 1)
@@ -207,8 +187,7 @@ class Training:
         """The result of the last launched step is there: check, count and log it. Returns whether to go on."""
         launched, self._launched = self._launched, None
         assert launched is not None
-        if self._is_unsound(result, launched):
-            self._unsound = result, launched
+        if self._recovery.is_unsound(result, launched):
             self._agreed = self._agree(Trouble.UNSOUND)
             return False
         self.state.skipped_steps += result.update.skipped
@@ -219,70 +198,14 @@ class Training:
         if self._is_due(self._config.logging.log_interval) or self.state.step == self._training.train_iters:
             self._log(result, launched)
             self._stragglers.report(self.state.step, launched.num_microbatches)
-        self._spike = "" if self._spikes is None else self._spikes.see(result.loss, result.update.grad_norm)
-        self._agreed = agreed = self._agree(Trouble.SPIKE if self._spike and self.machines.groups.world.rank == 0 else Trouble.NONE)
+        spiked = self._recovery.has_spiked(result) and self.machines.groups.world.rank == 0
+        self._agreed = agreed = self._agree(Trouble.SPIKE if spiked else Trouble.NONE)
         if agreed.save_ready and self._saves is not None:
             with self._heart.phase("saving", PATIENCE):
                 self._saves.advance()
         return agreed.goes_on
 
-    def microbatches(self, loader: Loader, consumed: int, count: int, step: int | None) -> Microbatches:
-        """This rank's microbatches of the global batch after `consumed` samples. step: None for evaluation, without dropout."""
-        dp, dp_rank, micro = self.machines.plan.topology.dp, self.machines.coordinates.dp_rank, self._training.micro_batch_size
-        keys = None if step is None else Keys(self._training.seed, step, dp_rank, dp)
-
-        def read(k: int) -> Batch:
-            with self._heart.phase("reading data"):
-                return loader.microbatch(consumed, k, dp_rank, dp, micro)
-
-        return Microbatches(count, read, keys, self.machines.device)
-
-    def _is_unsound(self, result: StepResult, launched: _Launched) -> bool:
-        # an overflow is part of the search for a loss scale, until that cannot fall any further
-        searching = self.machines.optimizer.scaler.is_dynamic and result.update.loss_scale > self._config.precision.min_loss_scale
-        overflow = result.update.skipped and math.isfinite(result.loss) and searching
-        return launched.sums is not None and not is_sound(result) and not overflow
-
-    def _recover(self) -> None:
-        """From a spike, or a loss that is no number: go back to a checkpoint, as --spike-rollback says. Raises TrainingError if that is not
-        asked for, or not possible and no number is left to go on with."""
-        why, first_bad, error = self._spike, self.state.step, None
-        if self._spikes is not None:
-            first_bad -= max(0, self._spikes.num_spiking - 1)
-        if self._unsound is not None:
-            error = self._explained(*self._unsound)
-            why, self._unsound = str(error).partition(". Lower --lr")[0].partition(": ")[2], None
-        if self._spikes is None or self._spike_rollback is None:
-            raise error or TrainingError(why)
-        why, first_bad = broadcast_object((why, first_bad), self.machines.groups.world)  # the last bits of a norm may differ
-        if self._saves is not None:
-            self._saves.finish(is_last=False)
-        with self._heart.phase("loading", PATIENCE):
-            went_back = self._spike_rollback.go_back(self.state, first_bad, why)
-        if not went_back and error is not None:
-            raise error
-        if went_back:
-            self._saved_step = self.state.step
-        else:
-            self.writers.say(f"step {self.state.step}: {why}; there is no checkpoint from before it yet: the run goes on")
-        self._spikes.load_state(self.state.spikes)
-        self._pace.start(self.state)
-
-    def _explained(self, result: StepResult, launched: _Launched) -> TrainingError:
-        """What is known of a step whose loss or norm is no number, and what running it once more shows, if it has changed no weights."""
-        assert launched.sums is not None and self.data.train is not None
-        consumed, step = self.state.consumed_samples - launched.samples, self.state.step - 1
-        microbatches = self.microbatches(self.data.train, consumed, launched.num_microbatches, step)
-
-        def again() -> str:
-            if self.machines.updates is not None or not result.update.skipped:
-                return ""
-            with self._heart.phase("searching", PATIENCE):
-                return search(self.machines, microbatches)
-
-        return unsound(self.machines, launched.sums, result, self.state.step, launched.sample_ids, again)
-
-    def _log(self, result: StepResult, launched: _Launched) -> None:
+    def _log(self, result: StepResult, launched: Launched) -> None:
         train_iters, rates = self._training.train_iters, launched.rates
         assert train_iters is not None
         phases = self._timers.take(self.machines.tracer, self._pace.num_steps)
@@ -312,41 +235,15 @@ class Training:
             )
         )
 
-    def _evaluate(self, split: str, loader: Loader | None) -> str | None:
-        """Returns the signal that cut it short, of which nothing is recorded then."""
-        if loader is None or not self._training.eval_iters:
-            return None
-        assert self._training.global_batch_size is not None
-        samples = self._training.global_batch_size
-        interval = self._training.eval_interval
-        earlier = max(0, self.state.step - 1) // interval if interval and split == "validation" else 0
-        first = earlier * self._training.eval_iters * samples  # every validation of a run sees other samples, as in Megatron
-        started = time.perf_counter()
-        count = samples // self.machines.plan.batch.samples_per_microbatch
-        asked = None
-
-        def batches() -> Iterator[Microbatches]:
-            nonlocal asked
-            for i in range(self._training.eval_iters):
-                asked = self._agreement.signal()
-                if asked is not None:
-                    return
-                yield self.microbatches(loader, first + i * samples, count, None)
-
-        with self._heart.phase(split):
-            loss, tokens = evaluate(self._step, batches(), self._training.calculate_per_token_loss)
-        if asked is not None:
-            return asked
-        seconds = time.perf_counter() - started
-        self.writers.evaluation(EvaluationMetrics(split, self.state.step, loss, tokens, seconds))
-        return None
+    def _evaluate(self, split: str) -> str | None:
+        loader = {"validation": self.data.valid, "test": self.data.test}[split]
+        return self._evaluation.run(split, loader, self.state.step)
 
     def _save_now(self) -> None:
         if self._saves is None or self._saved_step == self.state.step or self._training.skip_train:
             return
         self._copies.compare(self.state.step)
-        if self._spikes is not None:
-            self.state.spikes = self._spikes.state()
+        self._recovery.keep_state()
         with self._heart.phase("saving", PATIENCE):
             self._saves.save(self.state)
         self._saved_step = self.state.step

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megapipe.checkpoint.folder import steps_in
+from megapipe.monitor.process import process_state
 from tests.faults.disks import can_mount, fill, free, small_disk
 from tests.faults.plants import damage_newest, order
 from tests.launch.scripts import Door
@@ -114,7 +115,7 @@ class Life:
         return until()
 
     def all_ended(self) -> bool:
-        return self.exit_code is not None and not any(is_alive(rank) for rank in self.ranks)
+        return self.exit_code is not None and all(process_state(rank, None).has_ended for rank in self.ranks)
 
     def assert_ends_well(self) -> None:
         if not self.wait(3600.0, lambda: self.exit_code is not None) or self.exit_code != 0:
@@ -291,13 +292,6 @@ class Soak:
 
     def _say(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

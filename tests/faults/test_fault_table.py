@@ -21,11 +21,10 @@ from torch import Tensor
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.model.stage import GPTStage
-from megapipe.monitor.process import host
+from megapipe.monitor.process import host, process_state
 from megapipe.train.step import TrainStep
 from tests.faults.disks import can_mount, fill, free, small_disk
 from tests.faults.plants import damage_newest, flipped_bit, nan_in_one_microbatch, unreadable_data
-from tests.faults.soak import is_alive
 from tests.harness import RankPool
 from tests.launch.scripts import Door, launch
 from tests.train.jobs import TINY, job_on_rank
@@ -208,10 +207,10 @@ def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_a
         began = time.monotonic()
         strike(door)
         ended = door.ended()
-        while any(is_alive(rank) for rank in ranks) and time.monotonic() < began + 20:
+        while not all(process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + 20:
             time.sleep(0.01)
         seconds = time.monotonic() - began
-        assert not [rank for rank in ranks if is_alive(rank)]
+        assert not [rank for rank in ranks if not process_state(rank, None).has_ended]
         error = door.error()  # what a rank says may come after the launcher's end
     assert (ended.code, len(error.splitlines())) == (code, 1), error
     assert error.startswith(words), error

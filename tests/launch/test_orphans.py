@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli.orphan import _is_ancestor
+from megapipe.monitor.process import process_state
 from tests.launch.scripts import TINY, launch
 from tests.train.test_saving import contents
 
@@ -24,10 +25,10 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
         assert len(ranks) == 2
         door.signal(signal.SIGKILL)
         began = time.monotonic()
-        while any(_is_alive(rank) for rank in ranks) and time.monotonic() < began + MOST_SECONDS:
+        while any(not process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + MOST_SECONDS:
             time.sleep(0.01)
         seconds = time.monotonic() - began
-        left = [rank for rank in ranks if _is_alive(rank)]
+        left = [rank for rank in ranks if not process_state(rank, None).has_ended]
         for rank in left:
             os.kill(rank, signal.SIGKILL)
         ended = door.ended()
@@ -43,14 +44,6 @@ def test_a_process_id_counts_only_if_it_is_an_ancestors() -> None:
     assert _is_ancestor(os.getppid())
     assert not _is_ancestor(os.getpid())
     assert not _is_ancestor(None)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes through /proc")
