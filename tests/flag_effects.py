@@ -17,6 +17,7 @@ from __future__ import annotations
 
 PP = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 16"
 PP5 = f"{PP} --num-layers 5 --vocab-size 4096"
+SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
@@ -96,6 +97,10 @@ parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
 parallel.pipeline_memory_limit | --pipeline-memory-limit 1 | plan rows | {PP} --pipeline-schedule zb-auto | 2
 parallel.pipeline_receive_depth | --pipeline-receive-depth 3 | plan rows | {PP} | 2
 parallel.sequence_parallel | --sequence-parallel | plan specs | --tensor-model-parallel-size 2 | 2
+parallel.tp_comm_overlap | --tp-comm-overlap | ranks events | {SP2}
+parallel.tp_comm_overlap_ag | --disable-tp-comm-overlap-ag | ranks events | {SP2} --tp-comm-overlap
+parallel.tp_comm_overlap_rs | --disable-tp-comm-overlap-rs | ranks events | {SP2} --tp-comm-overlap
+parallel.tp_comm_overlap_chunks | --tp-comm-overlap-chunks 3 | ranks events | {SP2} --tp-comm-overlap
 parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers | | 2
 parallel.overlap_grad_reduce | --overlap-grad-reduce | ranks events | --ddp-bucket-size 500
 parallel.overlap_param_gather | --overlap-param-gather | ranks events | --use-distributed-optimizer

@@ -19,6 +19,7 @@ from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.stage import StageRunner
+from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.run_plan import RunPlan
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
@@ -114,6 +115,7 @@ class ForwardMachines:
             loss=plan.config.training,
             weight_queue=queue,
             kernels=self.kernels,
+            chunks=comm_chunks(plan.config.parallel),
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions)

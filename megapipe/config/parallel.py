@@ -88,6 +88,24 @@ class ParallelConfig:
     )
     pipeline_receive_depth: int = option(1, "receives posted ahead of the action that waits for them", unit="messages", at_least=1)
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; without tp it changes nothing")
+    tp_comm_overlap: bool = option(
+        False,
+        "cut the tensor-parallel collectives of a linear that have no other GEMM beside them into chunks, each under the GEMM of its "
+        "neighbour: a forward's gather and reduction, the gather of a row-parallel linear's output gradient, see docs/gpu.md",
+    )
+    tp_comm_overlap_ag: bool = option(
+        True,
+        "with --tp-comm-overlap: all-gathers are cut",
+        off_flag="--disable-tp-comm-overlap-ag",
+        more_flags=(Flag("--no-tp-comm-overlap-ag", value=False, help="same as --disable-tp-comm-overlap-ag"),),
+    )
+    tp_comm_overlap_rs: bool = option(
+        True,
+        "with --tp-comm-overlap: reduce-scatters are cut, and without sequence parallelism all-reduces",
+        off_flag="--disable-tp-comm-overlap-rs",
+        more_flags=(Flag("--no-tp-comm-overlap-rs", value=False, help="same as --disable-tp-comm-overlap-rs"),),
+    )
+    tp_comm_overlap_chunks: int = option(4, "with --tp-comm-overlap: chunks of a collective", unit="chunks", at_least=2)
     use_distributed_optimizer: bool = option(False, "each data-parallel rank holds 1/dp of master weights and moments (ZeRO-1)")
     overlap_grad_reduce: bool = option(False, "reduce gradients bucket by bucket under the remaining backward")
     overlap_param_gather: bool = option(False, "gather updated parameters bucket by bucket under the next forward")

@@ -18,6 +18,7 @@ from megapipe.kernels.choose import TORCH, Kernels
 from megapipe.kernels.transformer_engine import LinearWish
 from megapipe.model.activation import Activation, activation
 from megapipe.model.norm import Norm
+from megapipe.planner.comm_chunks import WHOLE, CommChunks
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -34,6 +35,7 @@ class Parts:
     recompute: frozenset[str] = frozenset()
     queue: WeightQueue | None = None
     kernels: Kernels = TORCH
+    chunks: CommChunks = WHOLE
 
     def column(self, layer: int, in_features: int, out_features: int, *, bias: bool, local_out_features: int | None = None) -> nn.Module:
         """local_out_features: as in ColumnParallelLinear."""
@@ -49,6 +51,7 @@ class Parts:
             queue=self.queue,
             local_out_features=local_out_features,
             gemms=self._gemms(layer),
+            chunks=self.chunks,
         )
 
     def row(self, layer: int, in_features: int, out_features: int, *, bias: bool) -> nn.Module:
@@ -62,6 +65,7 @@ class Parts:
             sequence_parallel=self.sequence_parallel,
             queue=self.queue,
             gemms=self._gemms(layer),
+            chunks=self.chunks,
         )
 
     def norm(self, size: int) -> nn.Module:

@@ -18,6 +18,7 @@ from megapipe.model.head import Loss, LossConfig, capped_logits
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.parts import Parts
 from megapipe.model.recompute import checkpoint, layer_groups, selected_modules
+from megapipe.planner.comm_chunks import WHOLE, CommChunks
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -60,6 +61,7 @@ class GPTStage(nn.Module):
         loss: LossConfig,
         weight_queue: WeightQueue | None = None,
         kernels: Kernels = TORCH,
+        chunks: CommChunks = WHOLE,
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp = config, layers, tp
@@ -73,16 +75,16 @@ class GPTStage(nn.Module):
         self.embedding: Embedding | TiedHead | None = None
         if layers.has_embedding:
             self.embedding = Embedding(config, tp, sequence_parallel=self.sequence_parallel, queue=weight_queue)
-        parts = Parts(config, tp, self.sequence_parallel, selected_modules(recompute), weight_queue, kernels)
+        parts = Parts(config, tp, self.sequence_parallel, selected_modules(recompute), weight_queue, kernels, chunks)
         blocks = {number: Block(number, parts) for number in numbers}
         self.decoder = Decoder(blocks, parts.norm(config.hidden_size) if layers.has_head else None)
         self._library = kernels.layers
         self._fp8 = [gemms for part in self.decoder.modules() if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)]
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_head:
-            self._add_head(tied)
+            self._add_head(tied, chunks)
 
-    def _add_head(self, tied: bool) -> None:
+    def _add_head(self, tied: bool, chunks: CommChunks) -> None:
         config = self.config
         assert config.padded_vocab_size is not None
         head = ColumnParallelLinear(
@@ -92,6 +94,7 @@ class GPTStage(nn.Module):
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             queue=self.weight_queue,
+            chunks=chunks,
         )
         if tied and self.embedding is None:
             self.embedding = TiedHead(head)

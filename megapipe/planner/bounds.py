@@ -14,6 +14,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.planner.activations import ELEMENT_BYTES, stage_bytes
+from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.cut import cut_key, cut_layers
 from megapipe.planner.hardware import Hardware
 from megapipe.planner.layer_time import Tensors, head_seconds, layer_seconds
@@ -188,7 +189,7 @@ class Bounds:
         hardware = self._hardware
         fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
         tp_link = dataclasses.replace(fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds))
-        tensors = Tensors.of(model, tp, sliced, size, self._config.precision.dtype)
+        tensors = Tensors.of(model, tp, sliced, size, self._config.precision.dtype, comm_chunks(self._config.parallel))
         layer, head = layer_seconds(tensors, recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
         kept = [
             sum(stage_bytes(model, tensors.sizes, stage, recompute).values())

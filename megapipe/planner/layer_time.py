@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.planner.activations import LocalSizes, is_explicit, layer_activation_bytes
+from megapipe.planner.comm_chunks import WHOLE, CommChunks
 from megapipe.planner.flops import mean_keys
 from megapipe.planner.hardware import Hardware, Link
-from megapipe.planner.traffic import collective_bytes, head_collectives, layer_collectives
+from megapipe.planner.traffic import ALL_REDUCE, collective_bytes, head_collectives, layer_collectives, repeated_collectives
 from megapipe.schedule.action import Op
 
 POINTWISE_PASSES = 2.0  # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
@@ -69,10 +71,14 @@ class Tensors:
     tp: int
     sequence_parallel: bool
     dtype: str
+    chunks: CommChunks = WHOLE
 
     @classmethod
-    def of(cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str) -> Tensors:
-        return cls(model, LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype), tp, sequence_parallel, dtype)
+    def of(
+        cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str, chunks: CommChunks = WHOLE
+    ) -> Tensors:
+        sizes = LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype)
+        return cls(model, sizes, tp, sequence_parallel, dtype, chunks if tp > 1 else WHOLE)
 
     def gemms(self) -> list[tuple[int, int, int]]:
         """(tokens, inputs, outputs) of the linears of a layer: linear_qkv, linear_proj, linear_fc1, linear_fc2."""
@@ -89,40 +95,50 @@ class Tensors:
 
 def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """One transformer layer. Recomputation is part of I."""
-    gemms = [_gemm_seconds(hardware, tensors.dtype, *sizes) for sizes in tensors.gemms()]
+    linears = tensors.gemms()
+    gemms = [_gemm_seconds(hardware, tensors.dtype, *sizes) for sizes in linears]
     gemm, attention = sum(gemms), attention_seconds(tensors, hardware)
     kept = sum(layer_activation_bytes(tensors.model, tensors.sizes).values()) - _squares(tensors)
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
     collective, count = _collective_seconds(tensors, tp_link), layer_collectives(tensors.sequence_parallel, recompute)
-    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": count.forward * collective}
+    columns, rows = (linears[0], linears[2]), (linears[1], linears[3])
+    gathers, reductions = (partial(each, tensors, hardware, tp_link) for each in (_gather_seconds, _reduction_seconds))
+    messages = sum(map(gathers, columns)) + sum(map(reductions, rows))
+    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": messages}
+    repeated = {0: 0.0, 1: gathers(linears[2]), 4: messages}[repeated_collectives(tensors.sequence_parallel, recompute)]
     inputs = {
         "gemm": gemm,
         "attention": _backward_of_attention(tensors.model) * attention,
         "pointwise": 2.0 * pointwise,
-        "tp": count.inputs * collective,
+        "tp": sum(map(gathers, rows)) + sum(map(reductions, columns)) + repeated,
     }
     weights = {"gemm": gemm, "tp": count.weights * collective}
     again = _recomputed(tensors, recompute, hardware, forward)
-    hidden = sum(_hidden(tensors, collective, gemms[linear]) for linear in (0, 2))
+    hidden = sum(_hidden(tensors, tp_link, gemms[linear], reductions(linears[linear])) for linear in (0, 2))
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
 
 
 def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """Final norm, output layer and loss."""
     sizes = tensors.sizes
-    gemm = _gemm_seconds(hardware, tensors.dtype, sizes.tokens, sizes.hidden, sizes.vocab)
+    linear = sizes.tokens, sizes.hidden, sizes.vocab
+    gemm, reduction = _gemm_seconds(hardware, tensors.dtype, *linear), _reduction_seconds(tensors, hardware, tp_link, linear)
     logits = sizes.tokens * sizes.vocab * sizes.wide
     collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
     again = 1 if sizes.chunks_loss else 0  # logits in chunks are computed once more in a backward
     return OpSeconds(
-        {"gemm": gemm, "pointwise": 3 * logits / hardware.pointwise_bytes_per_second, "tp": count.forward * collective},
+        {
+            "gemm": gemm,
+            "pointwise": 3 * logits / hardware.pointwise_bytes_per_second,
+            "tp": _gather_seconds(tensors, hardware, tp_link, linear),
+        },
         {
             "gemm": (1 + again) * gemm,
             "pointwise": (2 + again) * logits / hardware.pointwise_bytes_per_second,
-            "tp": count.inputs * collective,
+            "tp": reduction,
         },
         {"gemm": gemm, "tp": count.weights * collective},
-        _hidden(tensors, collective, gemm),
+        _hidden(tensors, tp_link, gemm, reduction),
     )
 
 
@@ -157,18 +173,45 @@ def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, output
     return max(compute, moved / hardware.memory_bytes_per_second)
 
 
-def _collective_seconds(tensors: Tensors, link: Link) -> float:
+def _collective_seconds(tensors: Tensors, link: Link, chunks: int = 1) -> float:
+    """Of one of so many chunks of an all-gather or reduce-scatter of hidden states."""
     if tensors.tp == 1:
         return 0.0
-    return collective_bytes(tensors.sizes, tensors.tp) / link.bytes_per_second + link.latency_seconds
+    return collective_bytes(tensors.sizes, tensors.tp) / chunks / link.bytes_per_second + link.latency_seconds
 
 
-def _hidden(tensors: Tensors, collective: float, gemm: float) -> float:
+def _gather_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear: tuple[int, int, int]) -> float:
+    """What gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
+    chunks = tensors.chunks.gather
+    return _exposed(tensors, hardware, _collective_seconds(tensors, link, chunks), chunks, linear) if tensors.sequence_parallel else 0.0
+
+
+def _reduction_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear: tuple[int, int, int]) -> float:
+    """What the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, without sequence parallelism an all-reduce."""
+    chunks = tensors.chunks.reduce
+    return _exposed(tensors, hardware, _passes(tensors) * _collective_seconds(tensors, link, chunks), chunks, linear)
+
+
+def _exposed(tensors: Tensors, hardware: Hardware, collective: float, chunks: int, linear: tuple[int, int, int]) -> float:
+    """Of a collective in chunks that each take so long and run under the GEMM of a neighbour: one, what is longer than a GEMM of the
+    others, and what smaller GEMMs take longer than one."""
+    tokens, *sizes = linear
+    whole, part = (_gemm_seconds(hardware, tensors.dtype, rows, *sizes) for rows in (tokens, max(1, tokens // chunks)))
+    return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
+
+
+def _passes(tensors: Tensors) -> int:
+    """Collectives that a sum over tp counts as."""
+    return 1 if tensors.sequence_parallel else ALL_REDUCE
+
+
+def _hidden(tensors: Tensors, link: Link, gemm: float, reduction: float) -> float:
     """Of a column-parallel linear's backward: under sequence parallelism its input is gathered again under the GEMM of the input gradient,
-    which is then scattered under that of the weights; without, it is all-reduced there."""
-    if tensors.sequence_parallel:
-        return 2.0 * min(collective, gemm)
-    return min(2.0 * collective, gemm)
+    which is then scattered under that of the weights; without, it is all-reduced there. Whole in both, where I alone, whose reduction is
+    given, may cut it into chunks."""
+    collective, passes = _collective_seconds(tensors, link), _passes(tensors)
+    gather = min(collective, gemm) if tensors.sequence_parallel else 0.0
+    return gather + min(passes * collective, gemm) - (passes * collective - reduction)
 
 
 def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]) -> dict[str, float]:

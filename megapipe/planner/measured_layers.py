@@ -12,6 +12,7 @@ from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
+from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.layer_costs import LayerCosts, PartCost
 
 FORMAT = "megapipe layer times"
@@ -42,6 +43,7 @@ def setting_of(config: Config) -> dict[str, Any]:
     return setting | {
         "tensor_model_parallel_size": tp,
         "sequence_parallel": parallel.sequence_parallel and tp > 1,
+        "comm_chunks": dataclasses.astuple(comm_chunks(parallel)) if tp > 1 else (1, 1),
         "micro_batch_size": config.training.micro_batch_size,
         "dtype": config.precision.dtype,
         "recompute_granularity": granularity,

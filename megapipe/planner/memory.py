@@ -35,6 +35,7 @@ from megapipe.planner.activations import (
     shared_mask_bytes,
     stage_bytes,
 )
+from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.temporaries import Backward, temporary_bytes
 from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
@@ -211,7 +212,8 @@ def _backward(plan: RunPlan, stage: int) -> Backward:
     config = plan.config
     gathers = config.parallel.sequence_parallel and plan.topology.tp > 1
     layers, documents = plan.partition.stages[stage], Documents.of(config.data)
-    return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, runs_on_cuda(plan), gathers)
+    chunks = comm_chunks(config.parallel).gather
+    return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, runs_on_cuda(plan), gathers, chunks)
 
 
 def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megapipe.planner.bubble import expected_bubble
+from megapipe.planner.comm_chunks import WHOLE, comm_chunks
 from megapipe.planner.flops import step_flops
 from megapipe.planner.memory import RankMemory, all_rank_memory, stage_activation_bytes
 from megapipe.planner.run_plan import RunPlan
@@ -30,6 +31,7 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         name
         for name, is_on in (
             ("sequence parallel", plan.config.parallel.sequence_parallel and t.tp > 1),
+            ("tensor-parallel collectives in chunks", comm_chunks(plan.config.parallel) != WHOLE and t.tp > 1),
             ("distributed optimizer", plan.config.parallel.use_distributed_optimizer),
             ("every parameter on two pipeline ranks", t.mirrored_pipeline),
         )

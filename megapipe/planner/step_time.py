@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.flops import step_flops
 from megapipe.planner.hardware import Hardware, Link
 from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
@@ -84,7 +85,7 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     config, t = plan.config, plan.topology
     tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
     sliced, size = config.parallel.sequence_parallel and t.tp > 1, config.training.micro_batch_size
-    tensors = Tensors.of(config.model, t.tp, sliced, size, config.precision.dtype)
+    tensors = Tensors.of(config.model, t.tp, sliced, size, config.precision.dtype, comm_chunks(config.parallel))
     layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
     return stages_of(layer, head, plan.partition.layer_counts)
 

@@ -39,6 +39,7 @@ class Backward:
     documents: Documents = NO_DOCUMENTS
     is_cuda: bool = True
     gathers: bool = False  # sequence parallelism over more than one rank
+    gather_chunks: int = 1  # of an all-gather that runs under its own GEMM
     splits: bool = False
 
     def most(self) -> int:
@@ -75,7 +76,7 @@ class Backward:
         hidden, activation = kept.get("mlp hidden", 0), kept.get("mlp activation", 0)
         inner = self._gates * self._width
         again = self._remade_mlp
-        yield more + mask + self._gathered + self._width + sum(again) + self._weight(sizes.hidden, sizes.ffn), 0
+        yield more + mask + self._width + sum(again) + self._gradient_of_row(sizes.ffn), 0
         gone = 0 if self.splits else activation
         replayed = again[1] if "mlp" in self._modules else 0  # held until the replay's backward is over
         yield more + mask + self._width + inner + again[0] + replayed + self._of_activation, gone
@@ -88,7 +89,7 @@ class Backward:
         gone += 0 if self.splits else kept.get("norm outputs", 0) // 2
         gone += kept.get("residual stream", 0) // 2
         more += waiting + sizes.hidden_states + mask - replayed  # the gradient between the two halves of the layer
-        yield more + self._gathered + sizes.query + self._weight(sizes.hidden, sizes.query // (sizes.tokens * sizes.element)), gone
+        yield more + sizes.query + self._gradient_of_row(sizes.query // (sizes.tokens * sizes.element)), gone
         yield more + sizes.query + self._of_attention(kept), gone
         gone += sum(kept.get(what, 0) for what in ("attention probabilities", "attention statistics", "q, k, v", "q, k, v repeated"))
         qkv = sizes.query + 2 * sizes.key
@@ -175,6 +176,15 @@ class Backward:
         """The input gradient of a column-parallel linear, before and after its reduction."""
         return self._whole + (self.sizes.hidden_states if self.gathers else 0)
 
+    def _gradient_of_row(self, columns: int) -> int:
+        """The whole output gradient of a row-parallel linear, and its weight gradient. In chunks: first two of them beside the whole, or
+        alone where the weight's half waits with its own slice."""
+        weight = self._weight(self.sizes.hidden, columns)
+        if not self.gathers or self.gather_chunks == 1:
+            return self._gathered + weight
+        two = 2 * -(-self._whole // self.gather_chunks)
+        return two if self.splits else self._whole + max(two, weight)
+
     def _weight_of_column(self, rows: int) -> int:
         return 0 if self.splits else self._gathered + self._weight(rows, self.sizes.hidden)
 
@@ -203,6 +213,7 @@ def temporary_bytes(backward: Backward) -> dict[Op, int]:
         backward.documents,
         backward.is_cuda,
         backward.gathers,
+        backward.gather_chunks,
         splits=True,
     )
     return {Op.B: backward.most(), Op.I: half.most(), Op.W: backward.weights()}

@@ -43,10 +43,10 @@ class Collectives:
 def layer_collectives(sequence_parallel: bool, recompute: RecomputeConfig) -> Collectives:
     """Of one transformer layer: an all-reduce after attention and MLP, forward and backward; under sequence parallelism an all-gather
     before and a reduce-scatter after, and the gather of two inputs again for the weights' gradients."""
-    return Collectives(4, 4 + _repeated(sequence_parallel, recompute), 2 if sequence_parallel else 0)
+    return Collectives(4, 4 + repeated_collectives(sequence_parallel, recompute), 2 if sequence_parallel else 0)
 
 
-def _repeated(sequence_parallel: bool, recompute: RecomputeConfig) -> int:
+def repeated_collectives(sequence_parallel: bool, recompute: RecomputeConfig) -> int:
     """Of a layer's forward, the collectives that a backward with recomputation does again."""
     if recompute.recompute_granularity is None:
         return 0

@@ -2,6 +2,7 @@
 
     mappings         f, g (Shoeybi et al. 2019, arXiv:1909.08053), their sequence-parallel pair (Korthikanti et al. 2022, arXiv:2205.05198)
     linear           ColumnParallelLinear, RowParallelLinear and the function form; hand-written backwards, communication under the GEMMs
+    chunked_gemm     their collectives that have no other GEMM beside them, in chunks under their own
     weight_gradient  the weight's half of a linear's or embedding's backward, as an object that can wait
     weight_queue     where those objects wait when the backward is split (I now, W later)
     gradient_slot    where a parameter's main gradient accumulates in fp32 (or fp64)

@@ -8,7 +8,8 @@ computed again in a backward has the same bits. Weights are cast once a row (`be
 backward in the model's dtype, as without fp8, and cast when they are used.
 
 Each rank casts what its own GEMMs take: a gathered x is whole, so that all tp ranks cast it alike; of W, and of what is cut by columns,
-each tp rank has scales of its own, finer than one process would have. No maximum crosses a rank.
+each tp rank has scales of its own, finer than one process would have. Maxima cross ranks only where an operand is multiplied before all
+of it is gathered (chunked_gemm) and its scale is not known from earlier steps.
 
 On GPUs the products are torch._scaled_mm (compute capability 8.9 or higher); elsewhere the rounded operands are multiplied in fp32,
 which is the same arithmetic but for the order of sums: slow, for tests.
@@ -23,7 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group
 from megapipe.config.precision import PrecisionConfig
+from megapipe.tensor_parallel.gemms import ChunkProduct
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -93,6 +97,19 @@ class TensorScale:
             self._seen = amax if self._seen is None else torch.maximum(self._seen, amax)
         return scale_for(amax, self.dtype, self._margin) if self._fixed is None else self._fixed
 
+    def of_whole(self, x: Tensor, records: bool, group: Group | None) -> Callable[[Tensor], Tensor]:
+        """The scale of all of x for each of its chunks. group: x is this rank's slice; where the history gives no scale its ranks agree on
+        the largest element."""
+        if self._fixed is not None:
+            return lambda chunk: self.of(chunk, records)
+        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        if group is not None:
+            all_reduce(amax, group, "max")
+        if records and self._length > 0:
+            self._seen = amax if self._seen is None else torch.maximum(self._seen, amax)
+        scale = scale_for(amax, self.dtype, self._margin)
+        return lambda chunk: scale
+
     def step(self) -> None:
         """A step is over: what was seen in it becomes the newest of the history."""
         if self._seen is None:
@@ -131,6 +148,12 @@ class Fp8Gemms:
         dx = multiply(self._cast(self.gradient, rows), self._cast_weight(weight)[1], grad_output.dtype)
         return dx.view(*grad_output.shape[:-1], weight.shape[1])
 
+    def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
+        return self._chunks(self.x, x, self._cast_weight(weight)[0], bias, group, fast=True)
+
+    def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
+        return self._chunks(self.gradient, grad_output, self._cast_weight(weight)[1], None, group, fast=False)
+
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
         return self._outer(grad_output, inputs, inputs.dtype)
 
@@ -139,6 +162,18 @@ class Fp8Gemms:
 
     def _outer(self, grad_output: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         return multiply(self._cast(self.gradient, grad_output, transposed=True), self._cast(self.x, inputs, transposed=True), dtype)
+
+    def _chunks(
+        self, scale_of: TensorScale, x: Tensor, matrix: Rounded, bias: Tensor | None, group: Group | None, *, fast: bool
+    ) -> ChunkProduct:
+        scale_of_chunk = scale_of.of_whole(x, self._trains, group)
+
+        def product(chunk: Tensor, out: Tensor) -> None:
+            scale, rows = scale_of_chunk(chunk), chunk.reshape(-1, chunk.shape[-1])
+            operand = Rounded(self._round(rows, scale, scale_of.dtype), scale.reciprocal())
+            out.copy_(multiply(operand, matrix, out.dtype, bias, fast=fast).view(out.shape))
+
+        return product
 
     @torch.no_grad()
     def _cast(self, scale_of: TensorScale, x: Tensor, transposed: bool = False) -> Rounded:

@@ -5,13 +5,19 @@ Names as in linear.py's table: x [.., in], weight [out, in], dy [.., out]; leadi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.comm.groups import Group
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
+
+ChunkProduct = Callable[[Tensor, Tensor], None]
+"""(x [ranks, rows, n], out [ranks, rows, m]): out = x M + bias, where the rows of one rank may lie apart from those of the next."""
 
 
 class Gemms(Protocol):
@@ -22,6 +28,12 @@ class Gemms(Protocol):
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         """dy W, [.., in]."""
+
+    def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
+        """`forward` chunk by chunk. x: all of it, or with a group this rank's slice of what is gathered over it."""
+
+    def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
+        """`input_gradient` chunk by chunk; as above."""
 
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
         """dy^T x, [out, in]; grad_output [tokens, out], inputs [tokens, in]."""
@@ -41,11 +53,32 @@ class PlainGemms:
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
 
+    def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
+        return partial(_multiply, weight.t(), bias)
+
+    def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
+        return partial(_multiply, weight, None)
+
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
         return torch.mm(grad_output.t(), inputs)
 
     def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
         slot.add_outer(grad_output, inputs)
+
+
+def _multiply(matrix: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    """out [ranks, rows, m] = x [ranks, rows, n] matrix [n, m] + bias [m]."""
+    if x.shape[0] == 1:
+        if bias is None:
+            torch.mm(x[0], matrix, out=out[0])
+        else:
+            torch.addmm(bias, x[0], matrix, out=out[0])
+        return
+    matrices = matrix.expand(x.shape[0], *matrix.shape)  # one matrix in memory: batched GEMMs take a stride of 0
+    if bias is None:
+        torch.bmm(x, matrices, out=out)
+    else:
+        torch.baddbmm(bias, x, matrices, out=out)
 
 
 PLAIN_GEMMS = PlainGemms()

@@ -11,7 +11,8 @@ Shapes per rank; sp = sequence parallelism (Korthikanti et al. 2022, arXiv:2205.
                dgrad     dx = whole(dy) W                                     sp: dy gathered
                wgrad     dW = whole(dy)^T x; bias: sum of dy over this rank's positions (sp: a partial gradient)
 
-Under the GEMMs: column's second gather of x runs under dgrad, its all-reduce or reduce-scatter of dx under wgrad.
+Under the GEMMs: column's second gather of x runs under dgrad, its all-reduce or reduce-scatter of dx under wgrad. The others, and that of
+dx where W is split off, have no GEMM beside them: with `CommChunks` they run under their own, chunk by chunk (chunked_gemm).
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
+from megapipe.planner.comm_chunks import WHOLE, CommChunks
+from megapipe.tensor_parallel.chunked_gemm import gathered_product, summed_product
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.mappings import gathered, reduce_scattered, slice_length
+from megapipe.tensor_parallel.mappings import empty_whole, gathered, reduce_scattered, slice_length
 from megapipe.tensor_parallel.weight_gradient import Gathering, LinearWeightGradient, Remake, Slots
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 
@@ -38,7 +41,7 @@ NO_SLOTS: Slots = {}
 class _Kept:
     """What a linear's Function keeps besides tensors: its options, its arithmetic, and the recipe to make its input again."""
 
-    __slots__ = ("gemms", "queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
+    __slots__ = ("chunks", "gemms", "queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
 
     def __init__(
         self,
@@ -48,9 +51,11 @@ class _Kept:
         queue: WeightQueue | None,
         remake: Remake | None,
         gemms: Gemms = PLAIN_GEMMS,
+        chunks: CommChunks = WHOLE,
     ) -> None:
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.chunks = chunks if tp.size > 1 else WHOLE
         self.slots = slots
         self.queue = queue
         self.remake = remake
@@ -106,6 +111,9 @@ class _ColumnParallel(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kept: _Kept) -> Tensor:
         kept.save(ctx, x, weight, bias)
+        if kept.sequence_parallel and kept.chunks.gather > 1:
+            product = kept.gemms.forward_chunks(x, weight, bias, kept.tp)
+            return gathered_product(x, product, weight.shape[0], kept.tp, kept.chunks.gather)
         return kept.gemms.forward(gathered(x, kept.tp) if kept.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -119,7 +127,11 @@ class _ColumnParallel(Function):
             if not kept.defers:
                 waiting.launch()
         grad_input = work = None
-        if wants_input:
+        if wants_input and kept.defers and kept.chunks.reduce > 1:
+            weight = ctx.saved_tensors[0]
+            product = kept.gemms.input_gradient_chunks(grad_output, weight, None)
+            grad_input = summed_product(grad_output, product, weight.shape[1], kept.tp, kept.sequence_parallel, kept.chunks.reduce)
+        elif wants_input:
             grad_input = partial = kept.gemms.input_gradient(grad_output, ctx.saved_tensors[0])
             if kept.sequence_parallel:
                 grad_input = partial.new_empty((slice_length(partial, kept.tp), *partial.shape[1:]))
@@ -138,11 +150,15 @@ class _RowParallel(Function):
         kept.save(ctx, x, weight, bias)
         if kept.tp.size == 1:
             return kept.gemms.forward(x, weight, bias)
-        y = kept.gemms.forward(x, weight, None)
-        if kept.sequence_parallel:
-            y = reduce_scattered(y, kept.tp)
+        if kept.chunks.reduce > 1:
+            product = kept.gemms.forward_chunks(x, weight, None, None)
+            y = summed_product(x, product, weight.shape[0], kept.tp, kept.sequence_parallel, kept.chunks.reduce)
         else:
-            all_reduce(y, kept.tp)
+            y = kept.gemms.forward(x, weight, None)
+            if kept.sequence_parallel:
+                y = reduce_scattered(y, kept.tp)
+            else:
+                all_reduce(y, kept.tp)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -151,8 +167,15 @@ class _RowParallel(Function):
         kept: _Kept = ctx.kept
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
         whole = Gathering(grad_output, kept.tp if kept.sequence_parallel else None)
-        grad_input = kept.gemms.input_gradient(whole.whole(), ctx.saved_tensors[0]) if wants_input else None
-        waiting = None
+        grad_input = waiting = None
+        if wants_input and kept.sequence_parallel and kept.chunks.gather > 1:
+            weight = ctx.saved_tensors[0]
+            product = kept.gemms.input_gradient_chunks(grad_output, weight, kept.tp)
+            put_together = empty_whole(grad_output, kept.tp) if wants_weight and not kept.defers else None
+            grad_input = gathered_product(grad_output, product, weight.shape[1], kept.tp, kept.chunks.gather, put_together)
+            whole = whole if put_together is None else Gathering(put_together, None)
+        elif wants_input:
+            grad_input = kept.gemms.input_gradient(whole.whole(), ctx.saved_tensors[0])
         if wants_weight or wants_bias:
             # what waits for W keeps this rank's slice of grad_output, not the gathered one
             gathering = Gathering(grad_output, kept.tp) if kept.defers and kept.sequence_parallel else whole
@@ -221,10 +244,12 @@ class _ParallelLinear(nn.Module):
         sequence_parallel: bool,
         queue: WeightQueue | None,
         gemms: Gemms,
+        chunks: CommChunks,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.gemms = gemms
+        self.chunks = chunks
         self.sequence_parallel = sequence_parallel
         self.queue = queue
         self.slots: dict[str, GradientSlot] = {}
@@ -253,12 +278,13 @@ class ColumnParallelLinear(_ParallelLinear):
         queue: WeightQueue | None = None,
         local_out_features: int | None = None,
         gemms: Gemms = PLAIN_GEMMS,
+        chunks: CommChunks = WHOLE,
     ) -> None:
         rows = _share(out_features, tp, "output") if local_out_features is None else local_out_features
-        super().__init__((rows, in_features), rows if bias else None, tp, sequence_parallel, queue, gemms)
+        super().__init__((rows, in_features), rows if bias else None, tp, sequence_parallel, queue, gemms, chunks)
 
     def forward(self, x: Tensor, remake: Remake | None = None) -> Tensor:
-        kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms)
+        kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms, self.chunks)
         return _ColumnParallel.apply(x, self.weight, self.bias, kept)
 
 
@@ -275,12 +301,13 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool,
         queue: WeightQueue | None = None,
         gemms: Gemms = PLAIN_GEMMS,
+        chunks: CommChunks = WHOLE,
     ) -> None:
         columns = _share(in_features, tp, "input")
-        super().__init__((out_features, columns), out_features if bias else None, tp, sequence_parallel, queue, gemms)
+        super().__init__((out_features, columns), out_features if bias else None, tp, sequence_parallel, queue, gemms, chunks)
 
     def forward(self, x: Tensor, remake: Remake | None = None) -> Tensor:
-        kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms)
+        kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms, self.chunks)
         return _RowParallel.apply(x, self.weight, self.bias, kept)
 
 

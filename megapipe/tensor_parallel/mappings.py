@@ -28,9 +28,14 @@ from megapipe.errors import ConfigError
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """All ranks' x, one after another along dim 0, outside autograd: [n, ...] -> [n * tp, ...]."""
-    output = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    output = empty_whole(x, group)
     all_gather(output, x.contiguous(), group)
     return output
+
+
+def empty_whole(x: Tensor, group: Group) -> Tensor:
+    """Room for all ranks' x along dim 0: [n, ...] -> [n * tp, ...]."""
+    return x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
 
 
 def reduce_scattered(x: Tensor, group: Group) -> Tensor:

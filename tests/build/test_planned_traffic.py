@@ -25,10 +25,15 @@ from tests.harness import RankPool
 
 TP2, SP, PP2 = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
 TIED, ZERO1 = {"untie_embeddings_and_output_weights": False}, {"use_distributed_optimizer": True}
+OVERLAP = {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "tp2_sequence_parallel": (2, TP2 | SP),
-    "tp2_full_recompute": (2, TP2 | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}),
+    "tp2_sequence_parallel_in_chunks": (2, TP2 | SP | OVERLAP),
+    "tp2_full_recompute_in_chunks": (
+        2,
+        TP2 | OVERLAP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
     "tp2_sequence_parallel_mlp_recompute": (2, TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),

@@ -57,6 +57,24 @@ CASES = [
         ["--tensor-model-parallel-size 4 does not divide --seq-length 30", "use 28 or 32"],
         "--tensor-model-parallel-size 4 --seq-length 30",
     ),
+    (
+        "collective_chunks_are_used",
+        "--tp-comm-overlap-chunks 3",
+        ["--tp-comm-overlap-chunks 3", "with --tp-comm-overlap alone"],
+        "--tp-comm-overlap-chunks 3 --tp-comm-overlap",
+    ),
+    (
+        "collective_chunks_fit_sequence",
+        "--tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-chunks 5",
+        ["--tp-comm-overlap-chunks 5 is more than", "4 positions", "use at most 4"],
+        "--tensor-model-parallel-size 8 --sequence-parallel --tp-comm-overlap",
+    ),
+    (
+        "overlap_has_its_own_gemms",
+        "--tp-comm-overlap --transformer-impl transformer_engine",
+        ["--transformer-impl transformer_engine has its own communication", "use --transformer-impl local"],
+        "--tp-comm-overlap",
+    ),
     ("positions_cover_sequence", "--max-position-embeddings 31", ["31", "--seq-length 32"], "--max-position-embeddings 32"),
     (
         "rotary_width_even",

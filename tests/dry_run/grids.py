@@ -26,6 +26,7 @@ LLAMA: dict[str, Any] = {
 }
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = TP2 | {"sequence_parallel": True}
+OVERLAP = {"tp_comm_overlap": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
 ZERO1 = {"use_distributed_optimizer": True}

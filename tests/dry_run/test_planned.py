@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.dry_run.rank import STATE, count_rank
 from megapipe.planner.memory import rank_memory
-from tests.dry_run.grids import FULL, LLAMA, PP2, PP4, SP2, TP2, ZERO1, make_plan, read_for, selective
+from tests.dry_run.grids import FULL, LLAMA, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, make_plan, read_for, selective
 
 CLOSE = 0.05
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -57,6 +57,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "window": (1, {"window_size": 32}),
+    "sp2_in_chunks_bf16": (2, SP2 | OVERLAP | {"dtype": "bf16"}),
+    "zb_h1_sp2_in_chunks": (4, PP2 | SP2 | OVERLAP | {"pipeline_schedule": "zb-h1"}),
 }
 
 

@@ -12,7 +12,7 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.dry_run.live_bytes import LiveBytes
 from megapipe.dry_run.rank import RankCount, count_rank, count_step
 from megapipe.planner.memory import rank_memory
-from tests.dry_run.grids import FULL, LLAMA, PP2, SP2, TP2, ZERO1, make_plan, read_for, selective
+from tests.dry_run.grids import FULL, LLAMA, OVERLAP, PP2, SP2, TP2, ZERO1, make_plan, read_for, selective
 from tests.harness import RankPool
 
 CLOSE = 0.05
@@ -22,7 +22,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "llama_core_attn": (1, LLAMA | selective("core_attn")),
     "dp2_zero1": (2, LLAMA | ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
     "tp2": (2, TP2),
-    "sp2_norm_and_activation": (2, LLAMA | SP2 | selective("layernorm", "activation")),
+    "sp2_norm_and_activation_in_chunks": (2, LLAMA | SP2 | OVERLAP | selective("layernorm", "activation")),
     "pp2": (2, PP2 | {"untie_embeddings_and_output_weights": False}),
     "pp2_interleaved": (2, LLAMA | PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "pp2_zb_h1": (2, PP2 | {"pipeline_schedule": "zb-h1"}),

@@ -67,6 +67,7 @@ def test_a_llama_on_a_card_trains_what_it_trains_on_a_cpu(tmp_path: Path) -> Non
 
 GRIDS = {
     "tp 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp 2, sequence parallel, in chunks": (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"),
     "pp 2": (2, "--pipeline-model-parallel-size 2"),
     "pp 2, zero bubble": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     "pp 2, dualpipe: pairs on two streams": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),

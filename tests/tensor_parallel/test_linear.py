@@ -13,6 +13,7 @@ from torch.nn import functional
 import megapipe.tensor_parallel.linear as linear_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
+from megapipe.planner.comm_chunks import WHOLE, CommChunks
 from megapipe.tensor_parallel.gemms import PlainGemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, row_parallel_linear
@@ -28,7 +29,7 @@ KINDS = ("column", "row")
 class Case:
     """One linear whole and cut: weights, and per microbatch an input before an activation, an output gradient and all the right answers."""
 
-    def __init__(self, kind: str, group: Group, sequence_parallel: bool, bias: bool) -> None:
+    def __init__(self, kind: str, group: Group, sequence_parallel: bool, bias: bool, chunks: CommChunks = WHOLE) -> None:
         generator = torch.Generator().manual_seed(7)
 
         def draw(*shape: int) -> Tensor:
@@ -41,7 +42,7 @@ class Case:
         cut = {"column": 0, "row": 1}[kind]
         self.queue = WeightQueue()
         layer = (ColumnParallelLinear if kind == "column" else RowParallelLinear)(
-            IN, OUT, bias=bias, tp=group, sequence_parallel=sequence_parallel, queue=self.queue
+            IN, OUT, bias=bias, tp=group, sequence_parallel=sequence_parallel, queue=self.queue, chunks=chunks
         )
         assert layer.weight.is_meta
         assert tuple(layer.weight.shape) == tuple(part(self.weight, cut, group).shape)
@@ -76,8 +77,9 @@ class Case:
         return outputs, input_gradients, part(weight.grad, self.cut, self.group), bias_gradient
 
 
-def run_case(rank: int, world_size: int, kind: str, sequence_parallel: bool, bias: bool, slots: bool, split: bool, remake: bool) -> None:
-    case = Case(kind, tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), sequence_parallel, bias)
+def run_case(group: Group, kind: str, sequence_parallel: bool, chunks: CommChunks, road: tuple[bool, bool, bool, bool]) -> None:
+    bias, slots, split, remake = road
+    case = Case(kind, group, sequence_parallel, bias, chunks)
     layer = case.layer
     ready: list[GradientSlot] = []
     if slots:
@@ -125,20 +127,23 @@ ROADS = [
 ]
 
 
-def run_all_roads(rank: int, world_size: int, kind: str, sequence_parallel: bool) -> None:
-    for bias, slots, split, remake in ROADS:
-        run_case(rank, world_size, kind, sequence_parallel, bias, slots, split, remake)
+def run_all_roads(rank: int, world_size: int, kind: str, sequence_parallel: bool, chunks: CommChunks = WHOLE) -> None:
+    for road in ROADS:
+        run_case(tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), kind, sequence_parallel, chunks, road)
 
 
+@pytest.mark.parametrize("chunks", [WHOLE, CommChunks(3, 3)], ids=["whole", "chunks"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence_parallel"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_all_gradients_equal_one_process_on_every_road(ranks: RankPool, kind: str, sequence_parallel: bool) -> None:
-    ranks.run(run_all_roads, kind, sequence_parallel)
+def test_outputs_and_all_gradients_equal_one_process_on_every_road(
+    ranks: RankPool, kind: str, sequence_parallel: bool, chunks: CommChunks
+) -> None:
+    ranks.run(run_all_roads, kind, sequence_parallel, chunks)
 
 
 def run_low_precision(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> None:
-    for sequence_parallel in (False, True):
-        case = Case(kind, tp_group(rank, world_size), sequence_parallel, True)
+    for sequence_parallel, chunks in ((False, WHOLE), (True, WHOLE), (True, CommChunks(2, 2))):
+        case = Case(kind, tp_group(rank, world_size), sequence_parallel, True, chunks)
         layer = case.layer.to(dtype)
         layer.slots = {name: GradientSlot(torch.zeros(p.shape)) for name, p in layer.named_parameters()}
         outputs, input_gradients, weight_gradient, bias_gradient = case.whole()
@@ -163,7 +168,7 @@ def test_low_precision_differs_by_its_rounding_alone(ranks: RankPool, kind: str,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_of_one_is_a_plain_linear(kind: str) -> None:
-    run_all_roads(0, 1, kind, True)
+    run_all_roads(0, 1, kind, True, CommChunks(2, 2))
 
 
 def run_saved(rank: int, world_size: int, kind: str, remake: bool) -> list[tuple[int, ...]]:

@@ -77,3 +77,14 @@ def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> N
     assert losses == others
     assert losses == pytest.approx(expected, rel=0.02)
     assert losses != expected
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_collectives_in_chunks_round_as_whole_ones(rank_pools: Pools, recipe: str) -> None:
+    """A scale is that of the whole tensor, though it is multiplied before all of it is there."""
+    grid = f"--tensor-model-parallel-size 2 --sequence-parallel --fp8 hybrid --fp8-recipe {recipe}"
+    whole, chunks = (rank_pools(2).run(trained, f"{grid} {flags}") for flags in ("", "--tp-comm-overlap --tp-comm-overlap-chunks 3"))
+    assert [losses for losses, _ in chunks] == [losses for losses, _ in whole]
+    for (_, found), (_, expected) in zip(chunks, whole, strict=True):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)

@@ -12,6 +12,7 @@ from tests.verify.grids import LLAMA, compared, config_of
 
 GPT2 = {"hidden_dropout": 0.1, "attention_dropout": 0.2, "seq_length": 16}
 WIDE = {"tp": 2, "pp": 2, "sp": True, "zero": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "num_layers": 4}
+OVERLAP = {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gpt2-interleaved": (
         8,
@@ -21,12 +22,16 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "two directions": (
         8,
         "fp64",
-        GPT2 | WIDE | {"pipeline_schedule": "dualpipe", "global_batch_size": 12, "calculate_per_token_loss": True, "eod_mask_loss": True},
+        GPT2
+        | WIDE
+        | OVERLAP
+        | {"pipeline_schedule": "dualpipe", "global_batch_size": 12, "calculate_per_token_loss": True, "eod_mask_loss": True},
     ),
     "llama-documents": (
         4,
         "fp64",
         LLAMA
+        | OVERLAP
         | {"tp": 4, "rope_scaling_type": "llama3", "window_size": 5, "reset_position_ids": True, "reset_attention_mask": True}
         | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "optimizer": "sgd"},
     ),

@@ -133,6 +133,15 @@ def _gemm_sizes(config: Config) -> Iterator[tuple[str, int]]:
     yield "rows of the MLP's first linear / tp", gates * model.feed_forward_size() // tp
 
 
+def overlap_has_its_own_gemms(config: Config) -> str | None:
+    if not config.parallel.tp_comm_overlap or config.kernels.transformer_impl != "transformer_engine":
+        return None
+    return (
+        "--tp-comm-overlap: --transformer-impl transformer_engine has its own communication, whose user buffers are not set up here; "
+        "use --transformer-impl local, or leave --tp-comm-overlap out"
+    )
+
+
 KERNEL_RULES = (
     attention_has_a_kernel,
     optimizer_has_a_kernel,
@@ -141,4 +150,5 @@ KERNEL_RULES = (
     fp8_settings_need_fp8,
     fp8_has_one_set_of_weights_a_step,
     fp8_sizes_are_multiples,
+    overlap_has_its_own_gemms,
 )

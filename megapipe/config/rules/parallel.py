@@ -7,6 +7,7 @@ interleaving exists to fill a pipeline's bubble, and one rank has none.
 from __future__ import annotations
 
 from megapipe.config.config import Config
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.values import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -111,6 +112,24 @@ def parameter_gather_needs_distributed_optimizer(config: Config) -> str | None:
     return "--overlap-param-gather overlaps the gather of the distributed optimizer; add --use-distributed-optimizer or leave it out"
 
 
+def collective_chunks_are_used(config: Config) -> str | None:
+    parallel = config.parallel
+    count, default = parallel.tp_comm_overlap_chunks, ParallelConfig().tp_comm_overlap_chunks
+    if count == default or parallel.tp_comm_overlap:
+        return None
+    return f"--tp-comm-overlap-chunks {count}: collectives are cut with --tp-comm-overlap alone; give it, or leave this out"
+
+
+def collective_chunks_fit_sequence(config: Config) -> str | None:
+    parallel, length, tp = config.parallel, config.model.seq_length, config.parallel.tensor_model_parallel_size
+    count = parallel.tp_comm_overlap_chunks
+    positions = length // tp if parallel.sequence_parallel else length
+    if not parallel.tp_comm_overlap or tp == 1 or count <= positions:
+        return None
+    owned = f"a rank's slice of --seq-length {length}, {positions} positions," if parallel.sequence_parallel else f"--seq-length {length}"
+    return f"--tp-comm-overlap-chunks {count} is more than {owned} can be cut into; use at most {positions}, or leave --tp-comm-overlap out"
+
+
 def backend_fits_device(config: Config) -> str | None:
     if config.parallel.distributed_backend == "nccl" and config.training.device == "cpu":
         return "--distributed-backend nccl talks between GPUs, but --device is cpu; use gloo or auto"
@@ -165,6 +184,8 @@ PARALLEL_RULES = (
     layers_placed_once,
     end_layers_fit,
     parameter_gather_needs_distributed_optimizer,
+    collective_chunks_are_used,
+    collective_chunks_fit_sequence,
     backend_fits_device,
     bf16_reduction_keeps_fp64,
     recompute_is_whole,
