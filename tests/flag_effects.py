@@ -9,7 +9,7 @@ said X       the run says X, and did not without the flags
 file X       a file X appears, and did not without the flags
 plan X       part X of the plan is another (nothing is run)
 saved_bytes  activations of another size are kept for the backward
-ranks X      of a step on two ranks X is another: losses, or the order of events
+ranks X      of a step on two ranks X is another: losses, or the order of events, or of collectives over tp
 NAME         a function of the test file
 """
 
@@ -97,10 +97,10 @@ parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
 parallel.pipeline_memory_limit | --pipeline-memory-limit 1 | plan rows | {PP} --pipeline-schedule zb-auto | 2
 parallel.pipeline_receive_depth | --pipeline-receive-depth 3 | plan rows | {PP} | 2
 parallel.sequence_parallel | --sequence-parallel | plan specs | --tensor-model-parallel-size 2 | 2
-parallel.tp_comm_overlap | --tp-comm-overlap | ranks events | {SP2}
-parallel.tp_comm_overlap_ag | --disable-tp-comm-overlap-ag | ranks events | {SP2} --tp-comm-overlap
-parallel.tp_comm_overlap_rs | --disable-tp-comm-overlap-rs | ranks events | {SP2} --tp-comm-overlap
-parallel.tp_comm_overlap_chunks | --tp-comm-overlap-chunks 3 | ranks events | {SP2} --tp-comm-overlap
+parallel.tp_comm_overlap | --tp-comm-overlap | ranks collectives | {SP2}
+parallel.tp_comm_overlap_ag | --disable-tp-comm-overlap-ag | ranks collectives | {SP2} --tp-comm-overlap
+parallel.tp_comm_overlap_rs | --disable-tp-comm-overlap-rs | ranks collectives | {SP2} --tp-comm-overlap
+parallel.tp_comm_overlap_chunks | --tp-comm-overlap-chunks 3 | ranks collectives | {SP2} --tp-comm-overlap
 parallel.use_distributed_optimizer | --use-distributed-optimizer | plan buffers | | 2
 parallel.overlap_grad_reduce | --overlap-grad-reduce | ranks events | --ddp-bucket-size 500
 parallel.overlap_param_gather | --overlap-param-gather | ranks events | --use-distributed-optimizer

@@ -1,4 +1,4 @@
-"""Into how many chunks the collectives of linears are cut (--tp-comm-overlap). Read by the planner's times and memory, and by the linears."""
+"""Into how many chunks the collectives of linears are cut (--tp-comm-overlap). Read by times and memory of the plan, and by the linears."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megapipe.config.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class CommChunks:
-    """Of a linear's all-gathers over tp, and of its reduce-scatters or all-reduces, where they run under the GEMM they are for. 1: whole."""
+    """Of a linear's all-gathers over tp, and of its reduce-scatters or all-reduces, where they run under the GEMM that they are for.
+    1: whole."""
 
     gather: int = 1
     reduce: int = 1

@@ -43,7 +43,7 @@ def setting_of(config: Config) -> dict[str, Any]:
     return setting | {
         "tensor_model_parallel_size": tp,
         "sequence_parallel": parallel.sequence_parallel and tp > 1,
-        "comm_chunks": dataclasses.astuple(comm_chunks(parallel)) if tp > 1 else (1, 1),
+        "comm_chunks": dataclasses.astuple(comm_chunks(parallel)),
         "micro_batch_size": config.training.micro_batch_size,
         "dtype": config.precision.dtype,
         "recompute_granularity": granularity,

@@ -31,7 +31,7 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         name
         for name, is_on in (
             ("sequence parallel", plan.config.parallel.sequence_parallel and t.tp > 1),
-            ("tensor-parallel collectives in chunks", comm_chunks(plan.config.parallel) != WHOLE and t.tp > 1),
+            ("tensor-parallel collectives in chunks", comm_chunks(plan.config.parallel) != WHOLE),
             ("distributed optimizer", plan.config.parallel.use_distributed_optimizer),
             ("every parameter on two pipeline ranks", t.mirrored_pipeline),
         )
