@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.gradient_slot import GradientSlot, gemm_adds_to_fp32
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +24,24 @@ def test_weight_gradients_are_added_in_fp32(dtype: torch.dtype) -> None:
     assert torch.allclose(slot.main_grad.double(), expected, rtol=1e-5, atol=1e-3)
     coarse = 3 * torch.mm(gradient.t(), inputs).double()
     assert (slot.main_grad.double() - expected).abs().max() < (coarse - expected).abs().max() / 10, "sums were rounded to 16 bits"
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_a_chunk_is_multiplied_where_it_lies_in_the_whole(has_bias: bool) -> None:
+    """Rows with a stride are read and written in place: no copy of operand, matrix or result."""
+    ranks, rows, inputs, outputs = 4, 512, 1024, 2048
+    x, y = (torch.randn(ranks, 2 * rows, width, device=CARD).bfloat16() for width in (inputs, outputs))
+    weight, bias = torch.randn(outputs, inputs, device=CARD).bfloat16(), torch.randn(outputs, device=CARD).bfloat16()
+    product = PLAIN_GEMMS.forward_chunks(x, weight, bias if has_bias else None, None)
+    product(x[:, :rows], y[:, :rows])  # the workspace of the GEMM is allocated once
+    untouched = y[:, rows:].clone()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    product(x[:, :rows], y[:, :rows])
+    assert torch.cuda.max_memory_allocated() - before < weight.nbytes / 4
+    expected = torch.nn.functional.linear(x[:, :rows].float(), weight.float(), bias.float() if has_bias else None)
+    torch.testing.assert_close(y[:, :rows].float(), expected, rtol=2e-2, atol=0.5)
+    assert torch.equal(y[:, rows:], untouched)
 
 
 def test_the_gemm_itself_adds_on_this_card() -> None:

@@ -32,6 +32,14 @@ def on_one(folder: Path, flags: str, device: str) -> list[float]:
     return losses(folder)
 
 
+def on_ranks(folder: Path, ranks: int, flags: str) -> list[float]:
+    words = [*WORDS, *EXACT.split(), *flags.split(), "--train-iters", str(STEPS), "--metrics-file", str(folder / "metrics.jsonl")]
+    with launch(folder, ranks, *words) as door:
+        ended = door.ended()
+    assert ended.code == 0, ended.error
+    return losses(folder)
+
+
 @pytest.fixture(scope="module")
 def cpu_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Of the plain job, on one rank of the CPU."""
@@ -83,20 +91,14 @@ GRIDS = {
 @pytest.mark.parametrize("name", GRIDS)
 def test_ranks_that_share_a_card_train_what_one_cpu_trains(name: str, cpu_losses: list[float], tmp_path: Path) -> None:
     ranks, flags = GRIDS[name]
-    words = [
-        *WORDS,
-        *EXACT.split(),
-        *SHARED.split(),
-        *flags.split(),
-        "--train-iters",
-        str(STEPS),
-        "--metrics-file",
-        str(tmp_path / "metrics.jsonl"),
-    ]
-    with launch(tmp_path, ranks, *words) as door:
-        ended = door.ended()
-    assert ended.code == 0, ended.error
-    assert_close(losses(tmp_path), cpu_losses)
+    assert_close(on_ranks(tmp_path, ranks, f"{SHARED} {flags}"), cpu_losses)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each of two ranks")
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel", "--sequence-parallel --tp-comm-overlap-chunks 2"])
+def test_collectives_in_chunks_over_nccl_train_what_one_cpu_trains(flags: str, cpu_losses: list[float], tmp_path: Path) -> None:
+    overlapped = f"--device {CARD} --distributed-backend nccl --tensor-model-parallel-size 2 --tp-comm-overlap {flags}"
+    assert_close(on_ranks(tmp_path, 2, overlapped), cpu_losses)
 
 
 def test_bf16_follows_fp32(cpu_losses: list[float], tmp_path: Path) -> None:
