@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Training speed on one card: megapipe beside a large GEMM, a plain model under torch.compile, and transformers' Llama.
+"""Training speed on one card: megapipe in bf16 and fp8 beside large GEMMs, a plain model under torch.compile, and transformers' Llama.
 
-python tools/bench_gpu.py                                       8B-shaped layers, bf16, sequence 4096 and 8192, the bars
+python tools/bench_gpu.py                                       8B-shaped layers, bf16 and fp8, sequence 4096 and 8192, the bars
 python tools/bench_gpu.py --shapes 125m 350m 1.3b               other sizes
-python tools/bench_gpu.py --contenders megapipe                 without peers
+python tools/bench_gpu.py --contenders megapipe megapipe-fp8    without peers
+python tools/bench_gpu.py --fp8 e4m3 --fp8-recipe tensorwise    fp8 otherwise
 python tools/bench_gpu.py --kernels --json figures.json         where the time goes, and every number
 
 All contenders train the same weights on the same tokens; first losses and gradient norms of two steps are compared. Then they take turns,
-in the opposite order every second round, a GEMM in every round; ratios are formed inside a round. Attention is counted half (causal); the
-full count stands beside it.
+in the opposite order every second round, GEMMs in every round; ratios are formed inside a round. Times are the host's between two waits for
+the device, so that gaps between kernels count. Attention is counted half (causal); the full count stands beside it.
 """
 
 from __future__ import annotations
@@ -18,25 +19,31 @@ import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from bench_table import as_markdown
-from gpu_bench.contenders import Contender, Megapipe, draw_weights, plain, transformers_llama
-from gpu_bench.figures import BARRED_SHAPES, Turn, table, verdicts
+from gpu_bench.agreement import Agreement, agreement
+from gpu_bench.contenders import Contender, Megapipe, Wishes, draw_weights, plain, transformers_llama
+from gpu_bench.figures import BARRED_SHAPES, FP8_GEMM, GEMM, Measured, Turn, flops_of_step, remarks, table, verdicts
 from gpu_bench.shapes import SHAPES, Shape
-from gpu_bench.timing import gemm_rate, kernel_shares, peak_bytes, seconds_of
+from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes, seconds_of
 
+from megapipe.config.precision import FP8_FORMATS, FP8_RECIPES
+from megapipe.environment import set_for_libraries
 from megapipe.errors import MegapipeError
 from megapipe.planner.hardware import peak_flops
 from megapipe.planner.memory import rank_memory
 
-CONTENDERS = ("megapipe", "plain", "transformers")
-CHECKED_STEPS = 2
-LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 3e-2}  # of losses and gradient norms, relative
+OURS = ("megapipe", "megapipe-fp8")
+CONTENDERS = (*OURS, "plain", "transformers")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
+COMPILED = {"none": (), "fp8": ("megapipe-fp8",), "all": OURS}  # --compile-pointwise
 GIB = 1 << 30
 
 
@@ -44,11 +51,17 @@ class BenchError(Exception):
     """What ends the benchmark, for a person."""
 
 
-def make(name: str, shape: Shape, dtype: str, device: torch.device, weights: dict[str, torch.Tensor], compiled: bool) -> Contender:
+def wishes_of(arguments: argparse.Namespace, name: str) -> Wishes:
+    compiles = name in COMPILED[arguments.compile_pointwise] and not arguments.no_compile
+    return Wishes(arguments.fp8 if name == "megapipe-fp8" else None, arguments.fp8_recipe, compiles)
+
+
+def make(name: str, shape: Shape, arguments: argparse.Namespace, weights: dict[str, torch.Tensor]) -> Contender:
     """Raises BenchError for a contender that is not installed."""
+    device, dtype = torch.device(arguments.device), arguments.dtype
     makers: dict[str, Callable[[], Contender]] = {
-        "megapipe": lambda: Megapipe(shape, dtype, device, weights),
-        "plain": lambda: plain(shape, DTYPES[dtype], device, weights, compiled),
+        **{ours: lambda: Megapipe(shape, dtype, device, weights, wishes_of(arguments, name)) for ours in OURS},
+        "plain": lambda: plain(shape, DTYPES[dtype], device, weights, not arguments.no_compile),
         "transformers": lambda: transformers_llama(shape, DTYPES[dtype], device, weights),
     }
     try:
@@ -57,74 +70,101 @@ def make(name: str, shape: Shape, dtype: str, device: torch.device, weights: dic
         raise BenchError(f"{name}: {error}; pip install transformers, or leave it out with --contenders") from error
 
 
-def check_agreement(contenders: dict[str, Contender], dtype: str) -> None:
-    """Two steps of each. Raises BenchError where losses or gradient norms say that they do not train the same model."""
-    found: dict[str, list[float]] = {}
-    for name, contender in contenders.items():
-        found[name] = [float(value) for _ in range(CHECKED_STEPS) for value in (contender.gradients(), contender.update())]
-    first = next(iter(found))
-    for name, values in found.items():
-        for number, (mine, theirs) in enumerate(zip(values, found[first], strict=True)):
-            if not abs(mine / theirs - 1) <= LARGEST_DIFFERENCE[dtype]:
-                what = ("loss", "gradient norm")[number % 2]
-                step = number // 2 + 1
-                raise BenchError(f"{name} has a {what} of {mine:.6f} in step {step}, {first} {theirs:.6f}: they are not the same model")
+def agreements(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement]:
+    """Of all contenders with the first. Raises BenchError where losses or gradient norms say that they do not train the same model."""
+    found = agreement(contenders, dtype)
+    for one in found:
+        if not one.holds:
+            raise BenchError(f"{one}: they are not the same model")
+    return found
 
 
-def measure(
-    contenders: dict[str, Contender], device: torch.device, dtype: str, rounds: int, warm_ups: int
-) -> tuple[dict[str, list[Turn]], list[float]]:
-    """(turns by contender, FLOP/s of a GEMM), each by round."""
+def measure(contenders: Mapping[str, Contender], shape: Shape, arguments: argparse.Namespace) -> Measured:
+    device = torch.device(arguments.device)
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
-    gemm = []
+    gemms: dict[str, Callable[[], float]] = {GEMM: lambda: gemm_rate(DTYPES[arguments.dtype], device)}
+    if "megapipe-fp8" in contenders:
+        gemms[FP8_GEMM] = lambda: fp8_gemm_rate(device)
+    rates: dict[str, list[float]] = {name: [] for name in gemms}
     for contender in contenders.values():
-        for _ in range(warm_ups):
+        for _ in range(arguments.warm_ups):
             contender.gradients()
             contender.update()
-    for number in range(rounds):
-        gemm.append(gemm_rate(DTYPES[dtype], device))
+    for number in range(arguments.rounds):
+        for name, rate in gemms.items():
+            rates[name].append(rate())
         for name in contenders if number % 2 == 0 else reversed(contenders):
             contender = contenders[name]
             turns[name].append(Turn(seconds_of(contender.gradients, device), seconds_of(contender.update, device)))
-    return turns, gemm
+    return Measured(turns, rates, flops_of_step(shape, causal=True))
 
 
-def describe_memory(contender: Contender, device: torch.device) -> str | None:
+def describe_memory(name: str, contender: Contender, device: torch.device) -> str | None:
     """Peak of a step beside the plan's; the other contenders' tensors are not counted."""
     if not isinstance(contender, Megapipe) or device.type != "cuda":
         return None
     planned = rank_memory(contender.plan, 0)
-    own = planned.items["weights"] + planned.items["gradients"] + planned.items["optimizer"]
+    own = sum(planned.items[item] for item in ("weights", "gradients", "optimizer"))
     before = torch.cuda.memory_allocated(device)
     peak = peak_bytes(lambda: (contender.gradients(), contender.update()), device)
     assert peak is not None
     counted = own + peak - before
-    return f"peak memory: planned {planned.total / GIB:.2f} GiB, measured {counted / GIB:.2f} GiB, ratio {planned.total / counted:.3f}"
+    return (
+        f"{name}, peak memory: planned {planned.total / GIB:.2f} GiB, measured {counted / GIB:.2f} GiB, ratio {planned.total / counted:.3f}"
+    )
 
 
-def run(key: str, shape: Shape, arguments: argparse.Namespace, device: torch.device) -> tuple[list[str], dict[str, Any], bool]:
+def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
     """(what to print, data, whether all bars are met) of one shape."""
-    weights = draw_weights(shape)
-    contenders = {name: make(name, shape, arguments.dtype, device, weights, not arguments.no_compile) for name in arguments.contenders}
-    check_agreement(contenders, arguments.dtype)
-    turns, gemm = measure(contenders, device, arguments.dtype, arguments.rounds, arguments.warm_ups)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    lines = [as_markdown(table(shape, turns, gemm, peak_flops(name, arguments.dtype))), ""]
-    lines.append(f"- GEMM {sum(gemm) / len(gemm) / 1e12:.1f} TFLOP/s; median [quartiles] of {arguments.rounds} rounds; {arguments.dtype}")
-    said = verdicts(shape, turns, gemm) if key in BARRED_SHAPES and device.type == "cuda" else []
+    device, started = torch.device(arguments.device), time.perf_counter()
+    weights = draw_weights(shape, device)
+    contenders = {name: make(name, shape, arguments, weights) for name in arguments.contenders}
+    weights.clear()
+    _progress(key, "made", started)
+    agreed = agreements(contenders, arguments.dtype)
+    _progress(key, "compiled, and agree", started)
+    measured = measure(contenders, shape, arguments)
+    _progress(key, "timed", started)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    lines = [as_markdown(table(shape, measured, peak_flops(card, arguments.dtype))), ""]
+    lines.append(f"- median [quartiles] of {arguments.rounds} rounds; {arguments.dtype}")
+    lines += [f"- {name}: {wishes_of(arguments, name)}" for name in OURS if name in contenders]
+    lines += [f"- {name} {sum(rates) / len(rates) / 1e12:.1f} TFLOP/s" for name, rates in measured.rates.items()]
+    lines += [f"- {said}" for said in (*map(str, agreed), *remarks(measured))]
+    said = verdicts(measured) if is_barred(key, arguments) else []
     lines += [f"- {sentence}" for sentence, _ in said]
-    for contender in contenders.values():
-        memory = describe_memory(contender, device)
-        lines += [f"- {memory}"] if memory else []
+    memory = [describe_memory(name, contender, device) for name, contender in contenders.items()]
+    lines += [f"- {sentence}" for sentence in memory if sentence]
     if arguments.kernels:
-        shares = kernel_shares(lambda: (contenders["megapipe"].gradients(), contenders["megapipe"].update()), device)
-        lines += ["", as_markdown([("kernels of megapipe's step", "share", "longest"), *_rows(shares)])]
-    data = {"shape": dataclasses.asdict(shape), "gemm": gemm, "turns": {k: [dataclasses.asdict(t) for t in v] for k, v in turns.items()}}
-    return lines, data, all(met for _, met in said)
+        for name in OURS:
+            lines += kernels_of(name, contenders[name], device) if name in contenders else []
+    data = {
+        "shape": dataclasses.asdict(shape),
+        "rates": measured.rates,
+        "turns": {name: [dataclasses.asdict(turn) for turn in turns] for name, turns in measured.turns.items()},
+        "wishes": {name: str(wishes_of(arguments, name)) for name in OURS if name in contenders},
+        "agreement": [dataclasses.asdict(one) for one in agreed],
+        "bars": [{"sentence": sentence, "passed": passed} for sentence, passed in said],
+    }
+    _progress(key, "done", started)
+    return lines, data, all(passed for _, passed in said)
 
 
-def _rows(shares: list[tuple[str, float, list[str]]]) -> list[tuple[str, ...]]:
-    return [(kind, f"{share:.1%}", "; ".join(name[:60] for name in longest)) for kind, share, longest in shares]
+def is_barred(key: str, arguments: argparse.Namespace) -> bool:
+    """The bars are set for this shape, on cards, in bf16."""
+    return key in BARRED_SHAPES and arguments.device == "cuda" and arguments.dtype == "bf16"
+
+
+def kernels_of(name: str, contender: Contender, device: torch.device) -> list[str]:
+    shares = kernel_shares(lambda: (contender.gradients(), contender.update()), device)
+    if not shares:
+        return [f"- kernels of {name}: torch's profiler sees none on this machine (CUPTI is missing, or others hold it)"]
+    rows = [(kind, f"{share:.1%}", "; ".join(kernel[:60] for kernel in longest)) for kind, share, longest in shares]
+    return ["", as_markdown([(f"kernels of a step of {name}", "share", "longest"), *rows])]
+
+
+def _progress(key: str, what: str, started: float) -> None:
+    print(f"bench_gpu: {key}: {what}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -133,31 +173,49 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, metavar="N", help="layers, instead of the shape's")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help=f"default: {' '.join(CONTENDERS)}")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--fp8", choices=FP8_FORMATS, default="hybrid", help="--fp8-format of megapipe-fp8 (default: hybrid)")
+    parser.add_argument("--fp8-recipe", choices=FP8_RECIPES, default="delayed", help="of megapipe-fp8 (default: delayed)")
+    parser.add_argument(
+        "--compile-pointwise", choices=tuple(COMPILED), default="fp8", help="which of megapipe's rows have that flag (default: fp8)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the tool, not to learn anything")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: 10")
     parser.add_argument("--warm-ups", type=int, default=3, metavar="N", help="steps of each before the first round (default: 3)")
-    parser.add_argument("--no-compile", action="store_true", help="the plain model without torch.compile")
-    parser.add_argument("--kernels", action="store_true", help="also where the time of megapipe's step goes")
+    parser.add_argument("--no-compile", action="store_true", help="nothing under torch.compile, the plain model neither")
+    parser.add_argument("--kernels", action="store_true", help="also where the time of megapipe's steps goes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn's numbers")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met (a goal may be missed)")
     return parser
+
+
+def refuse(arguments: argparse.Namespace) -> None:
+    """Raises BenchError for what cannot be done here."""
+    if arguments.device == "cuda":
+        if not torch.cuda.is_available():
+            raise BenchError("torch sees no GPU (--device cpu tries the tool)")
+        if "megapipe-fp8" in arguments.contenders and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+            raise BenchError(f"{torch.cuda.get_device_name()} has no fp8 matrix units; leave megapipe-fp8 out of --contenders")
+    if arguments.check and not any(is_barred(key, arguments) for key in arguments.shapes):
+        raise BenchError(f"--check has nothing to check: bars are set for --shapes {' '.join(BARRED_SHAPES)} on a GPU in bf16")
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("bench_gpu: torch sees no GPU (--device cpu tries the tool)", file=sys.stderr)
-        return 2
-    device = torch.device(arguments.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}\n", flush=True)
-    found, all_met = {}, True
+    set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")  # as a run has it; before anything lies on the card
+    found: dict[str, Any] = {}
+    all_met = True
     try:
+        refuse(arguments)
+        card = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+        print(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}\n", flush=True)
         for key in arguments.shapes:
             shape = SHAPES[key] if arguments.layers is None else dataclasses.replace(SHAPES[key], layers=arguments.layers)
-            lines, found[key], met = run(key, shape, arguments, device)
+            lines, found[key], met = run(key, shape, arguments)
             all_met &= met
             print(f"## {key}: {shape}\n\n" + "\n".join(lines) + "\n", flush=True)
+            if arguments.json is not None:  # after every shape: what was measured is not lost with the next one
+                arguments.json.write_text(json.dumps({"device": card, "torch": torch.__version__, "shapes": found}, indent=1) + "\n")
+            torch._dynamo.reset()  # or the next shape would be compiled for sizes that vary, which is slower
             gc.collect()
     except (BenchError, MegapipeError) as error:
         print(f"bench_gpu: {error}", file=sys.stderr)
@@ -165,8 +223,9 @@ def main(argv: Sequence[str]) -> int:
     except torch.OutOfMemoryError as error:
         print(f"bench_gpu: {error}\nuse fewer --layers, or one of --contenders at a time", file=sys.stderr)
         return 2
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "shapes": found}, indent=1) + "\n")
+    except torch._dynamo.exc.TorchDynamoException as error:
+        print(f"bench_gpu: torch.compile fails here: {error}\nuse --no-compile", file=sys.stderr)
+        return 2
     return int(arguments.check and not all_met)
 
 

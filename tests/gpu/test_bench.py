@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.tools.test_bench_gpu import TINY, bench
 
@@ -10,6 +11,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def test_all_contenders_agree_and_are_timed() -> None:
-    done = bench(*TINY, "--device", "cuda", "--dtype", "bf16", "--kernels")
+    fp8 = ["megapipe-fp8"] if torch.cuda.get_device_capability() >= (8, 9) else []
+    words = ("--device", "cuda", "--dtype", "bf16", "--kernels", "--contenders", "megapipe", *fp8, "plain", "transformers")
+    done = bench(*TINY, *words)
     assert done.returncode == 0, done.stderr
-    assert "peak memory: planned" in done.stdout and "| GEMM |" in done.stdout
+    assert "megapipe, peak memory: planned" in done.stdout and "| GEMM |" in done.stdout
+    assert "fp8 GEMM to GEMM" in done.stdout or not fp8

@@ -1,17 +1,29 @@
-"""tools/bench_gpu.py on a CPU: all three contenders train the same model, and a difference is found before anything is timed."""
+"""tools/bench_gpu.py on a CPU: contenders train the same model, a difference is found before anything is timed, bars say what missed."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TINY = ("--shapes", "tiny", "--rounds", "2", "--warm-ups", "1", "--no-compile")
+
+Tools = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # the tool sets it where nobody has
+    return importlib.import_module
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,42 +31,125 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(TOOLS / "bench_gpu.py"), *arguments], capture_output=True, text=True, env=environment)
 
 
-def test_contenders_that_train_the_same_model_are_timed_in_turns(tmp_path: Path) -> None:
+def test_contenders_that_train_the_same_model_are_timed_in_turns(tmp_path: Path, tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     figures = tmp_path / "figures.json"
-    done = bench(*TINY, "--device", "cpu", "--dtype", "fp32", "--json", str(figures))
-    assert done.returncode == 0, done.stderr
-    rows = [line.split(" | ")[0] for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert rows[1:] == ["| megapipe", "| plain", "| transformers"]
-    turns = json.loads(figures.read_text())["shapes"]["tiny"]["turns"]
-    assert {name: len(found) for name, found in turns.items()} == {"megapipe": 2, "plain": 2, "transformers": 2}
-    assert "at least" not in done.stdout, "a CPU is held to no bar"
+    words = ("--device", "cpu", "--dtype", "fp32", "--fp8", "e4m3", "--fp8-recipe", "tensorwise", "--json", str(figures))
+    code = tools("bench_gpu").main([*TINY, *words])
+    done = capsys.readouterr()
+    assert code == 0, done.err
+    rows = [line.split(" | ")[0] for line in done.out.splitlines() if line.startswith("| ")]
+    assert rows[1:] == ["| megapipe", "| megapipe-fp8", "| plain", "| transformers"]
+    found = json.loads(figures.read_text())["shapes"]["tiny"]
+    assert {name: len(turns) for name, turns in found["turns"].items()} == dict.fromkeys(found["turns"], 2)
+    assert {name: len(rates) for name, rates in found["rates"].items()} == {"GEMM": 2, "fp8 GEMM": 2}
+    assert found["wishes"]["megapipe-fp8"] == "--fp8-format e4m3 --fp8-recipe tensorwise"
+    fp8, plain = found["agreement"][:2]
+    assert (fp8["name"], plain["name"]) == ("megapipe-fp8", "plain")
+    assert plain["loss"] < 1e-4 < fp8["norm"] < 5e-2, "the row of fp8 computes in fp8"
+    assert "at least" not in done.out, "a CPU is held to no bar"
 
 
-PLANTED = """
-import sys
-import bench_gpu
-from gpu_bench import plain
-
-plain.rotated = lambda x, cos, sin: x
-sys.exit(bench_gpu.main(sys.argv[1:]))
-"""
-
-
-def test_a_model_that_computes_something_else_is_not_timed() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS.parent), str(TOOLS)])}
-    words = [*TINY, "--device", "cpu", "--dtype", "fp32", "--contenders", "megapipe", "plain"]
-    done = subprocess.run([sys.executable, "-c", PLANTED, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 2
-    assert "plain has a loss of" in done.stderr and "in step 1" in done.stderr and "they are not the same model" in done.stderr
+def test_a_model_that_computes_something_else_is_not_timed(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tools("gpu_bench.plain"), "rotated", lambda x, cos, sin: x)
+    assert tools("bench_gpu").main([*TINY, "--device", "cpu", "--dtype", "fp32", "--contenders", "megapipe", "plain"]) == 2
+    said = capsys.readouterr().err
+    assert "plain beside megapipe (step 1): loss differs by" in said and "they are not the same model" in said
 
 
-def test_without_a_card_the_tool_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "bench_gpu.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS.parent), str(TOOLS)]), "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "bench_gpu: torch sees no GPU (--device cpu tries the tool)\n"
+def test_without_a_card_the_tool_says_so(tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert tools("bench_gpu").main([]) == 2
+    assert capsys.readouterr() == ("", "bench_gpu: torch sees no GPU (--device cpu tries the tool)\n")
+
+
+def test_a_card_without_fp8_is_told_before_anything_runs(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, answer in (("is_available", True), ("get_device_capability", (8, 0)), ("get_device_name", "NVIDIA A100-SXM4-80GB")):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
+    assert tools("bench_gpu").main(["--check"]) == 2
+    assert "NVIDIA A100-SXM4-80GB has no fp8 matrix units; leave megapipe-fp8 out of --contenders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--device", "cpu"), ("--device", "cpu", "--shapes", "8b-4k")], ids=["shape", "device"])
+def test_a_check_without_anything_to_check_is_refused(words: tuple[str, ...], tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tools("bench_gpu").main([*words, "--check"]) == 2
+    assert "--check has nothing to check: bars are set for --shapes 8b-4k 8b-8k on a GPU in bf16" in capsys.readouterr().err
+
+
+def measured(figures: ModuleType, **seconds: float) -> object:
+    """Contenders that need so many seconds for 100 TFLOP in each of three rounds; one of the rounds is ten times slower for all."""
+    slow = (1.0, 10.0, 1.0)
+    turns = {name.replace("_", "-"): [figures.Turn(each * factor, 0.1) for factor in slow] for name, each in seconds.items()}
+    rates = {figures.GEMM: [500e12 / factor for factor in slow], figures.FP8_GEMM: [900e12 / factor for factor in slow]}
+    return figures.Measured(turns, rates, 100e12)
+
+
+def test_ratios_are_formed_inside_a_round(tools: Tools) -> None:
+    figures = tools("gpu_bench.figures")
+    found = measured(figures, megapipe=0.25, plain=0.3)
+    assert found.ratio("megapipe", figures.GEMM).text(".2f") == "0.80 [0.80, 0.80]"
+    assert found.ratio("megapipe", "plain").text(".2f") == "1.20 [1.20, 1.20]"
+    assert found.ratio("megapipe", "transformers") is None
+    assert list(figures.remarks(found)) == ["fp8 GEMM to GEMM: 1.800 [1.800, 1.800]"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "passed", "words"),
+    [
+        ({"megapipe": 0.25, "megapipe_fp8": 0.19, "plain": 0.25, "transformers": 0.3}, True, ": met"),
+        ({"megapipe": 0.25, "megapipe_fp8": 0.24, "plain": 0.25, "transformers": 0.3}, True, "goal 1.25: not reached, 83.3% of it"),
+        ({"megapipe": 0.28, "megapipe_fp8": 0.2, "plain": 0.28, "transformers": 0.4}, False, "at least 0.75: NOT MET, 95.2% of it"),
+        ({"megapipe": 0.25, "plain": 0.24, "transformers": 0.3}, False, "megapipe to plain: 0.960 [0.960, 0.960], at least 1.0: NOT MET"),
+        ({"megapipe": 0.25, "plain": 0.25, "transformers": 0.28}, False, "megapipe to transformers: 1.120"),
+        ({"megapipe": 0.25, "plain": 0.25}, False, "megapipe to transformers: NOT MEASURED, transformers took no part; at least 1.15"),
+    ],
+    ids=["all", "goal", "gemm", "plain", "transformers", "absent"],
+)
+def test_a_bar_fails_and_says_what_missed_while_a_goal_is_only_told(
+    seconds: dict[str, float], passed: bool, words: str, tools: Tools
+) -> None:
+    figures = tools("gpu_bench.figures")
+    said = figures.verdicts(measured(figures, **seconds))
+    assert len(said) == len(figures.BARS)
+    assert all(ok for _, ok in said) is passed
+    assert any(words in sentence and (ok is passed) for sentence, ok in said), said
+
+
+def test_the_flops_of_a_step_count_attention_half_or_in_full(tools: Tools) -> None:
+    figures, shape = tools("gpu_bench.figures"), tools("gpu_bench.shapes").SHAPES["8b-4k"]
+    linears = shape.layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768  # elements, the output layer's too
+    attention = 4 * 4096 * 4096 * shape.layers  # FLOPs a token: q k and p v, every key
+    for causal, part in ((True, 0.5), (False, 1.0)):
+        assert figures.flops_of_step(shape, causal) == 3 * (2 * linears + part * attention) * 32768
+
+
+@pytest.mark.parametrize(
+    ("name", "mine", "holds", "step"),
+    [
+        ("plain", [(10.0, 2.0), (9.9, 1.9)], True, None),
+        ("plain", [(10.0, 2.0), (9.9, 2.0)], False, 2),
+        ("megapipe-fp8", [(10.05, 2.06), (9.9, 1.95)], True, None),
+        ("megapipe-fp8", [(10.05, 2.3), (9.9, 1.9)], False, 1),
+        ("megapipe-fp8", [(float("nan"), 2.0), (9.9, 1.9)], False, 1),
+    ],
+)
+def test_fp8_is_held_to_bounds_of_its_own(name: str, mine: list[tuple[float, float]], holds: bool, step: int | None, tools: Tools) -> None:
+    found = tools("gpu_bench.agreement").compared(name, "megapipe", mine, [(10.0, 2.0), (9.9, 1.9)], "bf16")
+    assert (found.holds, found.step) == (holds, step)
+
+
+def test_kernels_are_told_apart_by_their_names(tools: Tools) -> None:
+    kind_of = tools("gpu_bench.timing").kind_of
+    kinds = {
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT": "GEMM",
+        "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x128": "GEMM",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
+        "triton_poi_fused__to_copy_clamp_mul_0": "fp8 casts",
+        "void at::native::elementwise_kernel<float8_copy_kernel_cuda>": "fp8 casts",
+        "Memcpy DtoD (Device -> Device)": "copies",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,28 +41,42 @@ def draw_rows(shape: Shape) -> np.ndarray:
     return np.random.default_rng(SEED).integers(0, shape.vocab, (shape.step_sequences, shape.seq + 1))
 
 
-def draw_weights(shape: Shape) -> dict[str, Tensor]:
-    """fp32 on the CPU, under transformers' names; the same for all contenders."""
+def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """fp32 on the device, under transformers' names; the same for all contenders."""
     torch.manual_seed(SEED)
-    model = PlainLlama(shape)
+    with device:
+        model = PlainLlama(shape)
     for parameter in model.parameters():
         if parameter.ndim == 2:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # so that every part of the model matters to the loss
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-class Megapipe:
-    """megapipe as pretrain_gpt.py runs it: Machines and TrainStep from a resolved configuration. change: of the configuration."""
+@dataclass(frozen=True)
+class Wishes:
+    """What megapipe's contenders are asked for beyond dtype: fp8 and what of it torch.compile makes one kernel of."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        dtype: str,
-        device: torch.device,
-        weights: Mapping[str, Tensor],
-        change: Callable[[Config], Config] = lambda c: c,
-    ) -> None:
-        self.plan = resolve(change(configuration(shape, dtype, device.type)), 1)
+    fp8_format: str | None = None
+    fp8_recipe: str = "delayed"
+    compile_pointwise: bool = False
+
+    def applied_to(self, config: Config) -> Config:
+        precision = config.precision
+        if self.fp8_format is not None:
+            precision = dataclasses.replace(precision, fp8_format=self.fp8_format, fp8_recipe=self.fp8_recipe)
+        kernels = dataclasses.replace(config.kernels, compile_pointwise=self.compile_pointwise)
+        return dataclasses.replace(config, precision=precision, kernels=kernels)
+
+    def __str__(self) -> str:
+        fp8 = "no fp8" if self.fp8_format is None else f"--fp8-format {self.fp8_format} --fp8-recipe {self.fp8_recipe}"
+        return fp8 + " --compile-pointwise" * self.compile_pointwise
+
+
+class Megapipe:
+    """megapipe as pretrain_gpt.py runs it: Machines and TrainStep from a resolved configuration."""
+
+    def __init__(self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], wishes: Wishes) -> None:
+        self.plan = resolve(wishes.applied_to(configuration(shape, dtype, device.type)), 1)
         placed = {entry.spec.name: entry for entry in place(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
 
         def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
@@ -121,7 +136,8 @@ class Peer:
 
 def plain(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor], compiled: bool) -> Peer:
     """The plain Llama, whole under torch.compile where asked for."""
-    model = PlainLlama(shape)
+    with device:
+        model = PlainLlama(shape)
     model.load_state_dict(weights)
     model = model.to(device, dtype)
     forward: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if compiled else model
@@ -145,17 +161,15 @@ def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, w
         use_cache=False,
         tie_word_embeddings=False,
     )
-    model = LlamaForCausalLM(config)
+    with device:
+        model = LlamaForCausalLM(config)
     model.load_state_dict(dict(weights))
-    model = model.to(device, dtype)
+    model = model.to(device)
+    for parameter in model.parameters():  # not the buffers: rotary frequencies in bf16 are wrong by whole turns at position 4096
+        parameter.data = parameter.data.to(dtype)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         logits = model(input_ids=tokens).logits
         return torch.nn.functional.cross_entropy(logits.float().view(-1, shape.vocab), labels.reshape(-1))
 
     return Peer(shape, device, model, loss)
-
-
-def with_precision(**changes: Any) -> Callable[[Config], Config]:
-    """A change of the precision section."""
-    return lambda config: dataclasses.replace(config, precision=dataclasses.replace(config.precision, **changes))

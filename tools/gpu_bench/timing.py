@@ -8,12 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megapipe.tensor_parallel.fp8 import E4M3, Rounded, multiply, rounded_values, scale_for
 
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
+GEMM_SECONDS = {"cuda": 0.4, "cpu": 0.01}
 # kinds of kernels by their names, the first that fits; CPU operators have other names than CUDA's kernels
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
     ("GEMM", r"gemm|nvjet|cutlass.*(tensorop|sm\d\d)|xmma|cublas|_scaled_mm|aten::(mm|addmm|bmm|linear)$"),
+    ("fp8 casts", r"float8|fp8|_to_copy.*clamp|clamp.*_to_copy"),
     ("optimizer", r"adam|multi_tensor|foreach|lpnorm|clip"),
     ("cross entropy", r"softmax|nll|log_softmax|amax|exp_|scatter|gather"),
     ("copies", r"memcpy|memset|copy|fill|cat"),
@@ -35,14 +40,38 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def gemm_rate(dtype: torch.dtype, device: torch.device, repeats: int = 10) -> float:
+def gemm_rate(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a square GEMM of random numbers: zeros would need less power and run faster."""
     size = GEMM_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * size**3 / sustained_seconds(lambda: torch.mm(a, b), device)
+
+
+def fp8_gemm_rate(device: torch.device) -> float:
+    """FLOP/s of the same GEMM with e4m3 operands, one scale a tensor, as a linear's forward has it: bf16 result, fast sums."""
+    size = GEMM_SIZE[device.type]
+    a, b = (_rounded(torch.randn(size, size, device=device)) for _ in range(2))
+    return 2.0 * size**3 / sustained_seconds(lambda: multiply(a, b, torch.bfloat16, fast=True), device)
+
+
+def _rounded(x: Tensor) -> Rounded:
+    scale = scale_for(x.abs().amax(), E4M3)
+    return Rounded(rounded_values(x, scale, E4M3), scale.reciprocal())
+
+
+def sustained_seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, of as many as take GEMM_SECONDS: about a step's time, in which a card's clock settles where its power limit has it. A
+    short burst runs faster than anything that a step could keep up."""
     for _ in range(3):
-        torch.mm(a, b)
-    seconds = seconds_of(lambda: [torch.mm(a, b) for _ in range(repeats)], device) / repeats
-    return 2.0 * size**3 / seconds
+        call()
+    once = seconds_of(call, device)
+    calls = max(1, round(GEMM_SECONDS[device.type] / once))
+    return seconds_of(lambda: _repeat(call, calls), device) / calls
+
+
+def _repeat(call: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        call()
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
@@ -61,7 +90,7 @@ def kind_of(kernel: str) -> str:
 
 
 def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, list[str]]]:
-    """(kind, share of the device's time, its three longest kernels), the longest first, of one run."""
+    """(kind, share of the device's time, its three longest kernels), the longest first, of one run; [] where the profiler sees none."""
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         run()
