@@ -79,7 +79,7 @@ def agreements(contenders: Mapping[str, Contender], dtype: str) -> list[Agreemen
     return found
 
 
-def measure(contenders: Mapping[str, Contender], shape: Shape, arguments: argparse.Namespace) -> Measured:
+def measure(contenders: dict[str, Contender], shape: Shape, arguments: argparse.Namespace) -> Measured:
     device = torch.device(arguments.device)
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     gemms: dict[str, Callable[[], float]] = {GEMM: lambda: gemm_rate(DTYPES[arguments.dtype], device)}
@@ -104,7 +104,7 @@ def describe_memory(name: str, contender: Contender, device: torch.device) -> st
     if not isinstance(contender, Megapipe) or device.type != "cuda":
         return None
     planned = rank_memory(contender.plan, 0)
-    own = sum(planned.items[item] for item in ("weights", "gradients", "optimizer"))
+    own = sum(planned.items[item] for item in ("weights", "gradients", "optimizer", "fp8 weights"))
     before = torch.cuda.memory_allocated(device)
     peak = peak_bytes(lambda: (contender.gradients(), contender.update()), device)
     assert peak is not None

@@ -19,6 +19,7 @@ from megapipe.kernels.transformer_engine import LinearWish
 from megapipe.model.activation import Activation, activation
 from megapipe.model.norm import Norm
 from megapipe.planner.comm_chunks import WHOLE, CommChunks
+from megapipe.planner.fp8 import fp8_layers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -90,11 +91,7 @@ class Parts:
 
     def uses_fp8(self, layer: int) -> bool:
         """layer: global index."""
-        precision = self.kernels.fp8
-        if precision is None or not precision.first_last_layers_bf16:
-            return precision is not None
-        first, last = precision.num_layers_at_start_in_bf16, self.config.num_layers - precision.num_layers_at_end_in_bf16
-        return first <= layer < last
+        return self.kernels.fp8 is not None and layer in fp8_layers(self.kernels.fp8, self.config.num_layers)
 
     def _gemms(self, layer: int) -> Gemms:
         if self.kernels.layers is not None or self.kernels.fp8 is None or not self.uses_fp8(layer):

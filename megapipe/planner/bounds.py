@@ -16,8 +16,9 @@ from megapipe.errors import ConfigError
 from megapipe.planner.activations import ELEMENT_BYTES, stage_bytes
 from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.cut import cut_key, cut_layers
+from megapipe.planner.fp8 import Casts, fp8_layers
 from megapipe.planner.hardware import Hardware
-from megapipe.planner.layer_time import Tensors, head_seconds, layer_seconds
+from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
 from megapipe.planner.layout import Layout
 from megapipe.planner.resolve import resolve_model
 from megapipe.planner.shelf import Shelf
@@ -190,15 +191,26 @@ class Bounds:
         fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
         tp_link = dataclasses.replace(fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds))
         tensors = Tensors.of(model, tp, sliced, size, self._config.precision.dtype, comm_chunks(self._config.parallel))
-        layer, head = layer_seconds(tensors, recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
+        head = head_seconds(tensors, hardware, tp_link)
+        kinds = [layer_seconds(each, recompute, hardware, tp_link) for each in self._kinds_of_layers(tensors)]
         kept = [
             sum(stage_bytes(model, tensors.sizes, stage, recompute).values())
             for stage in (StageLayers(0, 1, False, False), StageLayers(0, 1, False, True))
         ]
-        both = [each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B) for each in (layer, head)]
+
+        def both(each: OpSeconds) -> float:
+            return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
+
         message = tensors.sizes.hidden_states / tp_link.bytes_per_second + tp_link.latency_seconds
-        forward, inputs = layer.of(Op.F), layer.of(Op.I)
-        return _Times(forward, inputs, both[0], head.of(Op.F), head.of(Op.I), both[1], kept[0], kept[1] - kept[0], message)
+        forward, inputs, backward = (min(map(of, kinds)) for of in (lambda k: k.of(Op.F), lambda k: k.of(Op.I), both))
+        return _Times(forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message)
+
+    def _kinds_of_layers(self, tensors: Tensors) -> list[Tensors]:
+        """In fp8, without, or both."""
+        casts, num_layers = Casts.of(self._config), self._config.model.num_layers
+        in_fp8 = len(fp8_layers(self._config.precision, num_layers))
+        kinds = [] if casts is None or not in_fp8 else [dataclasses.replace(tensors, casts=casts)]
+        return [*kinds, tensors] if in_fp8 < num_layers else kinds
 
 
 def _waits(cut: Cut) -> list[_Waits]:

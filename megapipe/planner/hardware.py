@@ -1,9 +1,11 @@
 """What accelerators and their links can do: the table that predictions of time and memory read, or a file in its place.
 
 Rates are dense matrix rates without sparsity, memory and link rates those of the makers' data sheets: NVIDIA A100 (2021), H100 SXM and H200
-(2023), B200 (2024), AMD MI300X (2023); links are counted in one direction for one device. How much of a peak GEMMs reach is not in data
-sheets: tools/fit_efficiency.py fits it to published steps, of A100 and of H100, and later devices are taken to be like H100. The shares of
-attention, of the memory's rate and of links are estimates. docs/planner.md compares what comes of them; a file may say otherwise.
+(2023), B200 (2024), AMD MI300X (2023), which for NVIDIA's fp8 tell the rate with sparsity, twice the dense one; A100 has no fp8. Links are
+counted in one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to published
+steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 a GEMM is taken to reach the share of its peak
+that it reaches in 16 bits at the same size: units twice as fast are fed by operands of half the bytes. The shares of attention, of the
+memory's rate and of links are estimates. docs/planner.md compares what comes of them; a file may say otherwise.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from megapipe.errors import ConfigError
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
+FP8 = "fp8"
 
 
 def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
@@ -50,7 +53,8 @@ class Link:
 class Hardware:
     """One kind of accelerator and how its nodes are built.
 
-    driver_name: part of the name that the driver gives it. flops: peak by configuration dtype; a dtype that is absent has no matrix units.
+    driver_name: part of the name that the driver gives it. flops: peak by configuration dtype, and of "fp8" operands; what is absent has no
+    matrix units.
     memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA context, kernel workspace and the allocator's slack.
     node, network: links between devices of one node, and between nodes. gemm_shares, attention_share,
     pointwise_share: see above. price_per_hour: of one accelerator, in any currency.
@@ -71,10 +75,11 @@ class Hardware:
     price_per_hour: float | None = None
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in a configuration dtype. Raises ConfigError where the table has none."""
+        """FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has none."""
         if dtype not in self.flops:
+            way_out = "leave --fp8-format out" if dtype == FP8 else "give --bf16"
             raise ConfigError(
-                f"no matrix rate of {self.name} is known for {dtype}; there are {', '.join(self.flops)}: give --bf16, or a file"
+                f"no matrix rate of {self.name} is known for {dtype}; there are {', '.join(self.flops)}: {way_out}, or a file with flops"
             )
         return self.flops[dtype]
 
@@ -101,18 +106,19 @@ class Hardware:
 def _row(
     name: str,
     driver_name: str,
-    tera: float,
+    tera: tuple[float, ...],
     memory: float,
     terabytes: float,
     node: float,
     network: float,
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
 ) -> Hardware:
-    """memory in GiB, terabytes a second of memory, gigabytes a second and direction of links in a node and of a device's network card."""
+    """tera: of 16 bits, and of fp8 where there is any. memory in GiB, terabytes a second of memory, gigabytes a second and direction of
+    links in a node and of a device's network card."""
     return Hardware(
         name,
         driver_name,
-        {"bf16": tera * TERA, "fp16": tera * TERA},
+        {"bf16": tera[0] * TERA, "fp16": tera[0] * TERA} | ({FP8: tera[1] * TERA} if len(tera) > 1 else {}),
         int(memory * GIB),
         terabytes * TERA,
         Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
@@ -124,12 +130,12 @@ def _row(
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _row("a100-40", "A100-SXM4-40GB", 312, 40, 1.555, 300, 25, GEMM_SHARES),
-        _row("a100-80", "A100", 312, 80, 2.039, 300, 25, GEMM_SHARES),
-        _row("h100", "H100", 989, 80, 3.35, 450, 50),
-        _row("h200", "H200", 989, 141, 4.8, 450, 50),
-        _row("b200", "B200", 2250, 180, 8.0, 900, 50),
-        _row("mi300x", "MI300X", 1307, 192, 5.3, 448, 50),
+        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, GEMM_SHARES),
+        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, GEMM_SHARES),
+        _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50),
+        _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50),
+        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50),
+        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50),
     )
 }
 # cards that are told apart by more of their name than the table's

@@ -2,6 +2,7 @@
 and tensor-parallel messages with what hides them.
 
 Kernels run at a share of a peak that depends on the smallest size of a GEMM alone; everything else moves memory at a share of its rate.
+With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and the head do not change.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.planner.activations import LocalSizes, is_explicit, layer_activation_bytes
 from megapipe.planner.comm_chunks import WHOLE, CommChunks
 from megapipe.planner.flops import mean_keys
-from megapipe.planner.hardware import Hardware, Link
+from megapipe.planner.fp8 import Casts
+from megapipe.planner.hardware import FP8, Hardware, Link
+from megapipe.planner.linears import linear_shapes
 from megapipe.planner.traffic import ALL_REDUCE, collective_bytes, head_collectives, layer_collectives, repeated_collectives
 from megapipe.schedule.action import Op
 
@@ -64,7 +67,7 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Tensors:
-    """One microbatch on one rank. model: resolved."""
+    """One microbatch on one rank. model: resolved. casts: of a layer whose linears multiply in fp8."""
 
     model: ModelConfig
     sizes: LocalSizes
@@ -72,6 +75,7 @@ class Tensors:
     sequence_parallel: bool
     dtype: str
     chunks: CommChunks = WHOLE
+    casts: Casts | None = None
 
     @classmethod
     def of(
@@ -82,21 +86,13 @@ class Tensors:
 
     def gemms(self) -> list[tuple[int, int, int]]:
         """(tokens, inputs, outputs) of the linears of a layer: linear_qkv, linear_proj, linear_fc1, linear_fc2."""
-        s = self.sizes
-        gates = 2 if self.model.activation in GATED_ACTIVATIONS else 1
-        queries = s.heads * s.channels
-        return [
-            (s.tokens, s.hidden, queries + 2 * s.groups * s.channels),
-            (s.tokens, queries, s.hidden),
-            (s.tokens, s.hidden, gates * s.ffn),
-            (s.tokens, s.ffn, s.hidden),
-        ]
+        return [(self.sizes.tokens, *shape) for shape in linear_shapes(self.model, self.sizes)]
 
 
 def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """One transformer layer. Recomputation is part of I."""
     linears = tensors.gemms()
-    gemms = [_gemm_seconds(hardware, tensors.dtype, *sizes) for sizes in linears]
+    gemms = [_linear_seconds(tensors, hardware, *sizes) for sizes in linears]
     gemm, attention = sum(gemms), attention_seconds(tensors, hardware)
     kept = sum(layer_activation_bytes(tensors.model, tensors.sizes).values()) - _squares(tensors)
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
@@ -104,15 +100,16 @@ def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardwa
     columns, rows = (linears[0], linears[2]), (linears[1], linears[3])
     gathers, reductions = (partial(each, tensors, hardware, tp_link) for each in (_gather_seconds, _reduction_seconds))
     messages = sum(map(gathers, columns)) + sum(map(reductions, rows))
-    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise, "tp": messages}
+    casts = [_cast_seconds(tensors, hardware, op, linears) for op in (Op.F, Op.I, Op.W)]
+    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise + casts[0], "tp": messages}
     repeated = {0: 0.0, 1: gathers(linears[2]), 4: messages}[repeated_collectives(tensors.sequence_parallel, recompute)]
     inputs = {
         "gemm": gemm,
         "attention": _backward_of_attention(tensors.model) * attention,
-        "pointwise": 2.0 * pointwise,
+        "pointwise": 2.0 * pointwise + casts[1],
         "tp": sum(map(gathers, rows)) + sum(map(reductions, columns)) + repeated,
     }
-    weights = {"gemm": gemm, "tp": count.weights * collective}
+    weights = {"gemm": gemm, "pointwise": casts[2], "tp": count.weights * collective}
     again = _recomputed(tensors, recompute, hardware, forward)
     hidden = sum(_hidden(tensors, tp_link, gemms[linear], reductions(linears[linear])) for linear in (0, 2))
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
@@ -166,11 +163,33 @@ def _squares(tensors: Tensors) -> int:
     return kept.get("attention probabilities", 0)
 
 
+def _linear_seconds(tensors: Tensors, hardware: Hardware, rows: int, inputs: int, outputs: int) -> float:
+    """One product of a layer's linear, in the arithmetic of the layer."""
+    return _gemm_seconds(hardware, tensors.dtype if tensors.casts is None else FP8, rows, inputs, outputs)
+
+
 def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, outputs: int) -> float:
     flops = 2.0 * rows * inputs * outputs
     compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(rows, inputs, outputs)))
-    moved = 2.0 * (rows * inputs + inputs * outputs + rows * outputs)
+    operand = 1.0 if dtype == FP8 else 2.0
+    moved = operand * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs
     return max(compute, moved / hardware.memory_bytes_per_second)
+
+
+def _cast_seconds(tensors: Tensors, hardware: Hardware, op: Op, gemms: list[tuple[int, int, int]]) -> float:
+    """What fp8 moves beside these GEMMs in F, I or W."""
+    casts = tensors.casts
+    if casts is None:
+        return 0.0
+    read = sum(rows * inputs for rows, inputs, _ in gemms)
+    written = sum(rows * outputs for rows, _, outputs in gemms)
+    weights = sum(inputs * outputs for _, inputs, outputs in gemms)
+    moved = {
+        Op.F: casts.inputs * read + casts.weight * weights,
+        Op.I: casts.gradients * written,
+        Op.W: casts.both * (read + written) + casts.weight_gradient * weights,
+    }[op]
+    return moved / hardware.pointwise_bytes_per_second
 
 
 def _collective_seconds(tensors: Tensors, link: Link, chunks: int = 1) -> float:
@@ -196,7 +215,7 @@ def _exposed(tensors: Tensors, hardware: Hardware, collective: float, chunks: in
     """Of a collective in chunks that each take so long and run under the GEMM of a neighbour: one, what is longer than a GEMM of the
     others, and what smaller GEMMs take longer than one."""
     tokens, *sizes = linear
-    whole, part = (_gemm_seconds(hardware, tensors.dtype, rows, *sizes) for rows in (tokens, max(1, tokens // chunks)))
+    whole, part = (_linear_seconds(tensors, hardware, rows, *sizes) for rows in (tokens, max(1, tokens // chunks)))
     return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
 
 
@@ -224,7 +243,9 @@ def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware
     if "core_attn" in modules:
         again["attention"] += forward["attention"]
     if "mlp" in modules:
-        again["gemm"] += _gemm_seconds(hardware, tensors.dtype, *tensors.gemms()[2])
+        first = tensors.gemms()[2]
+        again["gemm"] += _linear_seconds(tensors, hardware, *first)
+        again["pointwise"] += _cast_seconds(tensors, hardware, Op.F, [first])
     kept = layer_activation_bytes(tensors.model, tensors.sizes)
     saved = sum(kept.values()) - sum(layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values())
     again["pointwise"] += POINTWISE_PASSES * saved / hardware.pointwise_bytes_per_second

@@ -2,6 +2,7 @@
 
     weights       flat parameter buffers, padding included; with an asynchronous schedule one for each version that is needed at once
     gradients     flat main-gradient buffers, fp32 (fp64)
+    fp8 weights   two 8-bit copies of each weight of the linears that multiply in fp8, from the first forward of a step to the next step
     optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard; with
                   --optimizer-cpu-offload none, for they lie in the host's memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
@@ -36,6 +37,7 @@ from megapipe.planner.activations import (
     stage_bytes,
 )
 from megapipe.planner.comm_chunks import comm_chunks
+from megapipe.planner.fp8 import LinearBytes, copies_bytes
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.temporaries import Backward, temporary_bytes
 from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
@@ -101,6 +103,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         replay = min(replay, peak.inside_bytes)
     items = {
         **_state(plan, stages, plan.num_weight_versions(pp_rank)),
+        "fp8 weights": copies_bytes(plan.config, sizes, [plan.partition.stages[stage] for stage in stages]),
         "activations": peak.activation_bytes,
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,
@@ -212,8 +215,9 @@ def _backward(plan: RunPlan, stage: int) -> Backward:
     config = plan.config
     gathers = config.parallel.sequence_parallel and plan.topology.tp > 1
     layers, documents = plan.partition.stages[stage], Documents.of(config.data)
-    chunks = comm_chunks(config.parallel).gather
-    return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, runs_on_cuda(plan), gathers, chunks)
+    chunks, is_cuda = comm_chunks(config.parallel).gather, runs_on_cuda(plan)
+    fp8 = LinearBytes.of(config, layers, is_cuda)
+    return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, is_cuda, gathers, chunks, fp8=fp8)
 
 
 def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:

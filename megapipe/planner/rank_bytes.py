@@ -17,7 +17,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.buffers import layout_buffers
 from megapipe.sharding.model_specs import specs_of_stage
 
-STATE = ("weights", "gradients", "optimizer", "rollback", "reduction")
+STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
 FIXED = ("recompute", "temporaries", "messages", "tables", "microbatches")  # hardly another with another cut
 
 

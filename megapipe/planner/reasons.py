@@ -163,7 +163,10 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
     """Options whose other setting is better by the model."""
     plan = configured.plan
     parallel = plan.config.parallel
+    kernels, precision = plan.config.kernels, plan.config.precision
     others: list[tuple[str, dict[str, bool]]] = []
+    if precision.fp8_format is not None and kernels.transformer_impl == "local" and not kernels.compile_pointwise:
+        others.append(("--compile-pointwise", {"compile_pointwise": True}))
     if plan.topology.tp > 1 and not parallel.sequence_parallel:
         others.append(("--sequence-parallel", {"sequence_parallel": True}))
     if plan.topology.dp > 1 and not parallel.use_distributed_optimizer:
@@ -185,10 +188,13 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
 
 
 def _replanned(candidate: Candidate, changes: dict[str, bool], hardware: Hardware) -> RunPlan:
-    """The plan with other options of the parallel section. Raises ConfigError."""
+    """The plan with other options of the parallel or the kernels section. Raises ConfigError."""
     config, t = candidate.plan.config, candidate.plan.topology
-    parallel = dataclasses.replace(config.parallel, **changes)  # type: ignore[arg-type]
+    for name, is_on in changes.items():
+        section = "kernels" if hasattr(config.kernels, name) else "parallel"
+        changed_section = dataclasses.replace(getattr(config, section), **{name: is_on})
+        config = dataclasses.replace(config, **{section: changed_section})
     training = dataclasses.replace(config.training, train_iters=None, train_samples=None)
     optimizer = dataclasses.replace(config.optimizer, lr_decay_iters=None, lr_warmup_samples=0, lr_wsd_decay_samples=None)
-    changed = dataclasses.replace(config, parallel=parallel, training=training, optimizer=optimizer)
+    changed = dataclasses.replace(config, training=training, optimizer=optimizer)
     return resolve(changed, t.world_size, hardware.ranks_per_node)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.flops import step_flops
+from megapipe.planner.fp8 import Casts, num_fp8_layers
 from megapipe.planner.hardware import Hardware, Link
 from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
+from megapipe.planner.linears import linear_elements
+from megapipe.planner.memory import local_sizes
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.traffic import ALL_REDUCE, gather_bytes, message_bytes, reduction_bytes
 from megapipe.schedule.action import Action, Op
@@ -30,7 +33,8 @@ NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
 class StepTime:
     """A step's prediction. seconds: of the whole step. parts: where they go on the rank that computes longest, adding up to `seconds`:
     'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'bubble' (idle, and waits for messages),
-    'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer'.
+    'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of
+    its new weights, too).
     """
 
     seconds: float
@@ -87,13 +91,11 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     sliced, size = config.parallel.sequence_parallel and t.tp > 1, config.training.micro_batch_size
     tensors = Tensors.of(config.model, t.tp, sliced, size, config.precision.dtype, comm_chunks(config.parallel))
     layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
-    return stages_of(layer, head, plan.partition.layer_counts)
-
-
-def stages_of(layer: OpSeconds, head: OpSeconds, layer_counts: Sequence[int]) -> tuple[OpSeconds, ...]:
-    """The stages of a cut; the last has the head."""
-    made = {count: layer * count for count in set(layer_counts)}
-    return (*(made[count] for count in layer_counts[:-1]), made[layer_counts[-1]] + head)
+    casts = Casts.of(config)
+    in_fp8 = layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)
+    counts = [(stage.num_layers, num_fp8_layers(config, stage)) for stage in plan.partition.stages]
+    made = {(whole, few): layer * (whole - few) + in_fp8 * few for whole, few in set(counts)}
+    return (*(made[count] for count in counts[:-1]), made[counts[-1]] + head)
 
 
 def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
@@ -166,8 +168,9 @@ def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSecond
     """'optimizer', 'gather': of the rank that takes longest over each, for all wait for the norm and for the next step's first stage."""
     ranks = range(plan.topology.pp)
     shards = max(_shard_elements(plan, rank) for rank in ranks)
+    casts = max(_weight_cast_seconds(plan, hardware, rank) for rank in ranks)
     return {
-        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second,
+        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second + casts,
         "gather": max(_exposed_gather(plan, hardware, rank, stages) for rank in ranks),
     }
 
@@ -212,6 +215,16 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
                 parts[part] += times * seconds / speed
         parts["tp"] -= times * stages[stage].hidden * (op is Op.B) / speed
     return parts
+
+
+def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
+    """Of the linears' weights to fp8, once a step."""
+    casts = Casts.of(plan.config)
+    if casts is None:
+        return 0.0
+    layers = sum(num_fp8_layers(plan.config, plan.partition.stages[stage]) for stage in plan.placement.stages_of(pp_rank))
+    elements = layers * linear_elements(plan.config.model, local_sizes(plan))
+    return casts.weight_once * elements / hardware.pointwise_bytes_per_second
 
 
 def _shard_elements(plan: RunPlan, pp_rank: int) -> float:

@@ -8,7 +8,7 @@ one rank for one microbatch, on top of all that the stage has kept. `dry_run` co
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.recompute import RecomputeConfig
@@ -22,6 +22,7 @@ from megapipe.planner.activations import (
     replay_bytes,
     stage_bytes,
 )
+from megapipe.planner.fp8 import LinearBytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
@@ -30,7 +31,8 @@ LOSS_BLOCK_BYTES = 1 << 23  # half types: logits are raised to fp32 in blocks of
 
 @dataclass(frozen=True)
 class Backward:
-    """One stage's backward. splits: only its first half, I, after which the linears' inputs and gradients wait for W."""
+    """One stage's backward. splits: only its first half, I, after which the linears' inputs and gradients wait for W. fp8: of the layers'
+    linears, if they multiply in 8 bits."""
 
     model: ModelConfig
     sizes: LocalSizes
@@ -41,6 +43,7 @@ class Backward:
     gathers: bool = False  # sequence parallelism over more than one rank
     gather_chunks: int = 1  # of an all-gather that runs under its own GEMM
     splits: bool = False
+    fp8: LinearBytes | None = None
 
     def most(self) -> int:
         """The largest of all moments, 0 or more."""
@@ -66,7 +69,8 @@ class Backward:
             yield min(2 * LOSS_BLOCK_BYTES, logits * self.sizes.wide)
         if self.model.final_logit_softcapping is not None:
             yield 2 * logits * self.sizes.wide
-        yield self._inputs_of_column() + self._weight_of_column(self.sizes.vocab)
+        gathered = 0 if self.splits else self._gathered
+        yield self._inputs_of_column() + gathered + self._product(self.sizes.vocab, self.sizes.hidden)
 
     def _layer(self) -> Iterator[tuple[int, int]]:
         """Of the last layer, whose activations a full recomputation has made anew."""
@@ -183,12 +187,19 @@ class Backward:
         if not self.gathers or self.gather_chunks == 1:
             return self._gathered + weight
         two = 2 * -(-self._whole // self.gather_chunks)
-        return two if self.splits else self._whole + max(two, weight)
+        return max(two, weight) + (0 if self.splits else self._whole)
 
     def _weight_of_column(self, rows: int) -> int:
-        return 0 if self.splits else self._gathered + self._weight(rows, self.sizes.hidden)
+        return (0 if self.splits else self._gathered) + self._weight(rows, self.sizes.hidden)
 
     def _weight(self, rows: int, columns: int) -> int:
+        """What the gradients of a layer's linear make, of its weight [rows, columns] and, where that comes alone, of its input."""
+        if self.fp8 is None:
+            return self._product(rows, columns)
+        make = self.fp8.input_gradient if self.splits else self.fp8.weight_gradient
+        return make(self.sizes.tokens, rows, columns)
+
+    def _product(self, rows: int, columns: int) -> int:
         """A weight gradient before it is added: fp32 on CUDA, the model's dtype elsewhere; fp32 and fp64 add in place."""
         if self.splits or self.sizes.element == self.sizes.wide:
             return 0
@@ -196,26 +207,16 @@ class Backward:
 
     def weights(self) -> int:
         """What W makes: two gathered sequences, the next one's under the GEMM of this one, and a weight gradient."""
-        sizes, whole = self.sizes, Backward(self.model, self.sizes, self.layers, self.recompute, is_cuda=self.is_cuda)
-        shapes = [(sizes.vocab, sizes.hidden)] if self.layers.has_head else []
+        sizes = self.sizes
+        made = [self._product(sizes.vocab, sizes.hidden)] if self.layers.has_head else []
         if self.layers.num_layers:
-            shapes.append((self._gates * sizes.ffn, sizes.hidden))
-        return 2 * self._gathered + max((whole._weight(*shape) for shape in shapes), default=0)
+            made.append(self._weight(self._gates * sizes.ffn, sizes.hidden))
+        return 2 * self._gathered + max(made, default=0)
 
 
 def temporary_bytes(backward: Backward) -> dict[Op, int]:
     """Of B, I and W of a stage. backward: whole."""
-    half = Backward(
-        backward.model,
-        backward.sizes,
-        backward.layers,
-        backward.recompute,
-        backward.documents,
-        backward.is_cuda,
-        backward.gathers,
-        backward.gather_chunks,
-        splits=True,
-    )
+    half = replace(backward, splits=True)
     return {Op.B: backward.most(), Op.I: half.most(), Op.W: backward.weights()}
 
 

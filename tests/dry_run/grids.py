@@ -29,6 +29,7 @@ SP2 = TP2 | {"sequence_parallel": True}
 OVERLAP = {"tp_comm_overlap": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
+FP8 = {"fp8_format": "hybrid"}
 ZERO1 = {"use_distributed_optimizer": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

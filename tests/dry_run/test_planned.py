@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.dry_run.rank import STATE, count_rank
 from megapipe.planner.memory import rank_memory
-from tests.dry_run.grids import FULL, LLAMA, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, make_plan, read_for, selective
+from tests.dry_run.grids import FP8, FULL, LLAMA, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, make_plan, read_for, selective
 
 CLOSE = 0.05
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -59,6 +59,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "window": (1, {"window_size": 32}),
     "sp2_in_chunks_bf16": (2, SP2 | OVERLAP | {"dtype": "bf16"}),
     "zb_h1_sp2_in_chunks": (4, PP2 | SP2 | OVERLAP | {"pipeline_schedule": "zb-h1"}),
+    "fp8_ends_pp2": (2, PP2 | FP8 | {"dtype": "bf16", "first_last_layers_bf16": True}),
+    "fp8_zb_h1_sp2": (4, PP2 | SP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
+    "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
 }
 
 

@@ -22,9 +22,12 @@ from megapipe.planner.step_time import predict_step
 from tests.planner.test_resolve import wish
 
 A100 = dataclasses.replace(hardware_named("a100-80"), ranks_per_node=4)
+H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
 
 
-def config_of(num_layers: int, heads: int, vocab_size: int, batch: int, dropout: float, tied: bool) -> Config:
+def config_of(
+    num_layers: int, heads: int, vocab_size: int, batch: int, dropout: float, tied: bool, fp8: str | None = None, compiles: bool = False
+) -> Config:
     return wish(
         num_layers=num_layers,
         hidden_size=64 * heads,
@@ -36,6 +39,9 @@ def config_of(num_layers: int, heads: int, vocab_size: int, batch: int, dropout:
         attention_dropout=dropout,
         untie_embeddings_and_output_weights=not tied,
         dtype="bf16",
+        fp8_format=None if fp8 is None else "hybrid",
+        first_last_layers_bf16=fp8 == "ends",
+        compile_pointwise=compiles,
     )
 
 
@@ -46,6 +52,8 @@ configs = st.builds(
     st.sampled_from((100, 5000, 60000)),
     st.sampled_from((8, 16, 24, 48)),
     st.sampled_from((0.0, 0.1)),
+    st.booleans(),
+    st.sampled_from((None, "all", "ends")),
     st.booleans(),
 )
 families = st.sampled_from(SCHEDULES_TRIED).flatmap(
@@ -70,11 +78,12 @@ chosen = st.builds(
 @settings(max_examples=50, deadline=None)
 def test_no_bound_is_above_its_prediction(config: Config, layout: Layout, dp: int) -> None:
     world_size = layout.tp * layout.pp * dp
+    hardware = A100 if config.precision.fp8_format is None else H100
     try:
-        found = predict(config, layout, world_size, A100)
+        found = predict(config, layout, world_size, hardware)
     except ConfigError:
         assume(False)
-    bound = Bounds(config, world_size, A100).of(layout)
+    bound = Bounds(config, world_size, hardware).of(layout)
     if bound is None:
         assert layout.cut != "cost"  # and the cut by cost is the same
         return
@@ -103,6 +112,6 @@ def test_overlaps_never_slow_a_step_nor_fill_memory(config: Config, layout: Layo
         plans = [resolve(each, world_size, 4) for each in (overlapped, dataclasses.replace(overlapped, parallel=off))]
     except ConfigError:
         assume(False)
-    times = [predict_step(plan, A100).seconds for plan in plans]
+    times = [predict_step(plan, H100).seconds for plan in plans]
     assert times[0] <= times[1] * (1 + 1e-9)
     assert [rank.total for rank in all_rank_memory(plans[0])] <= [rank.total for rank in all_rank_memory(plans[1])]

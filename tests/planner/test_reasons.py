@@ -80,8 +80,9 @@ def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> N
         (8, {"pipeline_model_parallel_size": 8, "global_batch_size": 4}, "4 microbatches cannot fill a pipeline of 8 ranks"),
         (4, {"tensor_model_parallel_size": 4}, "--sequence-parallel is off"),
         (4, {"overlap_grad_reduce": False}, "--overlap-grad-reduce is off"),
+        (1, {"fp8_format": "hybrid"}, "--compile-pointwise is off"),
     ],
-    ids=["tp across nodes", "axes inverted", "pp inside", "starved", "no sequence parallelism", "no overlap"],
+    ids=["tp across nodes", "axes inverted", "pp inside", "starved", "no sequence parallelism", "no overlap", "casts as written"],
 )
 def test_what_is_upside_down_is_told(world_size: int, changes: dict[str, object], words: str) -> None:
     assert words in told(configured(world_size, **changes))
