@@ -26,7 +26,15 @@ H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
 
 
 def config_of(
-    num_layers: int, heads: int, vocab_size: int, batch: int, dropout: float, tied: bool, fp8: str | None = None, compiles: bool = False
+    num_layers: int,
+    heads: int,
+    vocab_size: int,
+    batch: int,
+    dropout: float,
+    tied: bool,
+    fp8: str | None = None,
+    compiles: bool = False,
+    in_chunks: bool = False,
 ) -> Config:
     return wish(
         num_layers=num_layers,
@@ -38,6 +46,7 @@ def config_of(
         hidden_dropout=dropout,
         attention_dropout=dropout,
         untie_embeddings_and_output_weights=not tied,
+        tp_comm_overlap=in_chunks,
         dtype="bf16",
         fp8_format=None if fp8 is None else "hybrid",
         first_last_layers_bf16=fp8 == "ends",
@@ -54,6 +63,7 @@ configs = st.builds(
     st.sampled_from((0.0, 0.1)),
     st.booleans(),
     st.sampled_from((None, "all", "ends")),
+    st.booleans(),
     st.booleans(),
 )
 families = st.sampled_from(SCHEDULES_TRIED).flatmap(

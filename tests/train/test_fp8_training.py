@@ -79,7 +79,7 @@ def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> N
     assert losses != expected
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed"])
 def test_collectives_in_chunks_round_as_whole_ones(rank_pools: Pools, recipe: str) -> None:
     """A scale is that of the whole tensor, though it is multiplied before all of it is there."""
     grid = f"--tensor-model-parallel-size 2 --sequence-parallel --fp8 hybrid --fp8-recipe {recipe}"
