@@ -116,7 +116,11 @@ parallel.distributed_timeout_minutes | --distributed-timeout-minutes 2 | time_ou
 recompute.recompute_granularity | --recompute-granularity selective --recompute-modules mlp | saved_bytes
 recompute.recompute_method | --recompute-method block | saved_bytes | {FULL}
 recompute.recompute_num_layers | --recompute-num-layers 2 | saved_bytes | {FULL}
+recompute.recompute_keep_attention | --recompute-keep-attention | saved_bytes | {FULL} --attention-dropout 0
 recompute.recompute_modules | --recompute-modules mlp | saved_bytes | --recompute-granularity selective
+
+offload.cpu_offloading_num_layers | --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1 | plan memory | --num-layers 4
+offload.min_offloaded_tensor_size | --min-offloaded-tensor-size 1 | plan memory | --num-layers 4 --cpu-offloading-num-layers 3
 
 training.micro_batch_size | --micro-batch-size 1 | plan batch
 training.global_batch_size | --global-batch-size 8 | records

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megapipe.build.forward_machines import DrawSlice, ForwardMachines
+from megapipe.build.offload import build_offload, row_offload
 from megapipe.build.updates import RowUpdates
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
@@ -52,6 +53,7 @@ class Machines(ForwardMachines):
             (own,) = self.buffers.values()
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
         self.marks = marks
+        self.offload = build_offload(plan, self.stages, device)
         self._engines: dict[int, Engine] = {}
 
     def finish_parameters(self) -> None:
@@ -63,6 +65,7 @@ class Machines(ForwardMachines):
         if num_microbatches not in self._engines:
             schedule, pp_rank = self.plan.schedule(num_microbatches), self.coordinates.pp_rank
             streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
+            offload = None if self.offload is None else row_offload(self.plan, self.offload, num_microbatches, pp_rank)
             head_start = self.plan.head_start(num_microbatches)[pp_rank]
             self._engines[num_microbatches] = Engine(
                 schedule,
@@ -76,5 +79,6 @@ class Machines(ForwardMachines):
                 head_start,
                 self.groups.world.heart,
                 self.marks,
+                offload,
             )
         return self._engines[num_microbatches]

@@ -1,4 +1,4 @@
-"""The whole configuration: eleven sections."""
+"""The whole configuration: twelve sections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megapipe.config.gpu import GpuConfig
 from megapipe.config.kernels import KernelsConfig
 from megapipe.config.logging import LoggingConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
@@ -24,6 +25,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -27,4 +27,7 @@ class RecomputeConfig:
         choices=RECOMPUTE_METHODS,
     )
     recompute_num_layers: int | None = option(None, "full: N of the method", unit="layers", at_least=1)
+    recompute_keep_attention: bool = option(
+        False, "full: keep what a fused attention kernel returns (output and log-sum-exp), so that the backward does not run it again"
+    )
     recompute_modules: tuple[str, ...] = option(("core_attn",), "selective: modules that are recomputed", choices=RECOMPUTE_MODULES)

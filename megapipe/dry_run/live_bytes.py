@@ -27,6 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self.by_label: Counter[str] = Counter()
         self.at_peak: Mapping[str, int] = {}
         self.at_new_peak: Callable[[], None] = lambda: None
+        self._is_blind = False
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
 
     def name(self, tensors: Iterable[Tensor], label: str) -> None:
@@ -39,6 +40,16 @@ class LiveBytes(TorchDispatchMode):
             self.by_label[old] -= size
             self.by_label[label] += size
             self._live[key] = reference, size, label
+
+    def elsewhere(self, make: Callable[[int], Tensor], num_bytes: int) -> Tensor:
+        """make(num_bytes), whose memory is not the device's and counts nothing."""
+        self._is_blind = True
+        try:
+            tensor = make(num_bytes)
+        finally:
+            self._is_blind = False
+        self._keep(tensor.untyped_storage(), 0, "elsewhere")
+        return tensor
 
     def begin(self) -> None:
         """Forget the peak: the next one is the most from now on."""
@@ -58,14 +69,18 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
+        if key in self._live or self._is_blind:
             return
         size = storage.nbytes()
-        self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), size, self.label
+        self._keep(storage, size, self.label)
         self.by_label[self.label] += size
         self.now += size
         if self.now > self.peak:
             self._rise()
+
+    def _keep(self, storage: torch.UntypedStorage, size: int, label: str) -> None:
+        key = storage._cdata
+        self._live[key] = weakref.ref(storage, lambda _: self._freed(key)), size, label
 
     def _rise(self) -> None:
         self.peak, self.at_peak = self.now, dict(self.by_label)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,7 +114,10 @@ def count_step(
 
 
 def name_state(machines: Machines, live: LiveBytes) -> None:
-    """Tell weights, gradients and what the optimizer keeps from all else."""
+    """Tell weights, gradients and what the optimizer keeps from all else; the host's memory is not counted."""
+    if machines.offload is not None:
+        pool = machines.offload.pool
+        pool.allocate = partial(live.elsewhere, pool.allocate)
     buffers = [buffer for held in machines.buffers.values() for buffer in held.buffers]
     live.name((version for buffer in buffers for version in buffer.versions), "weights")
     live.name((buffer.gradients for buffer in buffers), "gradients")

@@ -52,10 +52,11 @@ def situations(row: Iterable[Action], last_stage: int, send_depth: int) -> set[S
 def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
     """The fewest tried whose row has all situations of the full step's row; the full number where no shorter step has them.
 
-    Asynchronous schedules, whose weights change on the way, are always run in full.
+    Asynchronous schedules, whose weights change on the way, are always run in full; so are offloaded layers, for what is away when depends
+    on the actions around.
     """
     full = plan.batch.full // plan.batch.samples_per_microbatch
-    if not plan.is_synchronous:
+    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers:
         return full
     last, pp = plan.placement.num_stages - 1, plan.topology.pp
     wanted = situations(plan.schedule(full).rows[pp_rank], last, plan.send_depth)

@@ -8,7 +8,7 @@
 - `core_attention`: softmax(q k^T) v: torch's fused kernels, or written out where those lack an option
 - `context`:        which keys a query sees, and the rotary tables: made once a microbatch, shared by the layers
 - `mlp`, `activation`, `norm`, `rotary`: the parts of a block
-- `recompute`:      what is made again in the backward instead of being kept
+- `recompute`, `kept_attention`: what is made again in the backward instead of being kept; attention's results that are kept all the same
 - `init`:           initial weights that do not depend on the grid
 
 Activations are [s, b, h]: sequence, batch, hidden; under sequence parallelism those between blocks are [s / tp, b, h].
@@ -30,7 +30,8 @@ one head). "not with x": not if --recompute-modules names x.
                             S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and S2 bytes of mask,
                             without it S2 in half types; T Q with grouped queries
     documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with qk-norm + T (Q + 2 K)
-Full recompute: t H for each checkpoint, nothing else. Embedding: t H bytes of dropout mask. Head: 2 t H and statistics of the final norm,
+Full recompute: t H for each checkpoint, and with --recompute-keep-attention T Q and the log-sum-exp of each of its layers.
+Embedding: t H bytes of dropout mask. Head: 2 t H and statistics of the final norm,
 logits T V / tp (with a soft-cap twice, fp32+), 2 fp32+ a token. A stage and microbatch: the mask of `context`, where there is one.
 `tests/model/saved_bytes.py` counts, `tests/model/test_saved_bytes.py` compares.
 """

@@ -6,6 +6,7 @@ neighbours share one: each holds its own query heads and a replica of k and v.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -48,7 +49,9 @@ class SelfAttention(nn.Module):
         q, k, v = self._heads(self.linear_qkv(x, *remaking(remake)), context)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
-        core = partial(self._core, context=context)
+        core: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(self._core, context=context)
+        if context.attention is not None:
+            core = partial(context.attention, core)
         if not self.recompute_core:
             return self.linear_proj(core(q, k, v))
         return Replay(core).into(self.linear_proj, q, k, v)

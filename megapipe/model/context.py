@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig
+from megapipe.model.kept_attention import KeptAttention
 from megapipe.model.kv_cache import KVCache
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.norm import at_least_fp32
@@ -24,6 +25,7 @@ class LayerContext:
     """rotary: cos and sin. mask: [1 or b, 1, s, keys] in the activations' dtype, None: causal, by the fused kernel's own rule.
 
     explicit: attention is written out, because the fused kernels lack soft-capping, keyed dropout and a softmax in a chosen dtype.
+    attention: what core attention is run through, so that a replay need not compute it again.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -31,6 +33,7 @@ class LayerContext:
     explicit: bool
     dropout_key: DropoutKey | None
     cache: KVCache | None = None
+    attention: KeptAttention | None = None
 
 
 class ContextMaker:

@@ -1,6 +1,6 @@
 """What is made again in the backward instead of being kept (Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198).
 
-- full: whole layers; only their input is kept.
+- full: whole layers; only their input is kept, and what attention kernels return with --recompute-keep-attention (`kept_attention`).
 - selective: `core_attn` (attention without its projections), `mlp` (linear_fc1 and the activation), `layernorm` and `activation` (an
   elementwise function whose output is a linear's input: the linear makes it again from what is kept anyway).
 
@@ -11,13 +11,16 @@ replay happens in I.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
+from megapipe.model.kept_attention import KeptAttention
 from megapipe.tensor_parallel.weight_gradient import Remake
 
 
@@ -47,11 +50,13 @@ class Replay:
 
     `fn` is a function of its tensor arguments and of parameters (whose gradients the replayed backward accumulates as usual).
     A linear that consumes the output takes `remake(...)`, so that the output is not kept either; the linear and the backward share one
-    replay, in whichever order they come (a linear that waits for W asks after it).
+    replay, in whichever order they come (a linear that waits for W asks after it). attention: what `fn` runs its attention through, if the
+    replay shall not compute that again; for a Replay without consumer.
     """
 
-    def __init__(self, fn: Callable[..., Tensor]) -> None:
+    def __init__(self, fn: Callable[..., Tensor], attention: KeptAttention | None = None) -> None:
         self.fn = fn
+        self.attention = attention
         self._has_consumer = False
         self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None  # leaves and output of the replay
         self._output: Tensor | None = None  # for a consumer that comes after the backward
@@ -78,16 +83,24 @@ class Replay:
         output, self._output = self._output, None
         return output if output is not None else self._replay(inputs)[1].detach()
 
-    def _replay(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+    def first(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The forward: its output, and what to keep besides the inputs."""
+        if self.attention is None:
+            return self.fn(*inputs), ()
+        with self.attention.recording():
+            output = self.fn(*inputs)
+        return output, self.attention.take()
+
+    def _replay(self, inputs: tuple[Tensor, ...], kept: tuple[Tensor, ...] = ()) -> tuple[tuple[Tensor, ...], Tensor]:
         if self._graph is None:
             leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-            with torch.enable_grad():
+            with torch.enable_grad(), nullcontext() if self.attention is None else self.attention.playing(kept):
                 self._graph = leaves, self.fn(*leaves)
         return self._graph
 
-    def backward(self, inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs; those of parameters accumulate."""
-        leaves, output = self._replay(inputs)
+    def backward(self, inputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs; those of parameters accumulate. kept: as `first` returned it."""
+        leaves, output = self._replay(inputs, kept)
         self._graph = None
         if self._has_consumer:
             self._output = output.detach()
@@ -98,13 +111,15 @@ class Replay:
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, replay: Replay, *inputs: Tensor) -> Tensor:
-        ctx.replay = replay
-        ctx.save_for_backward(*inputs)
-        return replay.fn(*inputs)
+        ctx.replay, ctx.num_inputs = replay, len(inputs)
+        output, kept = replay.first(inputs)
+        ctx.save_for_backward(*inputs, *kept)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, *ctx.replay.backward(ctx.saved_tensors, grad)
+        saved = ctx.saved_tensors
+        return None, *ctx.replay.backward(saved[: ctx.num_inputs], saved[ctx.num_inputs :], grad)
 
 
 def remaking(remake: Remake | None) -> tuple[Remake, ...]:
@@ -112,6 +127,13 @@ def remaking(remake: Remake | None) -> tuple[Remake, ...]:
     return () if remake is None else (remake,)
 
 
-def checkpoint(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """fn(x), keeping only x: full recompute."""
-    return Replay(fn)(x)
+class Layers(Protocol):
+    """Some layers of a stage."""
+
+    def __call__(self, hidden: Tensor, *, attention: KeptAttention | None) -> Tensor: ...
+
+
+def checkpoint(fn: Layers, x: Tensor, *, keeps_attention: bool) -> Tensor:
+    """fn(x, attention), keeping only x, and what attention kernels return where asked for: full recompute."""
+    attention = KeptAttention() if keeps_attention else None
+    return Replay(partial(fn, attention=attention), attention)(x)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from megapipe.model.block import Block
 from megapipe.model.context import ContextMaker, LayerContext
 from megapipe.model.embedding import Embedding
 from megapipe.model.head import Loss, LossConfig, capped_logits
+from megapipe.model.kept_attention import KeptAttention
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.parts import Parts
 from megapipe.model.recompute import checkpoint, layer_groups, selected_modules
@@ -40,6 +44,13 @@ class TiedHead(nn.Module):
     def __init__(self, linear: ColumnParallelLinear) -> None:
         super().__init__()
         self.word_embeddings = linear
+
+
+class GroupRunner(Protocol):
+    """Runs the groups of layers of a stage, so that it can take care of what they keep."""
+
+    def run(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
+        """fn(hidden). stays: tensors that the layers keep and that are there anyway."""
 
 
 class GPTStage(nn.Module):
@@ -71,6 +82,8 @@ class GPTStage(nn.Module):
         self._make_context = ContextMaker(config, has_own_attention=kernels.attention is not None)
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         self._groups = layer_groups(recompute, numbers)
+        self._keeps_attention = recompute.recompute_keep_attention
+        self.group_runner: GroupRunner | None = None
         tied = not config.untie_embeddings_and_output_weights
         self.embedding: Embedding | TiedHead | None = None
         if layers.has_embedding:
@@ -146,12 +159,25 @@ class GPTStage(nn.Module):
 
     def _run_groups(self, hidden: Tensor, context: LayerContext) -> Tensor:
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
-            for layers, is_checkpointed in self._groups:
-                run = partial(self._run_layers, layers=layers, context=context)
-                hidden = checkpoint(run, hidden) if is_checkpointed else run(hidden)
+            for group, (layers, is_checkpointed) in enumerate(self._groups):
+                own = partial(self._run_layers, layers=layers, context=context)
+                run = partial(checkpoint, own, keeps_attention=self._keeps_attention) if is_checkpointed else own
+                if self.group_runner is None:
+                    hidden = run(hidden)
+                else:
+                    hidden = self.group_runner.run(group, run, hidden, self._stays(layers, context))
         return hidden
 
-    def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext) -> Tensor:
+    def _stays(self, layers: tuple[int, ...], context: LayerContext) -> Iterator[Tensor]:
+        """What these layers keep for the backward that is there without them."""
+        for layer in layers:
+            yield from self.decoder.layers[str(layer)].parameters()
+        yield from () if context.mask is None else (context.mask,)
+        yield from context.rotary or ()
+
+    def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext, attention: KeptAttention | None = None) -> Tensor:
+        if attention is not None:
+            context = dataclasses.replace(context, attention=attention)
         for layer in layers:
             hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden

@@ -17,6 +17,7 @@ from torch import Tensor
 from megapipe.comm.channels import Channel, MessageSpec, Path, PendingReceive
 from megapipe.comm.trace import Tracer
 from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.pipeline.offload import RowOffload
 from megapipe.pipeline.stage import StageRunner
 from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
@@ -76,6 +77,7 @@ class Engine:
     GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
     weights: needed by schedules with UPDATE. head_start: how many of the row's first actions `begin` runs; they are closed under messages
     (schedule.head_start). heart: told of every action as it begins. marks: opened around every action under its text form, for profilers.
+    offload: moves activations to the host and back as the row goes on.
     Raises ValueError for stages that are not those of the row.
     """
 
@@ -92,6 +94,7 @@ class Engine:
         head_start: int = 0,
         heart: Heartbeat | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
+        offload: RowOffload | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -113,6 +116,7 @@ class Engine:
         self._streams = streams
         self._head_start = head_start
         self._heart = heart
+        self._offload = offload
         self._words = tuple(str(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
@@ -136,6 +140,8 @@ class Engine:
         if weights is not None:
             self._handlers |= {op: self._with_weights(weights, self._handlers[op]) for op in COMPUTE_OPS}
             self._handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
+        if offload is not None:
+            self._handlers |= {op: self._with_offload(offload, self._handlers[op]) for op in COMPUTE_OPS}
         if streams is not None:
             self._handlers |= {op: self._on_stream(streams, self._handlers[op]) for op in COMPUTE_OPS}
             self._handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
@@ -157,6 +163,8 @@ class Engine:
         run = BegunRun(step)
         for runner in self._stages.values():
             runner.begin_row(self.is_training)
+        if self._offload is not None:
+            self._offload.begin()
         if self._head_start:
             self._act(run, slice(self._head_start), run_ends=False)
         return run
@@ -170,6 +178,8 @@ class Engine:
         """Forget what was begun. All ranks of the pipeline do; then each may begin again, with other weights."""
         for runner in self._stages.values():
             runner.clear()
+        if self._offload is not None:
+            self._offload.clear()
 
     def _act(self, run: BegunRun, part: slice, run_ends: bool) -> None:
         heart = self._heart
@@ -215,6 +225,15 @@ class Engine:
         def handle(run: BegunRun, action: Action) -> None:
             weights.use(action.stage, _number(action))
             handler(run, action)
+
+        return handle
+
+    @staticmethod
+    def _with_offload(offload: RowOffload, handler: Handler) -> Handler:
+        def handle(run: BegunRun, action: Action) -> None:
+            offload.act(action)
+            handler(run, action)
+            offload.rest()
 
         return handle
 

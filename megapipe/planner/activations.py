@@ -124,6 +124,7 @@ def stage_bytes(
     checkpoints, whole_layers = _checkpoints(recompute, layers.num_layers)
     if checkpoints:
         total["checkpoints"] = checkpoints * sizes.hidden_states
+        total.update(kept_through_replays(sizes, recompute, layers.num_layers - whole_layers))
     for what, size in layer_activation_bytes(model, sizes, modules, documents).items():
         total[what] += whole_layers * size
     if layers.num_layers:
@@ -137,6 +138,13 @@ def stage_bytes(
     return {what: size for what, size in total.items() if size}
 
 
+def kept_through_replays(sizes: LocalSizes, recompute: RecomputeConfig, num_layers: int) -> dict[str, int]:
+    """What full recompute keeps of `num_layers` layers besides the inputs of its checkpoints."""
+    if recompute.recompute_granularity != "full" or not recompute.recompute_keep_attention:
+        return {}
+    return {what: num_layers * size for what, size in _fused_attention(sizes).items()}
+
+
 def replay_bytes(
     model: ModelConfig, sizes: LocalSizes, num_layers: int, recompute: RecomputeConfig, documents: Documents = NO_DOCUMENTS
 ) -> int:
@@ -147,7 +155,8 @@ def replay_bytes(
     if recompute.recompute_granularity == "full":
         size = recompute.recompute_num_layers or 1
         in_one_replay = min(size, num_layers) if recompute.recompute_method == "uniform" else 1
-        return in_one_replay * whole - sizes.hidden_states  # the input is the checkpoint, which is counted there
+        kept = sum(kept_through_replays(sizes, recompute, in_one_replay).values())
+        return in_one_replay * whole - kept - sizes.hidden_states  # the input is the checkpoint, which is counted there
     modules = frozenset(recompute.recompute_modules)
     saved = {module: whole - sum(layer_activation_bytes(model, sizes, {module}, documents).values()) for module in modules}
     if "layernorm" in modules:
@@ -200,10 +209,14 @@ def is_explicit(model: ModelConfig) -> bool:
     return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
 
+def _fused_attention(sizes: LocalSizes) -> dict[str, int]:
+    return {"attention output": sizes.query, "attention statistics": sizes.tokens * sizes.heads * sizes.wide}
+
+
 def _core_attention(model: ModelConfig, sizes: LocalSizes, documents: Documents) -> dict[str, int]:
     grouped = sizes.heads > sizes.groups
     if sizes.attention != "sdpa" or not is_explicit(model):
-        kept = {"attention output": sizes.query, "attention statistics": sizes.tokens * sizes.heads * sizes.wide}
+        kept = _fused_attention(sizes)
         if documents.attention_mask and sizes.batch > 1 and grouped and sizes.groups > 1:
             # one mask a sequence: query groups cannot join the batch, so k and v are repeated; with qk-norm q lies as it is needed
             replaced = sizes.key if model.qk_layernorm else 2 * sizes.key

@@ -41,15 +41,20 @@ def step_flops(model: ModelConfig, sequences: int, causal: bool) -> float:
     return 3.0 * per_token * sequences * model.seq_length
 
 
+def replayed_flops(model: ModelConfig, recompute: RecomputeConfig, causal: bool) -> float:
+    """What full recompute computes again of one layer, per token: its forward, but for attention where its results are kept."""
+    return 2.0 * layer_weights(model) if recompute.recompute_keep_attention else layer_forward_flops(model, causal)
+
+
 def recomputed_flops(model: ModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
-    """What a step computes again, for hardware FLOPs (HFU): with full recompute every layer's forward (--recompute-method block: as if N
+    """What a step computes again, for hardware FLOPs (HFU): with full recompute every layer's replay (--recompute-method block: as if N
     were all), with selective core attention or the first half of the MLP."""
     assert model.kv_channels and model.ffn_hidden_size
     whole = layer_forward_flops(model, causal)
     if recompute.recompute_granularity is None:
         again = 0.0
     elif recompute.recompute_granularity == "full":
-        again = whole
+        again = replayed_flops(model, recompute, causal)
     else:
         gates = 2 if model.activation in GATED_ACTIVATIONS else 1
         of_module = {"core_attn": whole - 2.0 * layer_weights(model), "mlp": 2.0 * gates * model.hidden_size * model.ffn_hidden_size}

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.planner.flops import head_forward_flops, layer_forward_flops
+from megapipe.planner.flops import head_forward_flops, layer_forward_flops, replayed_flops
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
@@ -95,9 +95,9 @@ class LayerCosts:
 def flop_costs(model: ModelConfig, recompute: RecomputeConfig) -> LayerCosts:
     """Relative costs: forward FLOPs (full attention), a backward twice as much, half of it W; the embedding none. model: resolved."""
 
-    def part(flops: float, is_layer: bool) -> PartCost:
-        replay = flops if is_layer and recompute.recompute_granularity == "full" else 0.0
+    def part(flops: float, replay: float = 0.0) -> PartCost:
         return PartCost(flops, 2.0 * flops, flops, flops, replay)
 
-    layer = part(layer_forward_flops(model, causal=False), is_layer=True)
-    return LayerCosts(PartCost(), (layer,) * model.num_layers, part(head_forward_flops(model), is_layer=False), recompute)
+    again = replayed_flops(model, recompute, causal=False) if recompute.recompute_granularity == "full" else 0.0
+    layer = part(layer_forward_flops(model, causal=False), again)
+    return LayerCosts(PartCost(), (layer,) * model.num_layers, part(head_forward_flops(model)), recompute)

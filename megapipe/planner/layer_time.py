@@ -238,7 +238,8 @@ def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware
     if recompute.recompute_granularity is None:
         return {}
     if recompute.recompute_granularity == "full":
-        return {part: seconds for part, seconds in forward.items() if part != "tp"}
+        without = {"tp", "attention"} if recompute.recompute_keep_attention else {"tp"}
+        return {part: seconds for part, seconds in forward.items() if part not in without}
     modules, again = frozenset(recompute.recompute_modules), dict.fromkeys(forward, 0.0)
     if "core_attn" in modules:
         again["attention"] += forward["attention"]

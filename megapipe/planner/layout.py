@@ -141,9 +141,9 @@ def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
 
 
 def recompute_text(recompute: RecomputeConfig) -> str:
-    """'no recompute', 'full recompute', or 'recompute' with the modules."""
+    """'no recompute', 'full recompute' (but for attention), or 'recompute' with the modules."""
     if recompute.recompute_granularity is None:
         return "no recompute"
     if recompute.recompute_granularity == "full":
-        return "full recompute"
+        return "full recompute but for attention" if recompute.recompute_keep_attention else "full recompute"
     return "recompute " + "+".join(recompute.recompute_modules)

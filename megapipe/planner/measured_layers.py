@@ -47,6 +47,7 @@ def setting_of(config: Config) -> dict[str, Any]:
         "micro_batch_size": config.training.micro_batch_size,
         "dtype": config.precision.dtype,
         "recompute_granularity": granularity,
+        "recompute_keep_attention": recompute.recompute_keep_attention,
         "recompute_modules": list(recompute.recompute_modules) if granularity == "selective" else [],
     }
 

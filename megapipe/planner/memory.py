@@ -14,6 +14,9 @@
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
+In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is on the device, and
+what --optimizer-cpu-offload does of the optimizer.
+
 CUDA's kernels are assumed unless the configuration says --device cpu. Not counted: the workspace of the kernel that
 runs, the allocator's slack, the CUDA context.
 """
@@ -23,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megapipe.planner.activations import (
     ELEMENT_BYTES,
@@ -38,6 +41,17 @@ from megapipe.planner.activations import (
 )
 from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.fp8 import LinearBytes, copies_bytes
+from megapipe.planner.offload import (
+    GroupBytes,
+    Storage,
+    away_in_row,
+    group_sizes,
+    group_storages,
+    row_moves,
+    stage_group_bytes,
+    stage_groups,
+)
+from megapipe.planner.residence import Inside, Residence, inside_of_backward
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.temporaries import Backward, temporary_bytes
 from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
@@ -65,11 +79,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by item, in the order of the module's table; items of no bytes are there too. live: as in `Peak`."""
+    """Bytes by item, in the order of the module's table; items of no bytes are there too. live: as in `Peak`.
+    host: in the host's memory, only what is there."""
 
     pp_rank: int
     items: Mapping[str, int]
     live: Mapping[int, int]
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -87,6 +103,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     stages = plan.placement.stages_of(pp_rank)
     num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
+    residence, host = _offloaded(plan, pp_rank, num_microbatches, kept)
     peak = peak_of_row(
         plan.schedule(num_microbatches).rows[pp_rank],
         pp_rank,
@@ -96,6 +113,7 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         sizes.hidden_states,
         plan.send_depth,
         {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()},
+        residence,
     )
     replay = 0
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
@@ -112,7 +130,9 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         "tables": len(stages) * _tables(plan, sizes, documents),
         "microbatches": num_microbatches * sizes.tokens * _token_bytes(documents),
     }
-    return RankMemory(pp_rank, items, peak.live)
+    if plan.config.optimizer.optimizer_cpu_offload:
+        host["optimizer"] = _optimizer(plan, stages, plan.num_weight_versions(pp_rank))
+    return RankMemory(pp_rank, items, peak.live, host)
 
 
 def runs_on_cuda(plan: RunPlan) -> bool:
@@ -169,6 +189,7 @@ def peak_of_row(
     message_bytes: int,
     sends_in_flight: int,  # the most of one channel
     inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
+    residence: Residence | None = None,  # what is offloaded meanwhile
 ) -> Peak:
     """Walk over one row of a lowered training schedule.
 
@@ -198,8 +219,10 @@ def peak_of_row(
             sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
         messages = (come + sum(sent.values())) * message_bytes
         inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
-        if kept + messages + inside > peak.total:
-            peak = Peak(kept, messages, dict(live), inside, Action(stage, op, microbatch))
+        levels = ((0, inside),) if residence is None else residence.levels(Action(stage, op, microbatch), inside)
+        for less, made in levels:
+            if kept - less + messages + made > peak.total:
+                peak = Peak(kept - less, messages, dict(live), made, Action(stage, op, microbatch))
         if op in (Op.B, Op.I):
             come -= stage < last
             kept -= activation_bytes[stage]
@@ -220,23 +243,62 @@ def _backward(plan: RunPlan, stage: int) -> Backward:
     return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, is_cuda, gathers, chunks, fp8=fp8)
 
 
+def _offloaded(plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]) -> tuple[Residence | None, dict[str, int]]:
+    """What is on the device when, and bytes in the host's memory; (None, none) where no activations are offloaded."""
+    if not plan.config.offload.cpu_offloading_num_layers:
+        return None, {}
+    held = plan.placement.stages_of(pp_rank)
+    stages, groups = {stage: stage_groups(plan, stage) for stage in held}, {stage: offloaded_groups(plan, stage) for stage in held}
+    away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups, runs_on_cuda(plan))
+    inside = {}
+    for stage in held:
+        sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
+        inside[stage, Op.F] = Inside(_backward(plan, stage).loss_blocks)
+        for op in (Op.B, Op.I):
+            inside[stage, op] = inside_of_backward(_backward(plan, stage), sizes, splits=op is Op.I)
+    return Residence(stages, groups, kept, away.at, inside), {"activations": away.host_bytes}
+
+
+def offloaded_groups(plan: RunPlan, stage: int) -> tuple[GroupBytes, ...]:
+    """What each group of a stage's layers keeps and moves for one microbatch."""
+    config, layers, documents = plan.config, plan.partition.stages[stage], Documents.of(plan.config.data)
+    sizes = local_sizes(plan)
+    storages = group_storages(config.model, sizes, config.recompute, layers.num_layers, documents)
+    if _attention_copies(plan, 1, documents):
+        copy = Storage(sizes.query, sizes.element)
+        storages = [[*group, copy] for group in storages]
+    return stage_group_bytes(storages, stage_groups(plan, stage).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding)
+
+
+def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:
+    """Masters and moments of this rank's shard, wherever they lie."""
+    optimizer, element = plan.config.optimizer, ELEMENT_BYTES[plan.config.precision.dtype]
+    wide = max(element, 4)
+    moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
+    has_own_master = element != wide or num_versions > 1
+    return _shard(plan, stages) * (moments + has_own_master) * wide
+
+
+def _shard(plan: RunPlan, stages: Iterable[int]) -> int:
+    """Elements of this rank's shard of its stages' parameters."""
+    return sum(layout.numel // layout.num_shards for stage in stages for layout in plan.buffers(stage, 0))
+
+
 def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:
     """Weights, gradients, optimizer."""
     element = ELEMENT_BYTES[plan.config.precision.dtype]
     wide = max(element, 4)
     optimizer = plan.config.optimizer
     moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
-    has_own_master = element != wide or num_versions > 1
     layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
     elements = sum(layout.numel for layout in layouts)
     slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
-    shard = sum(layout.numel // layout.num_shards for layout in layouts)
     kept = 2 + moments if optimizer.optimizer_post_validation else 0
     return {
         "weights": num_versions * (elements * element + slack),
         "gradients": elements * wide + slack,
-        "optimizer": 0 if optimizer.optimizer_cpu_offload else shard * (moments + has_own_master) * wide,
-        "rollback": shard * kept * wide,
+        "optimizer": 0 if optimizer.optimizer_cpu_offload else _optimizer(plan, stages, num_versions),
+        "rollback": _shard(plan, stages) * kept * wide,
     }
 
 

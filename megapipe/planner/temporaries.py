@@ -49,6 +49,12 @@ class Backward:
         """The largest of all moments, 0 or more."""
         return max([0, *(held - freed for held, freed in self._moments())])
 
+    def most_in_parts(self) -> tuple[int, int]:
+        """(in the head, in the layers), each 0 or more."""
+        of_head = len(list(self._head())) if self.layers.has_head else 0
+        differences = [held - freed for held, freed in self._moments()]
+        return max([0, *differences[:of_head]]), max([0, *differences[of_head:]])
+
     def _moments(self) -> Iterator[tuple[int, int]]:
         """(bytes held beyond what was kept, bytes freed of it) in the order of the backward."""
         freed = behind = 0
@@ -65,12 +71,18 @@ class Backward:
 
     def _head(self) -> Iterator[int]:
         logits = self.sizes.tokens * self.sizes.vocab
-        if self.sizes.element != self.sizes.wide:
-            yield min(2 * LOSS_BLOCK_BYTES, logits * self.sizes.wide)
+        yield self.loss_blocks
         if self.model.final_logit_softcapping is not None:
             yield 2 * logits * self.sizes.wide
         gathered = 0 if self.splits else self._gathered
         yield self._inputs_of_column() + gathered + self._product(self.sizes.vocab, self.sizes.hidden)
+
+    @property
+    def loss_blocks(self) -> int:
+        """Logits of half types raised to fp32, in the head's forward as in its backward."""
+        if not self.layers.has_head or self.sizes.element == self.sizes.wide:
+            return 0
+        return min(2 * LOSS_BLOCK_BYTES, self.sizes.tokens * self.sizes.vocab * self.sizes.wide)
 
     def _layer(self) -> Iterator[tuple[int, int]]:
         """Of the last layer, whose activations a full recomputation has made anew."""
@@ -95,7 +107,10 @@ class Backward:
         more += waiting + sizes.hidden_states + mask - replayed  # the gradient between the two halves of the layer
         yield more + sizes.query + self._gradient_of_row(sizes.query // (sizes.tokens * sizes.element)), gone
         yield more + sizes.query + self._of_attention(kept), gone
-        gone += sum(kept.get(what, 0) for what in ("attention probabilities", "attention statistics", "q, k, v", "q, k, v repeated"))
+        freed = ["attention probabilities", "q, k, v", "q, k, v repeated"]
+        if not self.recompute.recompute_keep_attention:  # else the checkpoint holds them until its backward is over
+            freed.append("attention statistics")
+        gone += sum(kept.get(what, 0) for what in freed)
         qkv = sizes.query + 2 * sizes.key
         yield more + qkv + again_norm + self._inputs_of_column() + self._weight_of_column(qkv // (sizes.tokens * sizes.element)), gone
 

@@ -41,7 +41,7 @@ NO_SLOTS: Slots = {}
 class _Kept:
     """What a linear's Function keeps besides tensors: its options, its arithmetic, and the recipe to make its input again."""
 
-    __slots__ = ("chunks", "gemms", "queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
+    __slots__ = ("chunks", "gemms", "parameters", "queue", "remake", "sequence_parallel", "slots", "tensors_at", "tp")
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class _Kept:
         self.remake = remake
         self.gemms = gemms
         self.tensors_at: tuple[int, ...] = ()
+        self.parameters: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def save(self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Save the input, or instead of it the tensors of its recipe; only where the weight wants a gradient."""
@@ -76,11 +77,14 @@ class _Kept:
                 inputs = [arguments[i] for i in self.tensors_at]
                 rest = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
                 self.remake = self.remake._replace(arguments=rest)
-        ctx.save_for_backward(weight, bias if ctx.needs_input_grad[2] else None, *inputs)
+        # themselves, besides what is saved: where hooks pack saved tensors (offloading), what they unpack is another tensor, with a .grad
+        # that nobody reads
+        self.parameters = weight, bias if ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(*self.parameters, *inputs)
 
     def weight_gradient(self, ctx: Any, grad_output: Gathering, grad_bias_from: Tensor, gather_input: Group | None) -> LinearWeightGradient:
         """The weight's half of the backward, over what was saved."""
-        weight, bias, *inputs = ctx.saved_tensors
+        (weight, bias), (_, _, *inputs) = self.parameters, ctx.saved_tensors
         inputs = [tensor.detach() for tensor in inputs]  # what waits for W must not hold the graph
         remake = None
         if self.remake is not None and ctx.needs_input_grad[1]:

@@ -174,6 +174,36 @@ CASES = [
         "--recompute-modules core_attn",
     ),
     (
+        "kept_attention_has_a_kernel",
+        "--recompute-keep-attention",
+        ["--recompute-granularity full, which is not given"],
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --attention-dropout 0 --recompute-keep-attention",
+    ),
+    (
+        "kept_attention_has_a_kernel",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0.1 --recompute-keep-attention",
+        ["written out for --attention-dropout above 0"],
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 --recompute-keep-attention",
+    ),
+    (
+        "offloaded_layers_are_whole_checkpoints",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --cpu-offloading-num-layers 3",
+        ["use a multiple of 2"],
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --cpu-offloading-num-layers 2",
+    ),
+    (
+        "offloaded_size_needs_layers",
+        "--min-offloaded-tensor-size 5",
+        ["nothing is offloaded without --cpu-offloading-num-layers"],
+        "--min-offloaded-tensor-size 5 --cpu-offloading-num-layers 1",
+    ),
+    (
+        "offloaded_layers_keep_only_activations",
+        "--transformer-impl transformer_engine --cpu-offloading-num-layers 1",
+        ["casts of their weights"],
+        "--cpu-offloading-num-layers 1",
+    ),
+    (
         "micro_divides_global",
         "--global-batch-size 9",
         ["--micro-batch-size 2 does not divide --global-batch-size 9; use 8 or 10"],

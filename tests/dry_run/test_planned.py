@@ -11,6 +11,7 @@ from megapipe.planner.memory import rank_memory
 from tests.dry_run.grids import FP8, FULL, LLAMA, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, make_plan, read_for, selective
 
 CLOSE = 0.05
+OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "sp2_bf16": (2, SP2 | {"dtype": "bf16"}),
     "full_uniform": (1, FULL),
     "full_uniform_3_sp2": (2, FULL | SP2 | {"recompute_num_layers": 3, "dtype": "bf16"}),
+    "full_but_attention_sp2": (2, FULL | SP2 | {"recompute_keep_attention": True, "dtype": "bf16"}),
     "full_block_pp2": (2, FULL | PP2 | {"recompute_method": "block", "recompute_num_layers": 2}),
     "core_attn_with_dropout": (1, selective("core_attn") | {"attention_dropout": 0.1, "dtype": "bf16"}),
     "attention_dropout": (1, {"attention_dropout": 0.1}),
@@ -46,6 +48,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dualpipe": (4, PP4 | {"pipeline_schedule": "dualpipe"}),
     "dualpipe_v": (2, PP2 | {"pipeline_schedule": "dualpipe-v"}),
     "pipedream": (2, PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0}),
+    "offload": (1, OFFLOAD),
+    "offload_some_bf16": (1, OFFLOAD | {"cpu_offloading_num_layers": 5, "dtype": "bf16"}),
+    "offload_sp2_pp2": (4, OFFLOAD | SP2 | PP2 | {"dtype": "bf16"}),
+    "offload_large_ones_pp4": (4, OFFLOAD | PP4 | {"min_offloaded_tensor_size": 4096}),
+    "offload_checkpoints_pp2": (2, OFFLOAD | FULL | PP2 | {"recompute_keep_attention": True}),
+    "offload_split_backward": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-h1"}),
+    "offload_v": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-v"}),
     "documents": (
         1,
         {

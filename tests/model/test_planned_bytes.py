@@ -56,6 +56,7 @@ RECOMPUTES = {
     "none": RecomputeConfig(),
     **{"-".join(modules): RecomputeConfig("selective", recompute_modules=modules) for modules in SELECTIONS},
     **{f"{method}{n}": RecomputeConfig("full", method, n) for method in ("uniform", "block") for n in (1, 2, 3, 4)},
+    **{f"{method}2_kept": RecomputeConfig("full", method, 2, recompute_keep_attention=True) for method in ("uniform", "block")},
 }
 PARTS = {
     "one_layer": StageLayers(0, 1, True, True),
@@ -67,6 +68,7 @@ PARTS = {
     "head_alone": StageLayers(LAYERS, LAYERS, False, True),
 }
 FEW = ("none", "core_attn-layernorm-mlp-activation", "uniform2", "block1")  # on every part
+KEEPS_ATTENTION = [name for name, recompute in RECOMPUTES.items() if recompute.recompute_keep_attention]
 CASES = [
     (part, name)
     for part in PARTS
@@ -135,6 +137,8 @@ def planned(
 def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
     for part, name in CASES:
+        if name in KEEPS_ATTENTION and is_explicit(config):  # refused by the configuration
+            continue
         count = counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype])
         plan = planned(config, PARTS[part], RECOMPUTES[name], dtype)
         assert sum(plan.values()) == count.forward, f"{part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
@@ -143,7 +147,11 @@ def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: s
 def counted_over_tp(rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool) -> dict[tuple[str, str], Count]:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
     tp = Group("tp", tuple(range(world_size)), rank, dist.group.WORLD)
-    return {(part, name): counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype], tp, sequence_parallel) for part, name in CASES}
+    return {
+        (part, name): counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype], tp, sequence_parallel)
+        for part, name in CASES
+        if not (name in KEEPS_ATTENTION and is_explicit(config))
+    }
 
 
 @pytest.mark.parametrize(("dtype", "sequence_parallel"), [("fp32", False), ("bf16", True)], ids=["tp2_fp32", "tp2_bf16_sequence_parallel"])
@@ -159,7 +167,7 @@ def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
             assert sum(plan.values()) == count.forward, message
 
 
-@pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm-mlp", "uniform2", "block1"])
+@pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm-mlp", "uniform2", "block1", "uniform2_kept"])
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute: str) -> None:
@@ -168,7 +176,7 @@ def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute
     count = counted(config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=make_microbatch(config, documents=True))
     plan = stage_bytes(config, LocalSizes.of(config, 1, False, BATCH, "fp64"), PARTS["whole"], RECOMPUTES[recompute], documents)
     unseen = plan["rotary tables"]  # autograd's context holds it as an attribute
-    if recompute in ("core_attn", "uniform2"):  # all layers replay their attention, from a closure that holds the mask
+    if recompute in ("core_attn", "uniform2", "uniform2_kept"):  # all layers replay their attention, from a closure that holds the mask
         unseen += plan["document masks"]
     assert sum(plan.values()) - unseen == count.forward, f"{plan}\n" + "\n".join(count.storages)
 
@@ -193,10 +201,19 @@ def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_la
     assert count.replayed + unseen == replay_bytes(config, sizes, num_layers, RECOMPUTES[recompute])
 
 
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_qk_norm_layernorm"])
+def test_a_replay_that_keeps_attention_makes_the_bytes_in_the_plan(shape: str) -> None:
+    config, recompute = model_config(num_layers=2, **SHAPES[shape]), RECOMPUTES["uniform2_kept"]
+    count = counted(config, StageLayers(0, 2, True, True), recompute, torch.bfloat16, backward=True)
+    assert count.replayed == replay_bytes(config, LocalSizes.of(config, 1, False, BATCH, "bf16"), 2, recompute)
+
+
 @pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm", "activation", "mlp", "core_attn-layernorm-mlp", "uniform2"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str, recompute: str) -> None:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
+    if recompute == "uniform2" and not is_explicit(config):
+        recompute = "uniform2_kept"
     for part, dtype in ((PARTS["whole"], "bf16"), (PARTS["inner"], "fp32")):
         queue = WeightQueue()
         stage = make_stage(config, weights_of(config, DTYPES[dtype]), layers=part, recompute=RECOMPUTES[recompute], queue=queue)

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.dry_run.live_bytes import LiveBytes
 from megapipe.errors import ConfigError
+from megapipe.model.kept_attention import KeptAttention
 from megapipe.model.recompute import Replay, layer_groups
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.tensor_parallel.weight_queue import WeightQueue
@@ -17,6 +20,7 @@ from tests.model.grids import GPT2, LLAMA, make_microbatch, make_stage, model_co
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 OPTIONS = {"gpt2": GPT2 | DROPOUT, "llama": LLAMA | DROPOUT | {"qk_layernorm": True}, "llama_fused": LLAMA | {"hidden_dropout": 0.1}}
+OPTIONS["gpt2_window"] = GPT2 | {"hidden_dropout": 0.2, "window_size": 4}
 RECOMPUTES = {
     "core_attn": RecomputeConfig("selective", recompute_modules=("core_attn",)),
     "layernorm": RecomputeConfig("selective", recompute_modules=("layernorm",)),
@@ -26,7 +30,11 @@ RECOMPUTES = {
     "uniform1": RecomputeConfig("full", "uniform", 1),
     "uniform2": RecomputeConfig("full", "uniform", 2),
     "block1": RecomputeConfig("full", "block", 1),
+    "uniform2_attention_kept": RecomputeConfig("full", "uniform", 2, recompute_keep_attention=True),
+    "block1_attention_kept": RecomputeConfig("full", "block", 1, recompute_keep_attention=True),
 }
+FUSED = ("llama_fused", "gpt2_window")
+CASES = [(name, recompute) for recompute in RECOMPUTES for name in (FUSED if "attention" in recompute else OPTIONS)]
 
 
 def run(name: str, recompute: RecomputeConfig, split: bool = False, num_layers: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
@@ -54,8 +62,7 @@ def assert_same_bits(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[T
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
-@pytest.mark.parametrize("recompute", RECOMPUTES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "recompute"), CASES)
 def test_recompute_gives_the_same_bits(name: str, recompute: str, split: bool) -> None:
     assert_same_bits(run(name, RECOMPUTES[recompute], split), run(name, RecomputeConfig()))
 
@@ -70,6 +77,43 @@ def test_each_segment_is_replayed_once(monkeypatch: pytest.MonkeyPatch, recomput
     monkeypatch.setattr(parts, "activation", lambda name, _: lambda x: (calls.append(name), original(name)(x))[1])
     run("gpt2", RECOMPUTES[recompute], split)
     assert len(calls) == 3 * num_forwards
+
+
+class CountedKernels(TorchDispatchMode):
+    """How often attention kernels run, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func._schema.name:
+            self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "num_forwards"), [("uniform2", 6), ("uniform2_attention_kept", 3), ("block1_attention_kept", 3)])
+def test_a_replay_that_keeps_attention_does_not_run_its_kernel(recompute: str, num_forwards: int) -> None:
+    with CountedKernels() as counted:
+        run("llama_fused", RECOMPUTES[recompute])
+    assert sum("backward" in name for name in counted.names) == 3
+    assert sum("backward" not in name for name in counted.names) == num_forwards
+
+
+def test_what_attention_returned_is_freed_with_the_graph() -> None:
+    config = model_config(**LLAMA)
+    stage = make_stage(config, dict(reference(config).named_parameters()), recompute=RECOMPUTES["uniform2_attention_kept"])
+    parameters = sum(parameter.untyped_storage().nbytes() for parameter in stage.parameters())
+    with LiveBytes() as live:
+        stage(make_microbatch(config)).loss_sum.backward()
+    assert live.peak > 2 * parameters
+    assert live.now < 2.1 * parameters  # themselves, their gradients, tables
+
+
+def test_attention_without_a_kernel_that_torch_sees_is_refused() -> None:
+    kept = KeptAttention()
+    with pytest.raises(ConfigError, match="--recompute-keep-attention"), kept.recording():
+        kept(lambda q, k, v: q + k + v, *torch.zeros(3, 2))
 
 
 def test_in_a_split_backward_the_replay_happens_at_the_input_gradient() -> None:

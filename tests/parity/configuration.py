@@ -55,7 +55,7 @@ def configuration(grid: Grid, dtype: str = "fp64") -> Config:
     return Config(
         model=_model(grid, num_layers),
         parallel=_parallel(grid, cut),
-        recompute=_recompute(grid["recompute"]),
+        recompute=_recompute(grid),
         training=_training(grid),
         optimizer=OptimizerConfig(**_same_name(OptimizerConfig, grid) | {"lr": 0.02} | OPTIMIZERS[grid["optimizer"]]),
         precision=PrecisionConfig(dtype=dtype),
@@ -127,12 +127,15 @@ def _cut(cut: str, pp: int, chunks: int) -> tuple[int, dict[str, Any]]:
     return sum(counts), {"pipeline_model_parallel_layout": f"E{'|'.join('t' * count for count in counts)}L"}
 
 
-def _recompute(words: str) -> RecomputeConfig:
+def _recompute(grid: Grid) -> RecomputeConfig:
+    """Full recompute of several layers keeps attention's results where attention is fused."""
+    words = grid["recompute"]
     if words == "none":
         return RecomputeConfig()
     method, _, number = words.partition(" ")
     if method in ("uniform", "block"):
-        return RecomputeConfig("full", method, int(number))
+        written_out = grid["attention_dropout"] or grid["attn_logit_softcapping"] or grid["attention_softmax_in_fp32"]
+        return RecomputeConfig("full", method, int(number), recompute_keep_attention=number == "2" and not written_out)
     return RecomputeConfig("selective", recompute_modules=tuple(words.split()))
 
 

@@ -41,6 +41,9 @@ CORNERS = {
     "tp 4, sequence parallel, qk-norm, full recompute, dropout": plain_grid(
         tp=4, sequence_parallel=True, qk_layernorm=True, recompute="uniform 2", kv_heads="some", hidden_dropout=0.2, attention_dropout=0.3
     ),
+    "tp 2, sequence parallel, split backward, attention kept through full recompute, dropout": plain_grid(
+        tp=2, pp=2, schedule="zb-h1", sequence_parallel=True, recompute="uniform 2", cut="even", hidden_dropout=0.2, microbatches=3
+    ),
     "embedding alone, head alone, tied, two chunks": plain_grid(
         pp=2, dp=2, **INTERLEAVED, cut="empty stages", microbatches=3, clip_grad=0.05, **SHARDED
     ),

@@ -10,6 +10,7 @@ from megapipe.config.rules.asynchronous import ASYNCHRONOUS_RULES
 from megapipe.config.rules.data import DATA_RULES, JOB_RULES
 from megapipe.config.rules.kernels import KERNEL_RULES
 from megapipe.config.rules.model import MODEL_RULES
+from megapipe.config.rules.offload import OFFLOAD_RULES
 from megapipe.config.rules.parallel import PARALLEL_RULES
 from megapipe.config.rules.training import TRAINING_RULES
 from megapipe.config.values import out_of_bounds
@@ -17,7 +18,15 @@ from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], str | None]
 
-CONSISTENCY_RULES: tuple[Rule, ...] = (*MODEL_RULES, *PARALLEL_RULES, *TRAINING_RULES, *DATA_RULES, *ASYNCHRONOUS_RULES, *KERNEL_RULES)
+CONSISTENCY_RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *PARALLEL_RULES,
+    *OFFLOAD_RULES,
+    *TRAINING_RULES,
+    *DATA_RULES,
+    *ASYNCHRONOUS_RULES,
+    *KERNEL_RULES,
+)
 
 
 def check(config: Config) -> None:

@@ -176,6 +176,33 @@ def recompute_modules_fit(config: Config) -> str | None:
     return None
 
 
+def kept_attention_has_a_kernel(config: Config) -> str | None:
+    recompute, model = config.recompute, config.model
+    if not recompute.recompute_keep_attention:
+        return None
+    if recompute.recompute_granularity != "full":
+        return (
+            "--recompute-keep-attention belongs to --recompute-granularity full, which is "
+            f"{recompute.recompute_granularity or 'not given'}; add it or leave it out (selective recompute without "
+            "core_attn keeps attention anyway)"
+        )
+    impl = config.kernels.attention_impl
+    if impl == "te":
+        return "--recompute-keep-attention: torch does not see the kernels of --attention-impl te; use sdpa or flash, or leave it out"
+    written_out = (
+        ("--attention-dropout above 0", model.attention_dropout > 0),
+        ("--attn-logit-softcapping", impl == "sdpa" and model.attn_logit_softcapping is not None),
+        ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
+    )
+    asked = [wish for wish, is_asked in written_out if is_asked]
+    if not asked:
+        return None
+    return (
+        f"--recompute-keep-attention keeps what a fused kernel returns, but attention is written out for {' and '.join(asked)}; "
+        "leave the one or the other out"
+    )
+
+
 PARALLEL_RULES = (
     context_parallel_is_one,
     rank_order_names_axes,
@@ -190,4 +217,5 @@ PARALLEL_RULES = (
     bf16_reduction_keeps_fp64,
     recompute_is_whole,
     recompute_modules_fit,
+    kept_attention_has_a_kernel,
 )

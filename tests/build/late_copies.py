@@ -1,0 +1,89 @@
+"""Copies that run as late as the waits between streams allow: whoever waits too little reads what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.pipeline.copies import StreamCopies
+
+
+class Stream:
+    """What it is asked for is done when somebody waits for it. One that computes does everything at once."""
+
+    def __init__(self, cuda: LateCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+        self._queue: list[Callable[[], None]] = []
+        self._done = 0
+
+    def add(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+
+    def record_event(self) -> tuple[Stream, int]:
+        return self, len(self._queue)
+
+    def wait_event(self, event: tuple[Stream, int]) -> None:
+        other, count = event
+        self._cuda.log.append((self.name, "waits for", other.name))
+        if self is self._cuda.compute:
+            other.catch_up(count)
+        else:
+            self.add(lambda: other.catch_up(count))
+
+    def wait_stream(self, other: Stream) -> None:
+        self._cuda.log.append((self.name, "waits for", other.name))
+        assert other is self._cuda.compute, "copies wait for what computes"
+
+    def synchronize(self) -> None:
+        self.catch_up(len(self._queue))
+
+    def catch_up(self, count: int) -> None:
+        while self._done < count:
+            self._done += 1
+            self._queue[self._done - 1]()
+
+
+class LateCuda:
+    """The part of torch.cuda that deals with streams."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, str]] = []
+        self.compute = self._current = Stream(self, "compute")
+        self._names = iter(("out", "in"))
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(self, next(self._names))
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+
+class LateCopies(StreamCopies):
+    """A GPU's copies on those streams. What is in the way comes to light: device memory that is made room for is full of ones."""
+
+    def __init__(self) -> None:
+        self.cuda = LateCuda()
+        super().__init__(torch.device("cpu"), self.cuda)
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def _copied(self, stream: Any, copy: Callable[[], None]) -> Any:
+        def run() -> None:
+            self.cuda.log.append((stream.name, "copies", ""))
+            copy()
+
+        stream.add(run)
+        return stream.record_event()

@@ -1,0 +1,73 @@
+"""The plan of what leaves the device and comes back: for every schedule, each unit in time and none too early."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.schedule.action import Op, parse_action
+from megapipe.schedule.build import build_lowered
+from megapipe.schedule.moves import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, plan_moves
+
+SCHEDULES = [("1f1b", 4, 1, 8), ("gpipe", 2, 1, 4), ("interleaved", 2, 3, 6), ("zb-h1", 4, 1, 6), ("zb-v", 3, 2, 7), ("dualpipe", 2, 1, 4)]
+
+
+def planned(name: str, pp: int, chunks: int, count: int, rank: int, moved: int) -> tuple[Moves, dict[int, StageGroups]]:
+    schedule = build_lowered(name, pp, chunks, count)
+    last = schedule.placement.num_stages - 1
+    stages = {stage: StageGroups(3, moved, has_head=stage == last) for stage in schedule.placement.stages_of(rank)}
+    return plan_moves(schedule.rows[rank], stages), stages
+
+
+@pytest.mark.parametrize(("name", "pp", "chunks", "count"), SCHEDULES, ids=[each[0] for each in SCHEDULES])
+def test_each_unit_that_is_moved_leaves_after_its_forward_and_is_back_before_its_backward(
+    name: str, pp: int, chunks: int, count: int
+) -> None:
+    for rank in range(pp):
+        for moved in (1, 3):
+            moves, stages = planned(name, pp, chunks, count, rank, moved)
+            at = {moment: index for index, moment in enumerate(moves.moments)}
+            left = {unit: index for index, units in moves.released.items() for unit in units}
+            back = {unit: index for index, units in moves.loaded.items() for unit in units}
+            assert left.keys() == back.keys() == moves.moved
+            for moment, index in at.items():
+                if moment.op is not Op.F or moment.group >= moved:
+                    continue
+                unit = Unit(moment.stage, moment.microbatch, moment.group)
+                used = min(at[moment._replace(op=op)] for op in (Op.B, Op.I) if moment._replace(op=op) in at)
+                if unit in moves.moved:
+                    assert index + COPYING == left[unit] < back[unit] == used - AHEAD
+                else:
+                    assert used - AHEAD <= index + COPYING, "it stays although leaving would free memory"
+            assert all(unit.group < stages[unit.stage].num_moved for unit in moves.moved)
+
+
+def test_of_fully_offloaded_stages_no_more_than_four_units_are_on_the_device() -> None:
+    for name, pp, chunks, count in SCHEDULES:
+        for rank in range(pp):
+            moves, _ = planned(name, pp, chunks, count, rank, 3)
+            here = 0
+            for index, moment in enumerate(moves.moments):
+                here += len(moves.loaded.get(index, ())) - len(moves.released.get(index, ()))
+                unit = Unit(moment.stage, moment.microbatch, moment.group)
+                here += moment.op is Op.F and unit in moves.moved
+                # one made, one being copied, one used, one coming back
+                assert here <= 4, (name, rank, moment)
+                here -= moment.op in (Op.B, Op.I) and unit in moves.moved
+
+
+def test_the_last_layer_stays_where_its_backward_follows() -> None:
+    """Of five layers on one rank: the head's backward comes between the last forward and the last layer's backward."""
+    moves = plan_moves([parse_action("0F0"), parse_action("0B0")], {0: StageGroups(5, 5, has_head=True)})
+    assert {unit.group for unit in moves.moved} == {0, 1, 2, 3}
+    assert [str(moment.op.value) + str(moment.group) for moment in moves.moments] == [
+        *(f"F{group}" for group in range(5)),
+        *(f"B{group}" for group in (5, 4, 3, 2, 1, 0)),
+    ]
+    assert moves.loaded == {6: (Unit(0, 0, 3),), 7: (Unit(0, 0, 2),), 8: (Unit(0, 0, 1),), 9: (Unit(0, 0, 0),)}
+
+
+def test_a_unit_comes_back_in_the_action_before_its_own_where_it_is_the_first_to_be_used() -> None:
+    row = [parse_action(word) for word in ["0F0", "0F1", "0F2", "0SEND_F2", "0B0", "0B1", "0B2"]]
+    moves = plan_moves(row, {0: StageGroups(2, 2, has_head=False)})
+    (at,) = (index for index, units in moves.loaded.items() if Unit(0, 1, 1) in units)
+    assert moves.moments[at] == Moment(0, Op.B, 0, 0)
