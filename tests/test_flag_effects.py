@@ -39,7 +39,7 @@ from megapipe.planner.measured_layers import LayerTimes, setting_of, to_json
 from megapipe.planner.memory import rank_memory
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
-from megapipe.train.card import snapshot_path
+from megapipe.train.card import graph_words, snapshot_path
 from megapipe.train.loop import Training
 from megapipe.train.run import join
 from megapipe.train.step import Rates
@@ -292,6 +292,11 @@ def snapshot(pair: Pair, _: str) -> None:
     )
 
 
+def recorded_after(pair: Pair, _: str) -> None:
+    (before,), (after,) = pair.both(lambda case: graph_words(case.plan(1)))
+    assert "recorded after step 3" in before and "recorded after step 5" in after
+
+
 def readers(pair: Pair, _: str) -> None:
     seen = set()
     read = SyntheticDataset.__getitem__
@@ -347,7 +352,7 @@ SEEN: dict[str, Callable[[Pair, str], None]] = {
     for function in (
         layer_times,
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device, readers, manifest,
-        extremes, checkpoints, failing_save, wandb, snapshot,
+        extremes, checkpoints, failing_save, wandb, snapshot, recorded_after,
     )
 }  # fmt: skip
 ROWS = rows()

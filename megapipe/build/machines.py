@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +17,11 @@ from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.pipeline.engine import Engine
+from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, Recorder, StageGraphs
+from megapipe.pipeline.stage import Stage
 from megapipe.pipeline.streams import StageStreams
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.action import Op
@@ -25,7 +30,7 @@ from megapipe.schedule.action import Op
 class Machines(ForwardMachines):
     """Stages with their parameters in flat buffers, and what reduces, updates, gathers and runs them.
 
-    groups, draw_slice, tracer: as in ForwardMachines. marks: as in Engine.
+    groups, draw_slice, tracer: as in ForwardMachines. marks: as in Engine. recorder: of the graphs of --cuda-graph-impl local.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class Machines(ForwardMachines):
         draw_slice: DrawSlice | None = None,
         tracer: Tracer | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
         parallel = plan.config.parallel
@@ -52,6 +58,8 @@ class Machines(ForwardMachines):
         if not plan.is_synchronous:
             (own,) = self.buffers.values()
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
+        records = plan.config.gpu.cuda_graph_impl == "local"
+        self.graphs = self._rank_graphs(recorder or CudaRecorder()) if records else None
         self.marks = marks
         self.offload = build_offload(plan, self.stages, device)
         self._engines: dict[int, Engine] = {}
@@ -70,7 +78,7 @@ class Machines(ForwardMachines):
             self._engines[num_microbatches] = Engine(
                 schedule,
                 pp_rank,
-                self.runners,
+                self._stages_of_row(num_microbatches),
                 self.channels,
                 self.reducer.reduce,
                 self.tracer,
@@ -82,3 +90,39 @@ class Machines(ForwardMachines):
                 offload,
             )
         return self._engines[num_microbatches]
+
+    def _stages_of_row(self, num_microbatches: int) -> Mapping[int, Stage]:
+        if self.graphs is None:
+            return self.runners
+        slots = self.plan.slots(num_microbatches, self.coordinates.pp_rank)
+        return {
+            stage: CapturedStage(graphs, {microbatch: slot for (of, microbatch), slot in slots.items() if of == stage})
+            for stage, graphs in self.graphs.stages.items()
+        }
+
+    def _rank_graphs(self, recorder: Recorder) -> RankGraphs:
+        heart = self.groups.world.heart
+        return RankGraphs(
+            {stage: self._stage_graphs(stage) for stage in self.stages},
+            self.plan.num_slots(self.coordinates.pp_rank),
+            self.plan.placement.num_stages - 1,
+            self.plan.config.gpu.cuda_graph_warmup_steps,
+            self.device,
+            recorder,
+            settle=self.gather.finish,
+            example=lambda microbatch: replace(microbatch, dropout_key=None),  # a key is another for each microbatch
+            during=nullcontext if heart is None else partial(heart.phase, "recording graphs", PATIENCE),
+        )
+
+    def _stage_graphs(self, stage: int) -> StageGraphs:
+        held, module = self.buffers[stage], self.stages[stage]
+
+        def wait_for_weights() -> None:
+            self.gather.wait(stage)
+            if self.plan.borrows_embedding(stage):
+                self.gather.wait(0)
+
+        def fixed() -> list[torch.Tensor]:
+            return [*module.parameters(), *(buffer.gradients for buffer in held.buffers)]
+
+        return StageGraphs(stage, self.runners[stage], fixed, wait_for_weights, self.plan.splits_backward)

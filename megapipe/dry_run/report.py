@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from megapipe.comm.paper import Ledger
 from megapipe.dry_run.grid import Kind
 from megapipe.dry_run.rank import STATE, RankCount
-from megapipe.planner.memory import RankMemory, rank_memory
+from megapipe.planner.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.planner.report import bytes_text, text_table
 from megapipe.planner.run_plan import RunPlan
 
@@ -44,6 +44,9 @@ def not_looked_at(plan: RunPlan) -> Iterator[str]:
     flags = [flag for flag, folder in (("--load", checkpoint.load), ("--save", checkpoint.save)) if folder is not None]
     if flags:
         yield f"  not looked at: the folder of {' and of '.join(flags)}; devices and network"
+    if plan.config.gpu.cuda_graph_impl != "none":
+        graphs = max(memory.items["graphs"] for memory in all_rank_memory(plan))
+        yield f"  not counted: the pools of CUDA graphs; planned {bytes_text(graphs)} more on the rank that has the most"
 
 
 def difference_text(planned: int, counted: int) -> str:

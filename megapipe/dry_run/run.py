@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megapipe.build.datasets import RunData, build_data
 from megapipe.comm.bootstrap import choose_backend
@@ -22,6 +23,7 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
 
     Raises ConfigError, DataError for what would also end a training at its start.
     """
+    asked, plan = plan, without_graphs(plan)
     device = device_of(plan)
     if rank is not None and rank >= plan.topology.world_size:
         raise ConfigError(f"--rank {rank}: a world of {plan.topology.world_size} has the ranks 0 to {plan.topology.world_size - 1}")
@@ -36,8 +38,16 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
         counts = _counted(plan, kinds if rank is None else [kind for kind in kinds if rank in kind.ranks], rank, data, device)
     finally:
         data.close()
-    print("\n".join([*counted_text(plan, counts, device), *not_looked_at(plan)]), flush=True)
+    print("\n".join([*counted_text(plan, counts, device), *not_looked_at(asked)]), flush=True)
     return 0
+
+
+def without_graphs(plan: RunPlan) -> RunPlan:
+    """The plan without CUDA graphs, which need a card to be recorded."""
+    if plan.config.gpu.cuda_graph_impl == "none":
+        return plan
+    gpu = replace(plan.config.gpu, cuda_graph_impl="none")
+    return replace(plan, config=replace(plan.config, gpu=gpu))
 
 
 def device_of(plan: RunPlan) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
@@ -60,7 +59,7 @@ class Loss:
                 z_loss=self.z_loss,
             )
         if microbatch.loss_mask is None:
-            return StageLoss(losses.sum(), torch.tensor(losses.numel(), dtype=losses.dtype, device=losses.device))
+            return StageLoss(losses.sum(), losses.new_full((), losses.numel()))
         mask = microbatch.loss_mask.t().to(losses.dtype)
         return StageLoss((losses * mask).sum(), mask.sum())
 

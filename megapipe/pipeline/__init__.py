@@ -5,6 +5,7 @@
 - `stage`:    `StageRunner`: forward, backward, backward_input, backward_weight of one stage
 - `engine`:   `Engine`: one loop over the row; a handler for each op, no decision of its own
 - `offload`, `copies`: `Offload`: activations in the host's memory between forward and backward, and the streams that carry them
+- `graphs`:   `RankGraphs`: forwards and backwards recorded as CUDA graphs; `CapturedStage` replays them where a runner would compute
 - `streams`:  `StageStreams`: on a GPU a stream for each stage, so that the halves of an overlapped pair run at one time
 
 Stages may be any modules that take and return tensors, `loss` any function of the last stage's output; examples/vision_transformer.py.

@@ -18,7 +18,7 @@ from megapipe.comm.channels import Channel, MessageSpec, Path, PendingReceive
 from megapipe.comm.trace import Tracer
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.offload import RowOffload
-from megapipe.pipeline.stage import StageRunner
+from megapipe.pipeline.stage import Stage
 from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
@@ -85,7 +85,7 @@ class Engine:
         self,
         schedule: Schedule,
         pp_rank: int,
-        stages: Mapping[int, StageRunner],
+        stages: Mapping[int, Stage],
         channels: Mapping[Path, Channel],
         reduce_gradients: Callable[[int], None] | None = None,
         tracer: Tracer | None = None,

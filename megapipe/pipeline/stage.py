@@ -27,6 +27,25 @@ class WeightGradients(Protocol):
         """Forget what is queued."""
 
 
+class Stage(Protocol):
+    """What the engine asks of a stage: a `StageRunner`, or `graphs.CapturedStage`. Methods as there."""
+
+    @property
+    def begin_row(self) -> Callable[[bool], None]: ...
+
+    def forward(
+        self, microbatch: int, inputs: tuple[Tensor, ...], payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
+    ) -> Any: ...
+
+    def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]: ...
+
+    def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]: ...
+
+    def backward_weight(self, microbatch: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
 @dataclass
 class _Kept:
     """What lives from F to B of one microbatch: floating-point leaf inputs, and edges into the graph instead of outputs, so that sent

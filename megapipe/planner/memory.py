@@ -9,6 +9,7 @@
     activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
     recompute     what one replay in the backward makes again, where the peak is
     temporaries   what else that backward makes and frees: gradients on their way, gathered sequences, weight gradients in fp32
+    graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
     messages      hidden states and gradients that have come too early or are being sent, at that peak
     reduction     bf16 copies of gradients on the wire (--grad-reduce-in-bf16), when activations have gone: what they need beyond the peak
     tables        attention masks and rotary tables that all microbatches share
@@ -41,6 +42,7 @@ from megapipe.planner.activations import (
 )
 from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.fp8 import LinearBytes, copies_bytes
+from megapipe.planner.graph_memory import graph_bytes
 from megapipe.planner.offload import (
     GroupBytes,
     Storage,
@@ -103,18 +105,16 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     stages = plan.placement.stages_of(pp_rank)
     num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
+    waiting = {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages}
+    inside = {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()}
     residence, host = _offloaded(plan, pp_rank, num_microbatches, kept)
-    peak = peak_of_row(
-        plan.schedule(num_microbatches).rows[pp_rank],
-        pp_rank,
-        plan.placement,
-        kept,
-        {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages},
-        sizes.hidden_states,
-        plan.send_depth,
-        {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()},
-        residence,
-    )
+    row = plan.schedule(num_microbatches).rows[pp_rank]
+    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, sizes.hidden_states, plan.send_depth, inside, residence)
+    graphs, reusable, beside = 0, peak.total, max(kept.values())
+    if plan.config.gpu.cuda_graph_impl != "none":
+        slots, last, splits = plan.num_slots(pp_rank), plan.placement.num_stages - 1, plan.splits_backward
+        held = graph_bytes(slots, last, kept, waiting, inside, sizes.hidden_states, splits)
+        graphs, reusable, beside = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
     replay = 0
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
         replay = replay_bytes(model, sizes, plan.partition.layer_counts[peak.action.stage], recompute, documents)
@@ -125,8 +125,9 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         "activations": peak.activation_bytes,
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,
+        "graphs": graphs,
         "messages": peak.message_bytes,
-        "reduction": max(0, _reduction(plan, stages, kept) - peak.total),
+        "reduction": max(0, _reduction(plan, stages, beside) - reusable),
         "tables": len(stages) * _tables(plan, sizes, documents),
         "microbatches": num_microbatches * sizes.tokens * _token_bytes(documents),
     }
@@ -302,12 +303,12 @@ def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str,
     }
 
 
-def _reduction(plan: RunPlan, stages: Iterable[int], kept: Mapping[int, int]) -> int:
-    """Copies of all gradients; where reductions overlap with the backward, beside the last microbatch's activations of a stage."""
+def _reduction(plan: RunPlan, stages: Iterable[int], beside: int) -> int:
+    """Copies of all gradients; where reductions overlap with the backward, beside the last microbatch's activations of a stage: beside."""
     if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.num_replicas == 1:
         return 0
     copies = 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))
-    return copies + (max(kept.values()) if plan.config.parallel.overlap_grad_reduce else 0)
+    return copies + (beside if plan.config.parallel.overlap_grad_reduce else 0)
 
 
 def _tables(plan: RunPlan, sizes: LocalSizes, documents: Documents) -> int:

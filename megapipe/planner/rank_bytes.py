@@ -18,7 +18,7 @@ from megapipe.sharding.buffers import layout_buffers
 from megapipe.sharding.model_specs import specs_of_stage
 
 STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
-FIXED = ("recompute", "temporaries", "messages", "tables", "microbatches")  # hardly another with another cut
+FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")  # hardly another with another cut
 
 
 class RankBytes:

@@ -22,6 +22,7 @@ from megapipe.schedule.partition import Partition
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs
+from megapipe.schedule.slots import Slots, assign_slots, num_slots
 from megapipe.schedule.validate import validate
 from megapipe.schedule.weight_versions import WeightVersions, weight_versions
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
@@ -131,6 +132,15 @@ class RunPlan:
         if self.is_synchronous:
             return 1
         return max(self.weight_versions(count, pp_rank).num_buffers for count in self._microbatch_counts)
+
+    def slots(self, num_microbatches: int, pp_rank: int) -> Slots:
+        """Which of its stage's slots each (stage, microbatch) of this rank has: buffers of its own from F to B or W (CUDA graphs)."""
+        return assign_slots(self.schedule(num_microbatches).rows[pp_rank])
+
+    def num_slots(self, pp_rank: int) -> dict[int, int]:
+        """The slots of each stage of the rank, for every number of microbatches of the run."""
+        of_counts = [num_slots(self.slots(count, pp_rank)) for count in self._microbatch_counts]
+        return {stage: max(counts[stage] for counts in of_counts) for stage in self.placement.stages_of(pp_rank)}
 
     @cached_property
     def send_depth(self) -> int:

@@ -36,6 +36,8 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
     elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(f"{flag} looks at a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)")
+    if device.type != "cuda" and config.gpu.cuda_graph_impl != "none":
+        raise ConfigError("--cuda-graph-impl local records what a GPU is given to do, and this run has none; leave it out")
     if backend == "nccl":
         settings.prepare(None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER)
     return settings
@@ -49,6 +51,17 @@ def unused(config: GpuConfig, world: World) -> list[str]:
     names = ("nccl_settings", "nccl_communicator_config_path", "high_priority_stream_groups")
     said = ["--" + name.replace("_", "-") for name in names if getattr(config, name) != getattr(default, name)]
     return [f"{', '.join(said)}: without effect, ranks talk over {world.backend}"] if said else []
+
+
+def graph_words(plan: RunPlan) -> tuple[str, ...]:
+    """What is recorded and when, one line for the start of a run; none without CUDA graphs."""
+    gpu = plan.config.gpu
+    if gpu.cuda_graph_impl == "none":
+        return ()
+    slots = [sum(plan.num_slots(pp_rank).values()) for pp_rank in range(plan.topology.pp)]
+    parts = "forward, I and W" if plan.splits_backward else "forward and backward"
+    text = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after step"
+    return (f"graphs     {text} {gpu.cuda_graph_warmup_steps}; evaluation as written (--cuda-graph-impl {gpu.cuda_graph_impl})",)
 
 
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:

@@ -61,6 +61,8 @@ def search(machines: Machines, microbatches: Microbatches) -> str:
 
 def _run(machines: Machines, microbatches: Microbatches) -> None:
     machines.gather.finish()
+    if machines.graphs is not None:
+        machines.graphs.release()  # a replay runs no hooks
     count = len(microbatches)
     average = LossAverage(machines.plan.config.training.calculate_per_token_loss)
     machines.reducer.begin_step(count)

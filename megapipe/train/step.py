@@ -116,6 +116,8 @@ class TrainStep:
         machines, count = self._machines, len(microbatches)
         engine = machines.engine(count)
         step = Step(microbatches, machines.message, self._average.objective(lambda: machines.optimizer.loss_scale))
+        if machines.graphs is not None:
+            machines.graphs.before_step(step)
         goes_on, begun = self._head_start(engine, step, timers, settled) if self.is_ahead else (True, None)
         if not goes_on:
             return None

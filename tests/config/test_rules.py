@@ -18,6 +18,7 @@ from megapipe.errors import ConfigError
 from tests.config.examples import SHAPE, job
 
 SAMPLES = SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-samples 1000 --mock-data --vocab-size 9"
+GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
 
 # (rule, flags that break it, words of the message, flags next to them that are fine)
 CASES = [
@@ -345,6 +346,53 @@ CASES = [
         "--fp8-recipe tensorwise --fp8-margin 1",
         ["--fp8-recipe, --fp8-margin: there is no fp8 without --fp8-format"],
         "--fp8-recipe tensorwise --fp8-margin 1 --fp8 e4m3",
+    ),
+    (
+        "graph_settings_need_graphs",
+        "--cuda-graph-warmup-steps 5",
+        ["no CUDA graphs without --cuda-graph-impl local"],
+        f"{GRAPHS} --cuda-graph-warmup-steps 5",
+    ),
+    ("graphs_record_a_gpu", f"{GRAPHS} --device cpu", ["--device cpu", "leave the one or the other out"], GRAPHS),
+    (
+        "graphs_repeat_themselves",
+        "--enable-cuda-graph --hidden-dropout 0.1 --attention-dropout 0.2 --fp16",
+        [
+            "--hidden-dropout 0.1 and --attention-dropout 0.2 would drop the same",
+            "--hidden-dropout 0 --attention-dropout 0",
+            "fixed --loss-scale",
+        ],
+        f"{GRAPHS} --fp16 --loss-scale 1024",
+    ),
+    (
+        "graphs_repeat_themselves",
+        f"{GRAPHS} --transformer-impl transformer_engine --attention-impl te --bf16",
+        ["--transformer-impl transformer_engine and --attention-impl te", "use --transformer-impl local with sdpa or flash"],
+        f"{GRAPHS} --attention-impl flash --bf16",
+    ),
+    (
+        "graphs_repeat_themselves",
+        f"{GRAPHS} --pipeline-model-parallel-size 2 --pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights",
+        ["--pipeline-schedule pipedream computes with several versions", "use 1f1b"],
+        f"{GRAPHS} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+    ),
+    (
+        "graphs_repeat_themselves",
+        f"{GRAPHS} --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe",
+        ["--pipeline-schedule dualpipe runs two graphs at one time", "use zb-v"],
+        f"{GRAPHS} --pipeline-model-parallel-size 2 --pipeline-schedule zb-v",
+    ),
+    (
+        "graphs_repeat_themselves",
+        f"{GRAPHS} --pipeline-model-parallel-size 2 --optimizer-post-validation",
+        ["--optimizer-post-validation may run forwards twice", "leave it out"],
+        f"{GRAPHS} --pipeline-model-parallel-size 2",
+    ),
+    (
+        "graphs_repeat_themselves",
+        f"{GRAPHS} --distributed-backend gloo --tensor-model-parallel-size 2",
+        ["gloo takes tensor-parallel sums over the host", "use nccl"],
+        f"{GRAPHS} --distributed-backend gloo --pipeline-model-parallel-size 2",
     ),
     ("fp8_has_one_set_of_weights_a_step", "--fp8-format e4m3 --fp64", ["fp64 is for verification"], "--fp8-format e4m3 --bf16"),
     (

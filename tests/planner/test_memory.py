@@ -178,3 +178,23 @@ def test_sequence_parallelism_sends_smaller_messages() -> None:
     one, other = (dataclasses.asdict(rank_memory(plan, 0))["items"]["messages"] for plan in plans)
     assert one == 2 * other > 0
     assert Op.SEND_F in {op for _, op, _ in plans[0].schedule(1).rows[0]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_graphs_hold_a_microbatch_a_slot_for_the_whole_run(schedule: str) -> None:
+    grid = GRID | {"pipeline_schedule": schedule, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    without, with_graphs = (
+        all_rank_memory(resolve(wish(**grid, cuda_graph_impl=impl, micro_batch_size=1, global_batch_size=8), 4))
+        for impl in ("none", "local")
+    )
+    plan = resolve(wish(**grid, cuda_graph_impl="local", micro_batch_size=1, global_batch_size=8), 4)
+    hidden = local_sizes(plan).hidden_states
+    for pp_rank, (before, after) in enumerate(zip(without, with_graphs, strict=True)):
+        (slots,) = plan.num_slots(pp_rank).values()
+        kept = sum(stage_activation_bytes(plan, pp_rank).values())
+        held = sum(after.items[item] for item in ("activations", "recompute", "temporaries", "graphs"))
+        messages = slots * hidden * (2 if pp_rank == 0 else 1)  # output and gradient of the first stage, input gradient of the last
+        assert held >= slots * kept + messages
+        assert held - messages <= slots * (kept + max(1, before.items["temporaries"] + before.items["recompute"]) * 3)
+        assert before.items["graphs"] == 0 and before.items["messages"] == after.items["messages"]
+    assert plan.num_slots(0)[0] > plan.num_slots(1)[1] == 1 or schedule == "zb-h1"

@@ -8,6 +8,7 @@ from megapipe.config.config import Config
 from megapipe.config.fields import all_fields, value_of
 from megapipe.config.rules.asynchronous import ASYNCHRONOUS_RULES
 from megapipe.config.rules.data import DATA_RULES, JOB_RULES
+from megapipe.config.rules.graphs import GRAPH_RULES
 from megapipe.config.rules.kernels import KERNEL_RULES
 from megapipe.config.rules.model import MODEL_RULES
 from megapipe.config.rules.offload import OFFLOAD_RULES
@@ -26,6 +27,7 @@ CONSISTENCY_RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *ASYNCHRONOUS_RULES,
     *KERNEL_RULES,
+    *GRAPH_RULES,
 )
 
 

@@ -1,0 +1,137 @@
+"""`TapeRecorder`: what a CUDA graph does, on a CPU.
+
+- While something is recorded nothing lasts: tensors that were there before get their values back, those that were made hold NaN.
+- A replay runs the recorded operations on the recorded memory, so that results lie where they lay. Python between them does not run.
+- What reads a value on the host, or brings one from there, cannot be recorded.
+- Memory that nobody holds any more when a recording ends may be given to it: after each replay it holds NaN, whoever has written it since.
+- Memory that comes from outside and was given back is not read: that raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+HOST = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class Memory:
+    """Storages, and whether anybody but the tapes holds them. One for a pool, one for what comes from outside."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, UntypedStorage] = {}
+        self._aliases: Counter[int] = Counter()
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """The same memory as a tensor of the tapes' own."""
+        at = storage(tensor)
+        if at not in self.held:
+            self.held[at] = tensor.untyped_storage()
+        self._aliases[at] += 1
+        return tensor.data
+
+    def is_free(self, at: int) -> bool:
+        return int(torch._C._storage_Use_Count(self.held[at]._cdata)) <= self._aliases[at] + 1
+
+
+class Pool(Memory):
+    def __init__(self, outside: Memory) -> None:
+        super().__init__()
+        self.tapes: list[Tape] = []
+        self.outside = outside
+
+
+class Tape(TorchDispatchMode):
+    """The operations inside `with tape:`."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool, self._outside = pool, pool.outside
+        self._steps: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []  # operation, arguments, results to be written
+        self._before: dict[int, Tensor] = {}  # outside: storage -> what it held, as bytes
+        self._read: set[int] = set()  # outside
+        self._freed: list[UntypedStorage] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in HOST:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        given = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and storage(leaf) not in self._pool.held:
+                self._before.setdefault(storage(leaf), _bytes(leaf.untyped_storage()).clone())
+        result = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        new = [(i, self._pool.alias(tensor)) for i, tensor in enumerate(results) if storage(tensor) not in given]
+        if new or func._schema.is_mutable:  # else it is a view
+            self._steps.append((func, *tree_map(self._kept, (args, kwargs or {})), new))
+        return result
+
+    def end(self) -> None:
+        """Nothing has been computed, and what nobody holds is free."""
+        for at, before in self._before.items():
+            if at in self._outside.held:
+                _bytes(self._outside.held[at]).copy_(before)
+        self._before.clear()
+        for *_, new in self._steps:
+            for _, tensor in new:
+                tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+        self._freed = [held for at, held in self._pool.held.items() if self._pool.is_free(at)]
+
+    def replay(self) -> None:
+        lost = [at for at in self._read if self._outside.is_free(at)]
+        if lost:
+            raise RuntimeError(f"a replay would read memory that was given back, {len(lost)} tensors")
+        with torch._C._AutoDispatchBelowAutograd():
+            for func, args, kwargs, new in self._steps:
+                results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+                for i, tensor in new:
+                    tensor.copy_(results[i])
+        for freed in self._freed:
+            _bytes(freed).fill_(255)  # NaN in every dtype
+
+    def _kept(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if storage(leaf) in self._pool.held:
+            return self._pool.alias(leaf)
+        self._read.add(storage(leaf))
+        return self._outside.alias(leaf)
+
+
+class TapeRecorder:
+    """pools: in the order in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+        self._outside = Memory()
+
+    def pool(self) -> Pool:
+        self.pools.append(Pool(self._outside))
+        return self.pools[-1]
+
+    def record(self, work: Callable[[], Any], pool: Pool) -> tuple[Callable[[], None], Any]:
+        tape = Tape(pool)
+        with tape:
+            result = work()
+        tape.end()
+        pool.tapes.append(tape)
+        return tape.replay, result
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(of: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(of)  # type: ignore[call-overload,no-any-return]

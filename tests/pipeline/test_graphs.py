@@ -1,0 +1,168 @@
+"""Graphs of single stages, with tapes in the place of CUDA graphs; whole steps are in tests/train/test_graphs.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.channels import MessageSpec
+from megapipe.comm.groups import Group
+from megapipe.errors import TrainingError
+from megapipe.pipeline.engine import Step
+from megapipe.pipeline.graphs import CapturedStage, Example, RankGraphs, StageGraphs
+from megapipe.pipeline.stage import StageRunner
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.weight_queue import WeightQueue
+from tests.pipeline.tape import TapeRecorder
+
+WIDTH = 4
+MESSAGE = (MessageSpec((3, 1, WIDTH), torch.float64),)
+
+
+class Middle(nn.Module):
+    """One linear with a main gradient, times what the microbatch brings."""
+
+    def __init__(self, queue: WeightQueue) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = ColumnParallelLinear(WIDTH, WIDTH, bias=False, tp=Group.alone("tp"), sequence_parallel=False, queue=queue)
+        self.linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
+        self.main_grad = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+        self.linear.slots["weight"] = GradientSlot(self.main_grad)
+        self.calls = 0
+
+    def forward(self, hidden: Tensor, payload: dict[str, Any]) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(hidden)) * payload["factor"]
+
+
+def middle(splits: bool = False, **more: Any) -> tuple[Middle, StageGraphs]:
+    queue = WeightQueue()
+    module = Middle(queue)
+    return module, StageGraphs(1, StageRunner(module, queue), lambda: [module.linear.weight, module.main_grad], splits=splits, **more)
+
+
+def example(**payload: Any) -> Example:
+    return Example(MESSAGE, {"factor": torch.ones(1, 1, WIDTH, dtype=torch.float64)} | payload, None, torch.device("cpu"))
+
+
+def values(seed: int) -> tuple[Tensor, dict[str, Any], Tensor]:
+    """A message, a microbatch, a gradient."""
+    draw = torch.Generator().manual_seed(seed)
+    x, factor, gradient = (
+        torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((3, 1, WIDTH), (1, 1, WIDTH), (3, 1, WIDTH))
+    )
+    return x, {"factor": factor}, gradient
+
+
+def expected(*seeds: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Outputs, input gradients and the sum of weight gradients, without graphs."""
+    module, graphs = middle()
+    outputs, gradients = [], []
+    for seed in seeds:
+        x, payload, gradient = values(seed)
+        outputs += graphs.runner.forward(seed, (x,), payload, None)
+        gradients += graphs.runner.backward(seed, (gradient,))
+    return outputs, gradients, module.main_grad
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["B", "I and W"])
+def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) -> None:
+    module, graphs = middle(splits)
+    graphs.record(TapeRecorder(), 2, example())
+    calls = module.calls
+    assert not module.main_grad.any()
+    stage = CapturedStage(graphs, {1: 0, 2: 1, 3: 0})
+    outputs = {seed: stage.forward(seed, (values(seed)[0],), values(seed)[1], None)[0].clone() for seed in (1, 2)}
+    gradients = {1: stage.backward(1, (values(1)[2],))[0]}
+    outputs[3] = stage.forward(3, (values(3)[0],), values(3)[1], None)[0]
+    gradients[2] = stage.backward_input(2, (values(2)[2],))[0]
+    gradients[3] = stage.backward_input(3, (values(3)[2],))[0]
+    stage.backward_weight(2)
+    stage.backward_weight(3)
+    want_outputs, want_gradients, want = expected(1, 2, 3)
+    for seed in (1, 2, 3):
+        torch.testing.assert_close(outputs[seed], want_outputs[seed - 1])
+        torch.testing.assert_close(gradients[seed], want_gradients[seed - 1])  # those of 1 too, whose slot 3 has used since
+    torch.testing.assert_close(module.main_grad, want)
+    assert module.calls == calls
+
+
+def test_each_slot_has_a_pool_of_its_own() -> None:
+    recorder = TapeRecorder()
+    middle(splits=True)[1].record(recorder, 3, example())
+    assert [len(pool.tapes) for pool in recorder.pools] == [3, 3, 3]
+
+
+def test_a_forward_waits_for_weights_before_it_is_replayed() -> None:
+    seen: list[Tensor] = []
+    module, graphs = middle(wait_for_weights=lambda: seen.append(module.linear.weight.detach().add_(1.0).clone()))
+    graphs.record(TapeRecorder(), 1, example())
+    assert not seen
+    output = CapturedStage(graphs, {0: 0}).forward(0, (values(1)[0],), values(1)[1], None)[0]
+    torch.testing.assert_close(output, torch.tanh(values(1)[0] @ seen[0].t()) * values(1)[1]["factor"])
+
+
+def test_without_gradients_the_runner_computes() -> None:
+    module, graphs = middle()
+    graphs.record(TapeRecorder(), 1, example())
+    calls = module.calls
+    with torch.no_grad():
+        CapturedStage(graphs, {}).forward(7, (values(1)[0],), values(1)[1], None)
+    assert module.calls == calls + 1
+
+
+def test_other_sizes_are_refused() -> None:
+    _, graphs = middle()
+    graphs.record(TapeRecorder(), 1, example())
+    stage = CapturedStage(graphs, {0: 0})
+    with pytest.raises(RuntimeError, match=r"stage 1.*message of \[\(3, 1, 4\)\], but \[\(2, 1, 4\)\] came; leave --cuda-graph-impl out"):
+        stage.forward(0, (values(1)[0][:2],), values(1)[1], None)
+    with pytest.raises(RuntimeError, match="recorded for a microbatch"):
+        stage.forward(0, (values(1)[0],), values(1)[1] | {"mask": torch.ones(1)}, None)
+
+
+def test_parameters_that_move_are_noticed_when_a_row_begins() -> None:
+    module, graphs = middle()
+    graphs.record(TapeRecorder(), 1, example())
+    CapturedStage(graphs, {}).begin_row(True)
+    module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="stage 1: parameters or gradients lie elsewhere"):
+        CapturedStage(graphs, {}).begin_row(True)
+
+
+def test_what_waits_for_the_device_ends_the_run_in_words() -> None:
+    class Looks(Middle):
+        def forward(self, hidden: Tensor, payload: dict[str, Any]) -> Tensor:
+            return super().forward(hidden, payload) * float(hidden.detach().sum())
+
+    queue = WeightQueue()
+    runner = StageRunner(Looks(queue), queue)
+    runner.observe = observe = lambda _, output: None
+    with pytest.raises(
+        TrainingError, match=r"the forward of stage 2 cannot be recorded as a CUDA graph: operation not permitted.*leave --cuda"
+    ):
+        StageGraphs(2, runner, list).record(TapeRecorder(), 1, example())
+    assert runner.observe is observe
+
+
+def test_graphs_are_recorded_after_the_warm_up_once_all_is_settled() -> None:
+    _, graphs = middle()
+    order: list[str] = []
+    recorder = TapeRecorder()
+    record = recorder.record
+    recorder.record = lambda work, pool: (order.append("record"), record(work, pool))[1]  # type: ignore[method-assign]
+    rank = RankGraphs({1: graphs}, {1: 2}, 2, 2, torch.device("cpu"), recorder, settle=lambda: order.append("settle"))
+    step = Step([example().payload], lambda boundary: MESSAGE, lambda output, payload: (output, output))
+    for _ in range(4):
+        order.append("step")
+        rank.before_step(step)
+    assert order == ["step", "step", "step", "settle", *["record"] * 4, "step"]
+    rank.release()
+    assert not graphs.are_recorded
+    rank.before_step(step)
+    assert graphs.are_recorded

@@ -1,0 +1,57 @@
+"""Microbatches in flight never share a slot, and no stage has a slot too many."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.lower import lower
+from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.slots import assign_slots, num_slots
+from tests.schedule.strategies import family_schedules, random_schedules
+
+
+@settings(max_examples=80)
+@given(st.one_of(family_schedules(), random_schedules()))
+def test_a_stage_has_as_many_slots_as_microbatches_in_flight(schedule: Schedule) -> None:
+    for row in schedule.rows:
+        slots = assign_slots(row)
+        live: defaultdict[int, set[int]] = defaultdict(set)
+        peak: defaultdict[int, int] = defaultdict(int)
+        for stage, op, microbatch in row:
+            if op is Op.F:
+                assert microbatch is not None
+                assert slots[stage, microbatch] not in {slots[stage, other] for other in live[stage]}
+                live[stage].add(microbatch)
+                peak[stage] = max(peak[stage], len(live[stage]))
+            elif op in (Op.B, Op.W):
+                assert microbatch is not None
+                live[stage].remove(microbatch)
+        assert slots.keys() == {(stage, mb) for stage, op, mb in row if op is Op.F}
+        assert num_slots(slots) == peak
+
+
+@settings(max_examples=40)
+@given(st.one_of(family_schedules(), random_schedules()))
+def test_a_slot_is_used_again_after_the_gradient_that_answers_its_message(schedule: Schedule) -> None:
+    """So what a forward sent has arrived: the gradient comes from where it went."""
+    lowered = lower(schedule)
+    for row in lowered.rows:
+        slots = assign_slots(row)
+        holder: dict[tuple[int, int], int] = {}
+        sent, answered = set(), set()
+        for stage, op, microbatch in row:
+            if op not in COMPUTE_OPS and op not in (Op.SEND_F, Op.RECV_B):
+                continue
+            assert microbatch is not None
+            if op is Op.SEND_F:
+                sent.add((stage, microbatch))
+            elif op is Op.RECV_B:
+                answered.add((stage, microbatch))
+            elif op is Op.F:
+                before = holder.get((stage, slots[stage, microbatch]))
+                assert (stage, before) not in sent or (stage, before) in answered
+                holder[stage, slots[stage, microbatch]] = microbatch

@@ -1,0 +1,179 @@
+"""Steps that replay graphs are, to the bit, the steps that Python would have made: on a CPU, with tapes in the place of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.build.machines import Machines
+from megapipe.comm.groups import build_process_groups
+from megapipe.data.batch import DocumentRules
+from megapipe.planner.resolve import resolve
+from megapipe.tensor_parallel import chunked_loss, cross_entropy, embedding
+from megapipe.train.fault_search import search
+from megapipe.train.faults import OutputWatch
+from megapipe.train.step import Rates
+from tests.harness import RankPool
+from tests.pipeline.tape import TapeRecorder
+from tests.train.grids import step_microbatches, trainer
+from tests.train.runs import tiny
+
+WARMUP = 2
+BATCHES = (8, 8, 8, 4, 8)  # samples of each step; two are a microbatch
+THREE = {"pipeline_model_parallel_layout": "Et|tt|tL"}
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+    "window_size": 5,
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank saw. losses: of each step. forwards: calls of each stage's module. pools: how many, and recordings in each."""
+
+    losses: list[tuple[float, float]]
+    sums: list[dict[tuple[int, int], float]]
+    weights: dict[str, Tensor]
+    forwards: dict[int, int]
+    pools: list[int]
+
+
+@contextmanager
+def as_on_a_card() -> Iterator[None]:
+    """On a CPU ids are looked at by the host, on a card by the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (embedding, cross_entropy, chunked_loss):
+            patch.setattr(module, "check_ids", lambda *_: None)
+        patch.setattr(embedding, "_contributing", lambda rows, gradient, is_here: (rows, gradient.masked_fill(~is_here[:, None], 0)))
+        yield
+
+
+def train(rank: int, world_size: int, changes: dict[str, Any], graphs: bool, documents: bool = False) -> Trained:
+    asked = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": WARMUP} if graphs else {}
+    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    plan = resolve(tiny(**(fixed | changes | asked)), world_size)
+    recorder = TapeRecorder()
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    machines = Machines(plan, groups, torch.device("cpu"), recorder=recorder)
+    with as_on_a_card():
+        return steps_of(machines, recorder, DocumentRules(3, True, True, True) if documents else None)
+
+
+def steps_of(machines: Machines, recorder: TapeRecorder, rules: DocumentRules | None = None) -> Trained:
+    calls = dict.fromkeys(machines.stages, 0)
+
+    def count(stage: int) -> Callable[..., None]:
+        def called(*_: Any) -> None:
+            calls[stage] += 1
+
+        return called
+
+    for stage, module in machines.stages.items():
+        module.register_forward_pre_hook(count(stage))
+    watch, step, random = OutputWatch(machines), trainer(machines), np.random.RandomState(0)
+    losses, sums = [], []
+    for number, samples in enumerate(BATCHES):
+        rows = random.randint(0, 29, (samples * machines.plan.topology.dp, 9))
+        result = step.run(step_microbatches(machines, rows, number, rules), Rates(1e-2, 0.01))
+        losses.append((result.loss, result.update.grad_norm))
+        sums.append({key: float(value) for key, value in watch.take().items()})
+        if number == 2:  # an evaluation between replays
+            step.evaluate(step_microbatches(machines, rows, number, rules))
+            watch.take()
+    machines.gather.finish()
+    weights = {f"{s} {n}": b.parameter(n).clone() for s, b in machines.buffers.items() for n in b.names}
+    return Trained(losses, sums, weights, calls, [len(pool.tapes) for pool in recorder.pools])
+
+
+def assert_same(found: Trained, expected: Trained) -> None:
+    assert found.losses == expected.losses
+    assert found.sums == expected.sums
+    assert found.weights.keys() == expected.weights.keys()
+    assert all(torch.equal(found.weights[name], values) for name, values in expected.weights.items())
+
+
+def num_live(trained: Trained, stage: int) -> int:
+    """Forwards that a stage ran to be recorded."""
+    counts = [samples // 2 for samples in BATCHES]
+    return trained.forwards[stage] - sum(counts[:WARMUP]) - counts[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "documents"),
+    [
+        pytest.param({}, False, id="one stage"),
+        pytest.param(THREE | LLAMA | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")}, False, id="llama"),
+        pytest.param(
+            THREE
+            | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            | {"cross_entropy_chunk_size": 5, "dtype": "bf16", "qk_layernorm": True},
+            True,
+            id="full recompute, chunks, documents, bf16",
+        ),
+    ],
+)
+def test_replayed_steps_are_steps(changes: dict[str, Any], documents: bool) -> None:
+    expected, found = (train(0, 1, changes, graphs, documents) for graphs in (False, True))
+    assert_same(found, expected)
+    assert len(set(expected.losses)) == len(BATCHES)
+    stages = len(found.forwards)
+    assert len(found.pools) == sum(num_live(found, stage) for stage in found.forwards)
+    assert stages in (1, 3) and set(found.pools) == {2}
+
+
+GRIDS = {
+    "1f1b, ZeRO-1": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": True,
+            "global_batch_size": 16,
+        },
+    ),
+    "interleaved": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "zb-h1": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}),
+    "zb-v": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2}),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_replayed_pipelines_are_pipelines(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    ranks, changes = GRIDS[name]
+    changes = {"overlap_grad_reduce": True} | changes
+    both: Sequence[list[Trained]] = [rank_pools(ranks).run(train, changes, graphs) for graphs in (False, True)]
+    for expected, found in zip(*both, strict=True):
+        assert_same(found, expected)
+        assert set(found.pools) == {3 if name.startswith("zb") else 2}
+
+
+def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with as_on_a_card():
+        changes = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+        recorder = TapeRecorder()
+        plan = resolve(tiny(**changes), 1)
+        machines = Machines(plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=recorder)
+        step, rows = trainer(machines), np.random.RandomState(0).randint(0, 29, (8, 9))
+        for number in range(2):
+            step.run(step_microbatches(machines, rows, number), Rates(1e-2, 0.0))
+        pools = len(recorder.pools)
+        mlp = machines.stages[0].decoder.layers["2"].mlp
+        with monkeypatch.context() as patch:
+            patch.setattr(mlp, "forward", lambda *arguments: type(mlp).forward(mlp, *arguments) * torch.nan)
+            assert np.isfinite(step.run(step_microbatches(machines, rows, 2), Rates(0.0, 0.0)).loss)  # a replay runs no Python
+            found = search(machines, step_microbatches(machines, rows, 2))
+        assert "decoder.layers.2.mlp (MLP) returns what is no number" in found
+        assert len(recorder.pools) == pools
+        step.run(step_microbatches(machines, rows, 3), Rates(0.0, 0.0))
+        assert len(recorder.pools) == 2 * pools
