@@ -21,5 +21,6 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `bubble`:   the step simulated on FLOPs
 - `activations`: what a layer and a stage keep for their backward, for every recompute option; equal to what autograd saves
 - `memory`:   bytes of each rank, item by item, at the peak of a step
+- `graph_memory`: what CUDA graphs hold for the whole run
 - `report`:   the plan as text
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megapipe.pipeline.stage import StageRunner
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.weight_queue import WeightQueue
-from tests.pipeline.tape import TapeRecorder
+from tests.pipeline.tape import Pool, TapeRecorder
 
 WIDTH = 4
 MESSAGE = (MessageSpec((3, 1, WIDTH), torch.float64),)
@@ -62,7 +63,8 @@ def values(seed: int) -> tuple[Tensor, dict[str, Any], Tensor]:
 def expected(*seeds: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Outputs, input gradients and the sum of weight gradients, without graphs."""
     module, graphs = middle()
-    outputs, gradients = [], []
+    outputs: list[Tensor] = []
+    gradients: list[Tensor] = []
     for seed in seeds:
         x, payload, gradient = values(seed)
         outputs += graphs.runner.forward(seed, (x,), payload, None)
@@ -153,10 +155,13 @@ def test_what_waits_for_the_device_ends_the_run_in_words() -> None:
 def test_graphs_are_recorded_after_the_warm_up_once_all_is_settled() -> None:
     _, graphs = middle()
     order: list[str] = []
-    recorder = TapeRecorder()
-    record = recorder.record
-    recorder.record = lambda work, pool: (order.append("record"), record(work, pool))[1]  # type: ignore[method-assign]
-    rank = RankGraphs({1: graphs}, {1: 2}, 2, 2, torch.device("cpu"), recorder, settle=lambda: order.append("settle"))
+
+    class Ordered(TapeRecorder):
+        def record(self, work: Callable[[], Any], pool: Pool) -> tuple[Callable[[], None], Any]:
+            order.append("record")
+            return super().record(work, pool)
+
+    rank = RankGraphs({1: graphs}, {1: 2}, 2, 2, torch.device("cpu"), Ordered(), settle=lambda: order.append("settle"))
     step = Step([example().payload], lambda boundary: MESSAGE, lambda output, payload: (output, output))
     for _ in range(4):
         order.append("step")

@@ -132,7 +132,7 @@ def test_replayed_steps_are_steps(changes: dict[str, Any], documents: bool) -> N
     assert stages in (1, 3) and set(found.pools) == {2}
 
 
-GRIDS = {
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b, ZeRO-1": (
         4,
         {
@@ -151,7 +151,7 @@ GRIDS = {
 @pytest.mark.parametrize("name", GRIDS)
 def test_replayed_pipelines_are_pipelines(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     ranks, changes = GRIDS[name]
-    changes = {"overlap_grad_reduce": True} | changes
+    changes = {"overlap_grad_reduce": True, **changes}
     both: Sequence[list[Trained]] = [rank_pools(ranks).run(train, changes, graphs) for graphs in (False, True)]
     for expected, found in zip(*both, strict=True):
         assert_same(found, expected)
@@ -168,7 +168,7 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
         for number in range(2):
             step.run(step_microbatches(machines, rows, number), Rates(1e-2, 0.0))
         pools = len(recorder.pools)
-        mlp = machines.stages[0].decoder.layers["2"].mlp
+        mlp: Any = machines.stages[0].decoder.layers["2"].mlp
         with monkeypatch.context() as patch:
             patch.setattr(mlp, "forward", lambda *arguments: type(mlp).forward(mlp, *arguments) * torch.nan)
             assert np.isfinite(step.run(step_microbatches(machines, rows, 2), Rates(0.0, 0.0)).loss)  # a replay runs no Python
