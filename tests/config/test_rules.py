@@ -384,6 +384,12 @@ CASES = [
     ),
     (
         "graphs_repeat_themselves",
+        f"{GRAPHS} --cpu-offloading-num-layers 1",
+        ["--cpu-offloading-num-layers 1 moves activations", "leave it out"],
+        f"{GRAPHS} --recompute-granularity selective",
+    ),
+    (
+        "graphs_repeat_themselves",
         f"{GRAPHS} --pipeline-model-parallel-size 2 --optimizer-post-validation",
         ["--optimizer-post-validation may run forwards twice", "leave it out"],
         f"{GRAPHS} --pipeline-model-parallel-size 2",

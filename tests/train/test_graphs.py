@@ -116,7 +116,7 @@ def num_live(trained: Trained, stage: int) -> int:
         pytest.param(THREE | LLAMA | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")}, False, id="llama"),
         pytest.param(
             THREE
-            | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_keep_attention": True}
             | {"cross_entropy_chunk_size": 5, "dtype": "bf16", "qk_layernorm": True},
             True,
             id="full recompute, chunks, documents, bf16",

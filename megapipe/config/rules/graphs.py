@@ -58,6 +58,11 @@ def _anew(config: Config) -> Iterator[str]:
         yield f"--pipeline-schedule {parallel.pipeline_schedule} computes with several versions of the weights in turn; use 1f1b"
     if parallel.pipeline_schedule in PAIRED_SCHEDULES:
         yield f"--pipeline-schedule {parallel.pipeline_schedule} runs two graphs at one time, which share cuBLAS's workspace; use zb-v"
+    if config.offload.cpu_offloading_num_layers:
+        yield (
+            f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers} moves activations as autograd asks for them, which a "
+            "replay does not; leave it out, or use --recompute-granularity"
+        )
     if config.optimizer.optimizer_post_validation:
         yield "--optimizer-post-validation may run forwards twice while their first messages travel; leave it out"
     if parallel.distributed_backend == "gloo" and parallel.tensor_model_parallel_size > 1:
