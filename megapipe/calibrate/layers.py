@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -17,6 +17,7 @@ from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.model.microbatch import Microbatch
+from megapipe.pipeline.device_clock import device_clock
 from megapipe.planner.layer_costs import PartCost
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.partition import from_counts
@@ -84,7 +85,7 @@ class _Parts:
 
     def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> None:
         self._machines = ForwardMachines(plan, groups, device, trains=True)
-        self._world, self._device, self._seconds = groups.world, device, seconds
+        self._world, self._clock, self._seconds = groups.world, device_clock(device), seconds
         model, training = plan.config.model, plan.config.training
         assert model.vocab_size is not None
         shape = training.micro_batch_size, model.seq_length
@@ -116,28 +117,23 @@ class _Parts:
 
     def _medians(self, steps: tuple[Callable[[], None], ...]) -> list[float]:
         """Of each step, run one after the other again and again. All ranks run equally often, for tensor parallelism meets inside."""
-        self._timed(steps)
-        once = sum(self._timed(steps))
+        self._timed(steps, 1)
+        once = sum(self._timed(steps, 1)[0])
         times = max(FEWEST, min(MOST, int(self._seconds / max(once, 1e-9))))
         times = broadcast_object(times, self._world)
         barrier(self._world)
-        found = [self._timed(steps) for _ in range(times)]
-        own = [median(column) for column in zip(*found, strict=True)]
+        own = [median(column) for column in zip(*self._timed(steps, times), strict=True)]
         return [max(column) for column in zip(*gather_objects(own, self._world), strict=True)]
 
-    def _timed(self, steps: tuple[Callable[[], None], ...]) -> list[float]:
-        seconds = []
-        for step in steps:
-            self._settle()
-            start = time.perf_counter()
-            step()
-            self._settle()
-            seconds.append(time.perf_counter() - start)
-        return seconds
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _timed(self, steps: tuple[Callable[[], None], ...], times: int) -> list[list[float]]:
+        """Of each step, each time. A GPU is waited for when all is launched: its queue stays full, as in training."""
+        clock, moments = self._clock, [self._clock.mark()]
+        for _ in range(times):
+            for step in steps:
+                step()
+                moments.append(clock.mark())
+        seconds = [clock.seconds(begin, end) for begin, end in pairwise(moments)]
+        return [seconds[first : first + len(steps)] for first in range(0, len(seconds), len(steps))]
 
 
 def _objective(output: Any, _: Any) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
+
+from megapipe.pipeline.device_clock import DeviceClock, device_clock
 
 WARM_UPS = {"cpu": 1, "cuda": 3}
 FEWEST, MOST = 3, 25  # repeats
@@ -16,10 +17,10 @@ FEWEST_CALLS = FEWEST + 2  # at least so many times the time of one call is spen
 
 
 class Stopwatch:
-    """Medians of repeats after warm-ups: wall clock on a CPU, events in the stream on a GPU (that half has not run on a card so far)."""
+    """Medians of repeats after warm-ups, by the device's own clock (events in the stream on a GPU, where it has not run so far)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, clock: DeviceClock | None = None) -> None:
+        self.device, self._clock = device, clock or device_clock(device)
 
     def seconds(self, call: Callable[[], object], budget_seconds: float) -> float:
         """Of one call. budget_seconds: for the repeats, of which there are 3 to 25."""
@@ -32,18 +33,7 @@ class Stopwatch:
 
     def _repeat(self, call: Callable[[], object], calls: int) -> float:
         """Seconds of one of so many calls one after the other."""
-        if self.device.type == "cuda":
-            return self._repeat_on_gpu(call, calls)
-        began = time.perf_counter()
+        began = self._clock.mark()
         for _ in range(calls):
             call()
-        return (time.perf_counter() - began) / calls
-
-    def _repeat_on_gpu(self, call: Callable[[], object], calls: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000 / calls  # events tell milliseconds
+        return self._clock.seconds(began, self._clock.mark()) / calls

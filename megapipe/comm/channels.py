@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from time import perf_counter_ns
@@ -95,8 +95,8 @@ class PendingReceive:
 
         Raises CommunicationError if the sender declared something else, is lost, or is silent for the group's time-out.
         """
-        moments = self._channel.moments
-        began_ns = 0 if moments is None else perf_counter_ns()
+        moments, mark = self._channel.moments, self._channel.mark
+        began_ns = 0 if moments is None else mark()
         headers, self._headers = self._headers, []
         for header in headers:
             self._channel.compare(header, self._start_ns, self._tensors)
@@ -106,7 +106,7 @@ class PendingReceive:
         if handles:
             self._channel.trace("receive", self._start_ns)
             if moments is not None:
-                moments.append((began_ns, perf_counter_ns()))
+                moments.append((began_ns, mark()))
         return self._tensors
 
 
@@ -175,6 +175,7 @@ class Channel:
         self._in_flight: deque[PendingSend] = deque()
         self._word = str(self).encode()
         self.moments: list[Moment] | None = None  # of this rank's messages, where somebody wants to know them
+        self.mark: Callable[[], int] = perf_counter_ns  # the clock of moments; pipeline.device_clock.EventClock's on a GPU
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
@@ -189,7 +190,8 @@ class Channel:
             self._in_flight.popleft().wait()
         start_ns = perf_counter_ns()
         if self.moments is not None:
-            self.moments.append((start_ns, start_ns))
+            begun = self.mark()
+            self.moments.append((begun, begun))
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         form, handles, kept = self._form, [], tensors
         if form is None or not form.fits(tensors):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Event(NamedTuple):
@@ -18,23 +18,38 @@ class Event(NamedTuple):
     end_ns: int
 
 
+class MomentClock(Protocol):
+    """pipeline.device_clock.EventClock: moments in streams, whose times are known later."""
+
+    def mark(self, stream: Any = None) -> int: ...
+    def time_of(self, moment: int) -> int: ...
+
+
 @dataclass
 class Tracer:
     """Events in the order in which they ended.
 
     A collective ends when the backend says so, where it does (gloo's all-reduce and all-gather), else when its wait returns. On a GPU
-    these are times of the host: a wait there only orders streams. settle: called before every reading of an action's clock, so that there
-    actions get true times (torch.cuda.synchronize), at the price of all overlap.
+    these are times of the host: a wait there only orders streams. Actions, phases and waits for messages get true times in one of two ways.
+    settle (torch.cuda.synchronize): called before every reading of the clock, at the price of all overlap. clock: notes moments in the
+    streams, which `read` turns into times once they have come.
     """
 
     events: list[Event] = field(default_factory=list)
     settle: Callable[[], None] | None = None
+    clock: MomentClock | None = None
 
-    def now(self) -> int:
-        """Nanoseconds, for starts and ends of actions."""
+    def now(self, stream: Any = None) -> int:
+        """Nanoseconds, for starts and ends of actions. stream: of a GPU, on which the moment comes; None for the current one."""
         if self.settle is not None:
             self.settle()
-        return perf_counter_ns()
+        return perf_counter_ns() if self.clock is None else self.clock.mark(stream)
+
+    def read(self) -> None:
+        """Give all events the times of the device; waits for the last of them. Nothing to do without a clock."""
+        if self.clock is not None:
+            time_of = self.clock.time_of
+            self.events[:] = [event._replace(start_ns=time_of(event.start_ns), end_ns=time_of(event.end_ns)) for event in self.events]
 
     def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
         """Record one event; it ends now unless end_ns is given. May be called from a backend's thread."""

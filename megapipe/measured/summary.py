@@ -108,10 +108,11 @@ def profile_text(profile: Profile, summary: Summary) -> str:
 
 def clock_text(profile: Profile) -> str:
     """How far the times of different ranks can be compared."""
-    if all(note.is_shared for note in profile.clocks):
-        return "all ranks read one clock"
-    apart = [note for note in profile.clocks if not note.is_shared]
     error = milliseconds(profile.clock_error_seconds)
+    if all(note.is_shared for note in profile.clocks):
+        by_events = f", on which times of GPUs are at most {error} wrong" if profile.clock_error_seconds else ""
+        return f"all ranks read one clock{by_events}"
+    apart = [note for note in profile.clocks if not note.is_shared]
     return f"clocks of {len(apart)} of {len(profile.clocks)} ranks set by ping-pong, to at most {error} wrong"
 
 

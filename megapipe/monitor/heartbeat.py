@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from megapipe.monitor.record import (
     CELLS,
@@ -23,9 +24,18 @@ from megapipe.monitor.record import (
     pack_slot,
     read_snapshot,
 )
-from megapipe.monitor.wait_clock import READING, StepTimes, WaitClock
+from megapipe.monitor.wait_clock import READING, Cause, StepTimes, WaitClock
 
 PATIENCE = 5  # of phases in which a rank may rightly stand still for long: the first step, saving, loading
+
+
+class WaitObserver(Protocol):
+    """Told of every wait and of every reading of data as they begin and end: for times that are not the host's."""
+
+    def wait(self, cause: Cause) -> None: ...
+    def go_on(self) -> None: ...
+    def read(self) -> None: ...
+    def has_read(self) -> None: ...
 
 
 class Heartbeat:
@@ -45,6 +55,7 @@ class Heartbeat:
         self._phase = self._action = b""
         self._clock = WaitClock(time.time_ns())
         self.last_step: StepTimes | None = None  # from the beginning of the step before to that of this one
+        self.observer: WaitObserver | None = None
         self._map()
         self._write(0, -1, 0, b"")
 
@@ -75,7 +86,7 @@ class Heartbeat:
 
     def wait_for_peer(self, wait: Wait, channel: bytes, peer: int) -> None:
         """This rank stands still until global rank `peer` has sent or taken a message of a channel."""
-        self._clock.wait((wait, peer), self._write(wait, peer, 0, channel))
+        self._wait((wait, peer), self._write(wait, peer, 0, channel))
 
     def joins(self, group: str) -> int:
         """A collective of this kind of group is launched; its number, from 1, the same on all members."""
@@ -88,11 +99,13 @@ class Heartbeat:
         word = self._words.get((group, operation))
         if word is None:
             word = self._words[group, operation] = f"{group} {operation}".encode()
-        self._clock.wait((Wait.COLLECTIVE, group), self._write(Wait.COLLECTIVE, -1, number, word))
+        self._wait((Wait.COLLECTIVE, group), self._write(Wait.COLLECTIVE, -1, number, word))
 
     def goes_on(self) -> None:
         """A wait is over."""
         self._clock.go_on(self._write(0, -1, 0, b""))
+        if self.observer is not None:
+            self.observer.go_on()
 
     @contextmanager
     def phase(self, name: str, patience: int = 1) -> Iterator[None]:
@@ -102,6 +115,8 @@ class Heartbeat:
         began = self._write(0, -1, 0, b"")
         if name == READING:
             self._clock.read(began)
+            if self.observer is not None:
+                self.observer.read()
         try:
             yield
         finally:
@@ -109,6 +124,8 @@ class Heartbeat:
             ended = self._write(0, -1, 0, b"")
             if name == READING:
                 self._clock.has_read(ended)
+                if self.observer is not None:
+                    self.observer.has_read()
 
     @contextmanager
     def patient(self) -> Iterator[None]:
@@ -137,6 +154,11 @@ class Heartbeat:
     def as_bytes(self) -> bytes:
         """The whole record, as `record.read_snapshot` takes it."""
         return bytes(self._memory)
+
+    def _wait(self, cause: Cause, now: int) -> None:
+        self._clock.wait(cause, now)
+        if self.observer is not None:
+            self.observer.wait(cause)
 
     def _map(self) -> None:
         self._memory[: len(MAGIC)] = MAGIC

@@ -240,7 +240,9 @@ class Engine:
     def _traced(self, tracer: Tracer, run: BegunRun, action: Action) -> None:
         start = tracer.now()
         self._handlers[action.op](run, action)
-        tracer.event(str(action), "action", start, tracer.now())
+        # a half of a pair ends on its own stream; the current one waits for both
+        ended = tracer.now() if self._streams is None or action.op not in COMPUTE_OPS else tracer.now(self._streams.of(action.stage))
+        tracer.event(str(action), "action", start, ended)
 
     def _forward(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)

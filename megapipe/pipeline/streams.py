@@ -49,6 +49,10 @@ class StageStreams:
             for stream in self._streams.values():
                 current.wait_stream(stream)
 
+    def of(self, stage: int) -> Any:
+        """The stream of the stage's computation."""
+        return self._streams[stage]
+
     def use(self, tensors: Iterable[Tensor | None]) -> None:
         """Called inside `computing` with what another stream made: its memory is not given away before this computation is done."""
         current = self._cuda.current_stream(self._device)

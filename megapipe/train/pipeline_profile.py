@@ -32,6 +32,7 @@ from megapipe.measured.profile import (
 )
 from megapipe.measured.record import as_run, measured_row
 from megapipe.measured.summary import profile_text, summarize
+from megapipe.pipeline.device_clock import EventClock
 from megapipe.schedule.schedule import Schedule
 from megapipe.visualize.trace import profile_trace
 
@@ -41,18 +42,19 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Recorded(NamedTuple):
-    """One step on this rank's own clock."""
+    """One step on this rank's own clock. error_ns: of times that a GPU's events tell."""
 
     step: int
     num_microbatches: int
     events: tuple[Event, ...]
+    error_ns: int = 0
 
 
 class PipelineProfiler:
     """Records the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called alike on every rank.
 
-    write_to: folder of the profile and its trace, on global rank 0. say: for the person at the console. On a GPU the recorded steps wait
-    for the device at every action, so that times are those of the device: what would overlap with computation then does not.
+    write_to: folder of the profile and its trace, on global rank 0. say: for the person at the console. On a GPU actions begin and end at
+    events in its streams, which are read when a step is over: within it nothing waits for the device that would not without a profile.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PipelineProfiler:
         self._machines, self._write_to, self._say, self._now = machines, write_to, say, now
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
-        self._settle = None if machines.tracer is None else machines.tracer.settle  # of the steps that are not recorded
+        self._events = EventClock(machines.device, now=now) if self._active and machines.device.type == "cuda" else None
         self._recorded: list[_Recorded] = []
         self._began: int | None = None  # when the step under way did
         self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: what the clocks said at the start
@@ -76,8 +78,9 @@ class PipelineProfiler:
         assert tracer is not None, "a run with --profile-pipeline has a tracer"
         if not self._recorded:
             self._clocks, self._links = self._read_clocks(), self._time_links()
-            if self._machines.device.type == "cuda":
-                tracer.settle = partial(torch.cuda.synchronize, self._machines.device)
+        if self._events is not None:
+            self._events.begin()
+            tracer.clock = self._events
         self._began = tracer.now()
 
     def after(self, step: int, num_microbatches: int) -> None:
@@ -86,10 +89,16 @@ class PipelineProfiler:
             return
         tracer = self._machines.tracer
         assert tracer is not None
-        start, self._began = self._began, None
-        events = (*(event for event in tracer.events if event.start_ns >= start), Event("step", "phase", start, tracer.now()))
+        start, ended, error_ns = self._began, tracer.now(), 0
+        self._began = None
+        if self._events is not None:
+            self._events.end()
+            tracer.read()
+            tracer.clock = None
+            start, ended, error_ns = self._events.time_of(start), self._events.time_of(ended), self._events.error_ns
+        events = (*(event for event in tracer.events if event.start_ns >= start), Event("step", "phase", start, ended))
         kept = tuple(event for event in events if event.kind in ("action", "wait", "phase"))
-        self._recorded.append(_Recorded(step + 1, num_microbatches, kept))
+        self._recorded.append(_Recorded(step + 1, num_microbatches, kept, error_ns))
         if step + 1 >= self._end:
             self._finish()
 
@@ -102,8 +111,6 @@ class PipelineProfiler:
 
     def _finish(self) -> None:
         self._active = False
-        assert self._machines.tracer is not None
-        self._machines.tracer.settle = self._settle
         after = self._read_clocks()
         kept = self._machines.groups.world.global_rank in self._kept()
         recorded = objects_at(self._recorded if kept else None, self._machines.groups.world)
@@ -142,7 +149,7 @@ class PipelineProfiler:
                 steps = tuple(self._step(schedules, same, [clocks[rank] for rank in ranks], origin) for same in each)
                 pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, steps))
         message = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._machines.message(0))
-        notes = tuple(_clock_note(rank, clocks[rank]) for rank in kept)
+        notes = tuple(_clock_note(rank, clocks[rank], max(step.error_ns for step in recorded[rank])) for rank in kept)
         return Profile(self._about(), schedules, message, tuple(links), notes, tuple(pipelines))
 
     def _step(self, schedules: dict[int, Schedule], same: tuple[_Recorded, ...], clocks: list[Clock], origin: int) -> MeasuredStep:
@@ -213,5 +220,6 @@ def _shifted(clock: Clock, origin: int, time_ns: int) -> int:
     return clock.to_here(time_ns) - origin
 
 
-def _clock_note(rank: int, clock: Clock) -> ClockNote:
-    return ClockNote(rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns, clock.is_shared)
+def _clock_note(rank: int, clock: Clock, of_events_ns: int) -> ClockNote:
+    """of_events_ns: how far the times of the rank's GPU may lie beside the rank's own clock."""
+    return ClockNote(rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns + of_events_ns, clock.is_shared)

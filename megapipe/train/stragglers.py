@@ -17,8 +17,10 @@ from megapipe.monitor.process import host
 from megapipe.monitor.record import Wait
 from megapipe.monitor.stragglers import RankPace, extremes, sentence, stragglers
 from megapipe.monitor.wait_clock import StepTimes
+from megapipe.pipeline.device_clock import EventClock
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES
+from megapipe.train.device_waits import DeviceWaits
 from megapipe.train.writers import Writers
 
 MESSAGES = "messages"  # of the pipeline, among the causes of waits
@@ -31,7 +33,7 @@ Moments = dict[str, list[Moment]]  # by channel
 class StragglerLog:
     """Collects while steps run, tells at log lines. Does nothing without --log-straggler. Called alike on every rank.
 
-    Times are the host's, so they say nothing of a GPU, which runs behind it.
+    On a CPU every step since the last line counts. On a GPU the last whole one before a line does, by events in its streams.
     """
 
     def __init__(self, machines: Machines, heart: Heartbeat, writers: Writers) -> None:
@@ -39,9 +41,8 @@ class StragglerLog:
         self._machines, self._heart, self._writers = machines, heart, writers
         self._interval, self._count = logging.log_interval, logging.straggler_minmax_count
         self._active = logging.log_straggler and machines.groups.world.size > 1
-        if logging.log_straggler and machines.device.type == "cuda":
-            writers.say("--log-straggler: n/a, for times of the host say nothing of a GPU, which runs behind it")
-            self._active = False
+        self._events = EventClock(machines.device) if self._active and machines.device.type == "cuda" else None
+        self._observed: DeviceWaits | None = None
         self._has_begun = False
         self._steps: list[StepTimes] = []
         self._moments: Moments = {}
@@ -51,15 +52,25 @@ class StragglerLog:
         """Step number `step` begins (the first of all is 1), after `heart.step`. The first of this process is not counted."""
         if not self._active:
             return
-        if self._heart.last_step is not None and self._has_begun:
+        has_begun, self._has_begun = self._has_begun, self._heart.last_step is not None
+        records = (step + 1) % self._interval == 0 or self._interval == 1  # the last whole step before a log line
+        if self._events is not None:
+            self._observe(self._events, records and self._has_begun)
+            return
+        if self._heart.last_step is not None and has_begun:
             self._steps.append(self._heart.last_step)
-        self._has_begun = self._heart.last_step is not None
         channels = self._machines.channels.values()
         if any(channel.moments is not None for channel in channels):
             self._moments = {str(channel): channel.moments or [] for channel in channels}
-        records = (step + 1) % self._interval == 0 or self._interval == 1  # the last whole step before a log line
         for channel in channels:
             channel.moments = [] if records else None
+
+    def _observe(self, clock: EventClock, records: bool) -> None:
+        """End the observation of the step before, if there was one, and begin one if this step is to be recorded."""
+        if self._observed is not None:
+            times, self._moments = self._observed.finish()
+            self._steps.append(times)
+        self._observed = self._heart.observer = DeviceWaits(clock, self._machines.channels.values()) if records else None
 
     def report(self, step: int, num_microbatches: int) -> None:
         """Gather and tell, at a log line."""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from megapipe.calibrate.layers import _Parts
+from megapipe.calibrate.stopwatch import Stopwatch
 from megapipe.cli.plan import plan_for
 from megapipe.cli.profile_layers import main
+from megapipe.pipeline.device_clock import EventClock
 from megapipe.schedule.action import Op
+from tests.pipeline.fake_device import FakeDevice
 
 MODEL = [
     "--num-layers",
@@ -32,3 +40,16 @@ def test_measured_layers_are_the_clock_of_a_pipeline(tmp_path: Path) -> None:
     plan = plan_for([*MODEL, "--pipeline-model-parallel-size", "2", "--pipeline-layer-times", str(file)], 2)
     assert all(plan.stage_costs.seconds[stage, op] > 0 for stage in (0, 1) for op in (Op.F, Op.B, Op.I, Op.W))
     assert sum(plan.partition.layer_counts) == 4
+
+
+def test_on_a_gpu_kernels_and_layers_are_timed_by_events_with_its_queue_kept_full() -> None:
+    device = FakeDevice()
+    clock = EventClock(torch.device("cpu"), device, device.now)
+    watch = Stopwatch(torch.device("cuda"), clock)
+    assert watch.seconds(lambda: device.launch(2_000_000), 0.1) == pytest.approx(0.002, rel=1e-3)
+    assert watch.seconds(lambda: device.launch(20_000), 0.1) == pytest.approx(20e-6, rel=1e-1), "calls too short for one event"
+    launched = device.host_ns
+    steps = (lambda: device.launch(3_000_000), lambda: device.launch(5_000_000))
+    seconds = _Parts._timed(SimpleNamespace(_clock=clock), steps, 4)  # type: ignore[arg-type]
+    assert seconds == [[pytest.approx(0.003, rel=1e-2), pytest.approx(0.005, rel=1e-2)]] * 4
+    assert device.host_ns - launched == pytest.approx(32_000_000, rel=1e-2), "one wait, at the end"

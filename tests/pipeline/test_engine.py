@@ -93,7 +93,7 @@ def run_named(rank: int, world_size: int, name: str, chunks: int, count: int) ->
 
 
 def run_lowered(
-    rank: int, world_size: int, lowered: Schedule, streams: StageStreams | None = None
+    rank: int, world_size: int, lowered: Schedule, streams: StageStreams | None = None, tracer: Tracer | None = None
 ) -> tuple[tuple[list[Tensor], list[tuple[int, int]]], dict[int, list[Tensor]]]:
     queues = {stage: WeightQueue() for stage in lowered.placement.stages_of(rank)}
     modules = {stage: Linears(stage, queue) for stage, queue in queues.items()}
@@ -106,6 +106,7 @@ def run_lowered(
         runners,
         Channels.build(lowered.placement, group, max_in_flight=4),
         lambda stage: reduced.append((stage, len(queues[stage].keys))),
+        tracer=tracer,
         streams=streams,
     )
     count = lowered.num_microbatches

@@ -20,11 +20,13 @@ from megapipe.measured.difference import add
 from megapipe.measured.profile import profiles_in, read_profile, trace_path
 from megapipe.measured.summary import profile_text, summarize
 from megapipe.optimizer.optimizer import Optimizer
+from megapipe.pipeline.device_clock import EventClock
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.pipeline_profile import PipelineProfiler
 from megapipe.visualize.beside import beside
 from tests.harness import RankPool
+from tests.pipeline.fake_device import FakeDevice
 from tests.train.grids import machines_of
 from tests.train.jobs import job, job_on_rank
 from tests.train.runs import tiny
@@ -144,15 +146,35 @@ def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, mon
     assert phases["step"] > phases["optimizer"] > 0.2
 
 
-def test_after_a_step_that_was_begun_twice_actions_wait_for_a_gpu_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(PipelineProfiler, "_write", lambda *_: None)
+def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, written = FakeDevice(drift=1e-4), []
+    monkeypatch.setattr(pipeline_profile, "EventClock", lambda real, now: EventClock(real, device, device.now))
+    monkeypatch.setattr(PipelineProfiler, "_write", lambda self, recorded, links, after: written.append(recorded[0]))
     tracer = Tracer()
-    machines = machines_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=1), 0, 1, tracer=tracer)
+    machines = machines_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=2), 0, 1, tracer=tracer)
     machines.device = torch.device("cuda")
     profiler = PipelineProfiler(machines, tmp_path, print)
     profiler.before(0)
-    assert tracer.settle is not None
     profiler.before(0)  # a save by the clock gave the step up
-    profiler.after(0, 1)
-    assert tracer.settle is None
+    truth = []
+    for step in (0, 1):
+        profiler.before(step)
+        launched = device.host_ns
+        for action in ("0F0", "0B0"):
+            start = tracer.now()
+            device.launch(50_000_000)
+            tracer.event(action, "action", start, tracer.now())
+            truth.append((start.event, tracer.events[-1].end_ns.event))  # type: ignore[attr-defined]
+        assert device.host_ns - launched < 50_000_000, "the host was held up"
+        profiler.after(step, 1)
+        assert tracer.clock is None, "the next steps are not timed"
+    (recorded,) = written
+    actions = [event for step in recorded for event in step.events if event.kind == "action"]
+    assert [step.num_microbatches for step in recorded] == [1, 1] and len(actions) == 4
+    for event, ends, error in zip(actions, truth, [recorded[0].error_ns] * 2 + [recorded[1].error_ns] * 2, strict=True):
+        assert 0 < error < 10_000
+        for found, real in zip(event[2:], ends, strict=True):
+            assert type(found) is int and abs(found - real.at) <= error + 100
+    for step in recorded:
+        (whole,) = [event for event in step.events if event.name == "step"]
+        assert all(whole.start_ns <= event.start_ns <= event.end_ns <= whole.end_ns for event in step.events)

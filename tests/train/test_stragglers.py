@@ -6,16 +6,24 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megapipe.comm.channels import Channel
 from megapipe.data.synthetic import SyntheticDataset
 from megapipe.model.stage import GPTStage
+from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host
-from megapipe.train.stragglers import transit
+from megapipe.monitor.record import Wait
+from megapipe.pipeline.device_clock import EventClock
+from megapipe.topology import GROUP_NAMES
+from megapipe.train import stragglers
+from megapipe.train.stragglers import StragglerLog, transit
 from tests.harness import RankPool
+from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import job_on_rank
 
 Pools = Callable[[int], RankPool]
@@ -97,3 +105,57 @@ def test_ways_there_and_back_cancel_the_difference_of_clocks() -> None:
     assert there is not None and back is not None
     assert abs(there + back - (2 * way) / 1e9) < 1e-6
     assert transit([(0, 0)], [(way, way + 10)]) is None, "it was there already: nobody waited"
+
+
+MILLISECOND = 1_000_000
+
+
+class FakeChannel:
+    """A receiving end whose message comes so long after the work before it."""
+
+    moments: list[tuple[int, int]] | None = None
+    mark: Callable[[], int]
+
+    def receive(self, device: FakeDevice, heart: Heartbeat, nanoseconds: int) -> None:
+        heart.wait_for_peer(Wait.RECEIVE, b"activation", 1)
+        begun = self.mark() if self.moments is not None else 0
+        device.launch(nanoseconds)
+        if self.moments is not None:
+            self.moments.append((begun, self.mark()))
+        heart.goes_on()
+
+    def __str__(self) -> str:
+        return "activation from stage 0 to 1"
+
+
+def a_step(device: FakeDevice, heart: Heartbeat, channel: FakeChannel) -> None:
+    """40 ms of computation; waits of 20 and 7 ms; while the device has 57 ms to do, the host needs 200 ms to read what comes next."""
+    device.launch(30 * MILLISECOND)
+    heart.wait_for_all("tp", "all_reduce", 1)
+    device.launch(20 * MILLISECOND)
+    heart.goes_on()
+    channel.receive(device, heart, 7 * MILLISECOND)
+    with heart.phase("reading data"):
+        device.host_ns += 200 * MILLISECOND
+    device.launch(10 * MILLISECOND)
+
+
+def test_on_a_gpu_the_last_whole_step_before_a_line_is_told_by_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, heart, channel = FakeDevice(), Heartbeat(GROUP_NAMES), FakeChannel()
+    monkeypatch.setattr(stragglers, "EventClock", lambda real: EventClock(real, device, device.now))
+    config = SimpleNamespace(logging=SimpleNamespace(log_interval=4, straggler_minmax_count=1, log_straggler=True))
+    groups = SimpleNamespace(world=SimpleNamespace(size=2))
+    machines = SimpleNamespace(plan=SimpleNamespace(config=config), groups=groups, device=torch.device("cuda"), channels={0: channel})
+    log = StragglerLog(machines, heart, SimpleNamespace())  # type: ignore[arg-type]
+    for step in range(1, 5):
+        heart.step(step)
+        log.begins(step)
+        assert (heart.observer is not None) is (step == 3) and (channel.moments is not None) is (step == 3)
+        a_step(device, heart, channel)
+    (times,) = log._steps
+    waits = {cause: nanoseconds / MILLISECOND for cause, nanoseconds in times.waits.items()}
+    assert waits == {(Wait.COLLECTIVE, "tp"): pytest.approx(20, abs=0.1), (Wait.RECEIVE, 1): pytest.approx(7, abs=0.1)}
+    assert times.reading / MILLISECOND == pytest.approx(200 - 57, abs=0.1)
+    assert times.computing / MILLISECOND == pytest.approx(40, abs=0.1)
+    ((begun, arrived),) = log._moments[str(channel)]
+    assert arrived - begun == pytest.approx(7 * MILLISECOND, rel=0.01) and type(arrived) is int

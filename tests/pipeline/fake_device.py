@@ -1,0 +1,77 @@
+"""A device with streams and events on a clock of its own, in the place of torch.cuda: work takes the time that it is told to take."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LOOK_NS = 1_000  # that a look at the host's clock takes
+WAKING_NS = 5_000  # from the end of what the host waited for to its going on
+
+
+class FakeStream:
+    """busy_until: on the host's clock."""
+
+    def __init__(self) -> None:
+        self.busy_until = 0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.busy_until = max(self.busy_until, other.busy_until)
+
+
+class FakeDevice:
+    """drift: by how much its clock runs faster than the host's. `now` is the host's clock, in nanoseconds."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        self.host_ns, self.drift = 10**15, drift
+        self.main = self._current = FakeStream()
+
+    def now(self) -> int:
+        self.host_ns += LOOK_NS
+        return self.host_ns
+
+    def launch(self, nanoseconds: int) -> None:
+        """Work on the current stream; the host does not wait."""
+        self._current.busy_until = max(self._current.busy_until, self.host_ns) + nanoseconds
+
+    def Stream(self, device: Any = None) -> FakeStream:
+        return FakeStream()
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def Event(self, enable_timing: bool = False) -> FakeEvent:
+        assert enable_timing, "an event that knows no time"
+        return FakeEvent(self)
+
+
+class FakeEvent:
+    """at: when it came, on the host's clock, which nobody but a test knows."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self.at: int | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        self.at = max(stream.busy_until, self._device.host_ns)
+
+    def synchronize(self) -> None:
+        assert self.at is not None
+        if self.at > self._device.host_ns:
+            self._device.host_ns = self.at + WAKING_NS
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """fp32 milliseconds, as CUDA has them; both must have come."""
+        assert self.at is not None and end.at is not None and max(self.at, end.at) <= self._device.host_ns, "still under way"
+        milliseconds = (end.at - self.at) * (1 + self._device.drift) / 1e6
+        return struct.unpack("f", struct.pack("f", milliseconds))[0]  # type: ignore[no-any-return]
