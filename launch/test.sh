@@ -65,6 +65,15 @@ report() {
     return $failed
 }
 
+# Types take one core for half a minute, and so do the tests without torch.
+check_types() { "$python" -m mypy >"$types" 2>&1; }
+show_types() {
+    local verdict=0
+    wait $checker || verdict=$?
+    cat "$types"
+    return $verdict
+}
+
 # What cannot be had is skipped by the tests that need it, with the reason.
 install_lab() {
     ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null || return 0
@@ -87,8 +96,12 @@ if [ ${#selection[@]} -gt 0 ]; then
 else
     phase format "$python" -m ruff format --check .
     phase lint "$python" -m ruff check .
-    phase types "$python" -m mypy
+    types=$(mktemp)
+    check_types &
+    checker=$!
+    trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
     phase "tests without torch" "$python" -m pytest --torchfree "${options[@]}"
+    phase types show_types
     phase "tests with torch" "$python" -m pytest -m "not torchfree" "${options[@]}"
 fi
 report

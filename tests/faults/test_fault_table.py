@@ -188,9 +188,14 @@ def test_who_is_slow_is_named_and_nothing_is_lost(name: str, tmp_path: Path, und
     undisturbed.assert_equal(tmp_path / "run")
 
 
-LAUNCHED: dict[str, tuple[Callable[[Door], None], int, str]] = {
-    "kill -9 of a rank, under the launcher": (lambda door: os.kill(door.ranks()[2], signal.SIGKILL), 137, "rank 2 was killed by SIGKILL"),
-    "kill -9 of the launcher": (lambda door: door.signal(signal.SIGKILL), -9, "rank 0: the launcher (process "),
+LAUNCHED: dict[str, tuple[Callable[[Door], None], int, str, float]] = {  # the last: most seconds until all ranks have ended
+    "kill -9 of a rank, under the launcher": (
+        lambda door: os.kill(door.ranks()[2], signal.SIGKILL),
+        137,
+        "rank 2 was killed by SIGKILL",
+        20.0,
+    ),
+    "kill -9 of the launcher": (lambda door: door.signal(signal.SIGKILL), -9, "rank 0: the launcher (process ", 5.0),
 }
 
 
@@ -198,7 +203,7 @@ LAUNCHED: dict[str, tuple[Callable[[Door], None], int, str]] = {
 def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_an_undisturbed_run(
     name: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    strike, code, words = LAUNCHED[name]
+    strike, code, words, most_seconds = LAUNCHED[name]
     save = tmp_path / "run"
     flags = f"{TINY} {FLAGS} --save {save} --hang-timeout-seconds 30".split()  # a busy machine imports for seconds in the first step
     with launch(tmp_path, NUM_RANKS, str(tmp_path), PAUSE_SECONDS, *flags, script=SCRIPT) as door:
@@ -207,7 +212,7 @@ def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_a
         began = time.monotonic()
         strike(door)
         ended = door.ended()
-        while not all(process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + 20:
+        while not all(process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + most_seconds:
             time.sleep(0.01)
         seconds = time.monotonic() - began
         assert not [rank for rank in ranks if not process_state(rank, None).has_ended]

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,14 @@ import torch
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.starts import STARTS_NAME
+from megapipe.monitor.process import wait_for_end
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
 from tests.train.test_saving import contents
 
 NUM_STEPS = 12
+LAUNCHER_SECONDS = 20.0  # far more than a rank takes to see that a peer it has met is gone
 GRIDS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "dp2_zero_bf16": (2, "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 700 --bf16"),
@@ -47,10 +50,20 @@ class Kill:
         return cls(rank, choose.random() < 0.5, choose.uniform(0.0, 0.5), choose.randrange(events) if is_aimed else None)
 
 
+def end_as_a_launcher_would(path: Path) -> None:
+    """End this rank some time after the one that strikes: a rank that is still meeting the others waits for the dead one in vain."""
+    while not path.exists() or not path.read_text():
+        time.sleep(0.05)
+    wait_for_end(int(path.read_text()))
+    time.sleep(LAUNCHER_SECONDS)
+    os._exit(1)
+
+
 def arm(rank: int, folder: str, kill: Kill) -> None:
     """Called on every rank before the job."""
     (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
     if rank != kill.rank:
+        threading.Thread(target=end_as_a_launcher_would, args=(Path(folder) / f"rank{kill.rank}.pid",), daemon=True).start()
         return
 
     def strike() -> None:
