@@ -15,6 +15,7 @@ from megapipe.build.forward_machines import ForwardMachines
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.model.microbatch import Microbatch
 from megapipe.pipeline.device_clock import device_clock
@@ -51,7 +52,8 @@ def one_pipeline_rank(config: Config, world_size: int) -> Config:
     training = dataclasses.replace(config.training, global_batch_size=config.training.micro_batch_size * dp, rampup_batch_size=None)
     optimizer = dataclasses.replace(config.optimizer, optimizer_post_validation=False)
     model = dataclasses.replace(config.model, num_layers=NUM_LAYERS)
-    return dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer)
+    offload = OffloadConfig()  # copies run under other layers
+    return dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, offload=offload)
 
 
 def profile_parts(plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> tuple[PartCost, PartCost, PartCost]:

@@ -64,6 +64,11 @@ def run(arguments: Sequence[str]) -> int:
     objective = _objective(own, hardware)
     loaded = load_config(["--plan", *rest], is_job=False)
     config = with_vocabulary(loaded.config)
+    if config.offload.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers}: the search does not vary it and compares layouts "
+            "without; leave it out, and give it to the layout that comes of it (--plan says what it saves)"
+        )
     pins = [rule for key, rule in PINS.items() if loaded.origins[key].startswith("flag ")]
     chosen = choose(config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins))
     configured = as_configured(config, chosen.best.num_gpus, hardware)

@@ -5,7 +5,7 @@ It has not run on a GPU so far.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,15 +14,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megapipe.schedule.moves import host_pieces
+
 Copy = Callable[[], None]
 
 
 @dataclass
 class HostBuffer:
-    """Bytes in the host's memory. read: the event behind the last copy out of it."""
+    """Bytes in the host's memory, in pieces of uint8. read: the event behind the last copy out of it."""
 
-    tensor: Tensor  # uint8
+    pieces: tuple[Tensor, ...]
     read: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
 
 
 class Copies(Protocol):
@@ -37,8 +43,8 @@ class Copies(Protocol):
     def to_host(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
         """Copy what `stream` has made so far; returns the event behind the copy."""
 
-    def to_device(self, stream: Any, buffer: HostBuffer, written: Any, copy: Copy) -> Any:
-        """Copy into memory of `stream` what was written to the host behind the event `written`; returns the event behind the copy."""
+    def to_device(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
+        """Copy into memory of `stream`, which has waited for the copy to the host; returns the event behind the copy."""
 
     def wait(self, stream: Any, event: Any) -> None:
         """What `stream` does from now on comes after the event. The host does not wait."""
@@ -75,9 +81,8 @@ class StreamCopies:
             buffer.read = None
         return self._copied(self._out, copy)
 
-    def to_device(self, stream: Any, buffer: HostBuffer, written: Any, copy: Copy) -> Any:
+    def to_device(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
         self._in.wait_stream(stream)
-        self._in.wait_event(written)
         buffer.read = self._copied(self._in, copy)
         return buffer.read
 
@@ -112,7 +117,7 @@ class DirectCopies:
     def to_host(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
         copy()
 
-    def to_device(self, stream: Any, buffer: HostBuffer, written: Any, copy: Copy) -> Any:
+    def to_device(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
         copy()
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -135,20 +140,17 @@ class HostPool:
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self.allocate = allocate
         self._free: defaultdict[int, list[HostBuffer]] = defaultdict(list)
-        self.allocated: Counter[int] = Counter()  # buffers made, by their bytes
+        self.num_bytes = 0  # in all, used or not
 
     def take(self, num_bytes: int) -> HostBuffer:
-        free = self._free[num_bytes]
+        """A buffer of that size or a little more."""
+        sizes = host_pieces(num_bytes)
+        free = self._free[sum(sizes)]
         if free:
             return free.pop()
-        self.allocated[num_bytes] += 1
-        return HostBuffer(self.allocate(num_bytes))
+        self.num_bytes += sum(sizes)
+        return HostBuffer(tuple(self.allocate(size) for size in sizes))
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Copies out of it may still be under way: the next one into it waits for them."""
-        self._free[buffer.tensor.numel()].append(buffer)
-
-    @property
-    def num_bytes(self) -> int:
-        """In all, used or not."""
-        return sum(size * count for size, count in self.allocated.items())
+        self._free[buffer.num_bytes].append(buffer)

@@ -7,7 +7,7 @@ Parameters, the stage's own input (held for its gradient anyway), what all layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.pipeline.copies import Copies, HostBuffer, HostPool
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.moves import HOST_ALIGNMENT_BYTES, Moment, Moves, Unit, moments_of
+from megapipe.schedule.moves import Moment, Moves, Unit, moments_of
 
 
 class Offload:
@@ -162,12 +162,11 @@ class _Carried:
     def leave(self, pool: HostPool) -> None:
         """The forward is launched: copy to the host what it made, as it is when it is done."""
         self._stay = set()
-        buffer = self._buffer = pool.take(sum(part.host_bytes for part in self._parts.values()))
+        buffer = self._buffer = pool.take(sum(part.num_bytes for part in self._parts.values()))
 
         def copy() -> None:
-            for part, host in self._with_host(buffer):
-                assert part.bytes is not None
-                host.copy_(part.bytes, non_blocking=True)
+            for device, host in self._beside(buffer):
+                host.copy_(device, non_blocking=True)
 
         self._written = self._copies.to_host(self._stream, buffer, copy)
 
@@ -186,19 +185,25 @@ class _Carried:
         buffer = self._buffer
 
         def copy() -> None:
-            for part, host in self._with_host(buffer):
-                assert part.bytes is not None
-                part.bytes.copy_(host, non_blocking=True)
+            for device, host in self._beside(buffer):
+                device.copy_(host, non_blocking=True)
 
-        arrived = self._copies.to_device(self._stream, buffer, self._written, copy)
+        arrived = self._copies.to_device(self._stream, buffer, copy)
         pool.give_back(buffer)
         return self._stream, arrived
 
-    def _with_host(self, buffer: HostBuffer) -> Iterable[tuple[_Part, Tensor]]:
-        start = 0
+    def _beside(self, buffer: HostBuffer) -> Iterator[tuple[Tensor, Tensor]]:
+        """Stretches of the device's bytes, each with its place in the host's."""
+        pieces = iter(buffer.pieces)
+        room = next(pieces, torch.empty(0))
         for part in self._parts.values():
-            yield part, buffer.tensor[start : start + part.num_bytes]
-            start += part.host_bytes
+            left = part.used()
+            while left.numel():
+                if not room.numel():
+                    room = next(pieces)
+                count = min(left.numel(), room.numel())
+                yield left[:count], room[:count]
+                left, room = left[count:], room[count:]
 
 
 class _Part:
@@ -210,17 +215,13 @@ class _Part:
         self.bytes: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.bytes.set_(tensor.untyped_storage(), 0, (self.num_bytes,), (1,))
 
-    @property
-    def host_bytes(self) -> int:
-        return -(-self.num_bytes // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES
-
     def make_room(self) -> None:
         self.bytes = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
 
     def used(self) -> Tensor:
-        """The bytes, for an operation of the backward."""
+        """The bytes. Raises RuntimeError while they are in the host's memory alone."""
         if self.bytes is None:
-            raise RuntimeError("a backward asks for activations that are in the host's memory: it came before its moment in the plan")
+            raise RuntimeError("activations are asked for that are in the host's memory: a backward came before its moment in the plan")
         return self.bytes
 
 

@@ -41,6 +41,10 @@ ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
 POINTWISE_SHARE = 0.9  # of the memory's rate, what kernels reach that only move memory
 
 
+PCIE_4, PCIE_5 = 32.0, 64.0  # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
+HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
+
+
 @dataclass(frozen=True)
 class Link:
     """bytes_per_second: of one device, in one direction. latency_seconds: of one message."""
@@ -57,7 +61,8 @@ class Hardware:
     matrix units.
     memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA context, kernel workspace and the allocator's slack.
     node, network: links between devices of one node, and between nodes. gemm_shares, attention_share,
-    pointwise_share: see above. price_per_hour: of one accelerator, in any currency.
+    pointwise_share: see above. price_per_hour: of one accelerator, in any currency. host_bytes_per_second: copies between
+    a device and the host's memory, in one direction.
     """
 
     name: str
@@ -73,6 +78,7 @@ class Hardware:
     attention_share: float = ATTENTION_SHARE
     pointwise_share: float = POINTWISE_SHARE
     price_per_hour: float | None = None
+    host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has none."""
@@ -111,10 +117,11 @@ def _row(
     terabytes: float,
     node: float,
     network: float,
+    host: float,
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
 ) -> Hardware:
     """tera: of 16 bits, and of fp8 where there is any. memory in GiB, terabytes a second of memory, gigabytes a second and direction of
-    links in a node and of a device's network card."""
+    links in a node, of a device's network card, and of its slot in the host."""
     return Hardware(
         name,
         driver_name,
@@ -124,18 +131,19 @@ def _row(
         Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
         Link(0.85 * network * GIGA, 20e-6),
         gemm_shares=shares,
+        host_bytes_per_second=HOST_SHARE * host * GIGA,
     )
 
 
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, GEMM_SHARES),
-        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, GEMM_SHARES),
-        _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50),
-        _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50),
-        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50),
-        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50),
+        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES),
+        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES),
+        _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5),
+        _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
+        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5),
+        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5),
     )
 }
 # cards that are told apart by more of their name than the table's

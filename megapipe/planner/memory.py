@@ -250,7 +250,7 @@ def _offloaded(plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping
         return None, {}
     held = plan.placement.stages_of(pp_rank)
     stages, groups = {stage: stage_groups(plan, stage) for stage in held}, {stage: offloaded_groups(plan, stage) for stage in held}
-    away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups, runs_on_cuda(plan))
+    away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups)
     inside = {}
     for stage in held:
         sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])

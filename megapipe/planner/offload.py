@@ -13,7 +13,8 @@ from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.planner.activations import MASK_BYTES, NO_DOCUMENTS, Documents, LocalSizes, is_explicit
 from megapipe.planner.run_plan import RunPlan
-from megapipe.schedule.moves import HOST_ALIGNMENT_BYTES, Moment, Moves, StageGroups, Unit, plan_moves
+from megapipe.schedule.action import Op
+from megapipe.schedule.moves import Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,15 @@ def group_storages(
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """Of one group of a stage: kept for the backward of a microbatch; of that moved, if its unit moves; bytes of the host's buffer."""
+    """Of one group of a stage: kept for the backward of a microbatch; of that moved, if its unit moves."""
 
     kept: int
     moved: int
-    host: int
+
+    @property
+    def host(self) -> int:
+        """Of the host's buffer."""
+        return sum(host_pieces(self.moved))
 
 
 def stage_group_bytes(
@@ -141,21 +146,19 @@ def stage_group_bytes(
     for group, kept in enumerate(storages):
         travel = kept if has_embedding or group else kept[1:]
         moved = [each.num_bytes for each in travel if each.elements >= min_elements] if group < num_moved else []
-        host = sum(-(-size // HOST_ALIGNMENT_BYTES) * HOST_ALIGNMENT_BYTES for size in moved)
-        found.append(GroupBytes(sum(each.num_bytes for each in kept), sum(moved), host))
+        found.append(GroupBytes(sum(each.num_bytes for each in kept), sum(moved)))
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class Away:
-    """A row's offloaded bytes. at: moment -> bytes in the host's memory alone while it lasts; host_bytes: of all host buffers together,
-    each as large as pinned memory is handed out, a power of two, where `is_pinned`."""
+    """A row's offloaded bytes. at: moment -> bytes in the host's memory alone while it lasts; host_bytes: of all host buffers together."""
 
     at: Mapping[Moment, int]
     host_bytes: int
 
 
-def away_in_row(moves: Moves, groups: Mapping[int, Sequence[GroupBytes]], is_pinned: bool) -> Away:
+def away_in_row(moves: Moves, groups: Mapping[int, Sequence[GroupBytes]]) -> Away:
     """groups: of each stage of the rank."""
     at: dict[Moment, int] = {}
     away = 0
@@ -173,12 +176,8 @@ def away_in_row(moves: Moves, groups: Mapping[int, Sequence[GroupBytes]], is_pin
             in_use[of(unit).host] -= 1
         at[moment] = away
         unit = Unit(moment.stage, moment.microbatch, moment.group)
-        if unit in moves.moved and moment.op.value == "F":
+        if unit in moves.moved and moment.op is Op.F:
             size = of(unit).host
             in_use[size] += 1
             most[size] = max(most[size], in_use[size])
-    return Away(at, sum(count * (_power_of_two(size) if is_pinned else size) for size, count in most.items()))
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length() if size else 0
+    return Away(at, sum(count * size for size, count in most.items()))

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from megapipe.planner.bubble import expected_bubble
 from megapipe.planner.comm_chunks import WHOLE, comm_chunks
 from megapipe.planner.flops import step_flops
-from megapipe.planner.memory import RankMemory, all_rank_memory, stage_activation_bytes
+from megapipe.planner.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
+from megapipe.planner.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
+from megapipe.planner.offload import row_moves
 from megapipe.planner.run_plan import RunPlan
 
 MOST_RANKS_SHOWN = 64
@@ -152,6 +154,7 @@ def _memory(plan: RunPlan) -> Iterator[str]:
             f"the least: pp_rank {smallest.pp_rank}, {bytes_text(smallest.total)}{others}"
         )
     yield _kept(plan, largest.pp_rank)
+    yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))
 
 
 def _kept(plan: RunPlan, pp_rank: int) -> str:
@@ -162,6 +165,24 @@ def _kept(plan: RunPlan, pp_rank: int) -> str:
     rest = sum(size for _, size in parts[MOST_PARTS_SHOWN:])
     words = [f"{what} {bytes_text(size)}" for what, size in parts[:MOST_PARTS_SHOWN]] + ([f"other {bytes_text(rest)}"] if rest else [])
     return f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {', '.join(words)}"
+
+
+def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
+    """What lies in the host's memory, and what of it travels."""
+    if not rank.host:
+        return
+    words = ", ".join(f"{what} {bytes_text(size)}" for what, size in rank.host.items())
+    yield f"  host     {bytes_text(sum(rank.host.values()))} of the host's memory for a rank (pp_rank {rank.pp_rank} the most): {words}"
+    if "activations" not in rank.host:
+        return
+    groups = {stage: offloaded_groups(plan, stage) for stage in plan.placement.stages_of(rank.pp_rank)}
+    count = plan.batch.full // plan.batch.samples_per_microbatch
+    moves = row_moves(plan, count, rank.pp_rank)
+    step = sum(groups[unit.stage][unit.group].moved for unit in moves.moved)
+    most = max(group.moved for each in groups.values() for group in each)
+    rates = (("PCIe 4", PCIE_4), ("PCIe 5", PCIE_5))
+    times = ", ".join(f"{most / (HOST_SHARE * rate * GIGA) * 1e3:.3g} ms over {name}" for name, rate in rates)
+    yield f"           {bytes_text(step)} travel each way in a step, at most {bytes_text(most)} under one layer's computation: {times}"
 
 
 def _equal_ranks(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:

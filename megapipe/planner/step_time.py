@@ -18,7 +18,8 @@ from megapipe.planner.fp8 import Casts, num_fp8_layers
 from megapipe.planner.hardware import Hardware, Link
 from megapipe.planner.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
 from megapipe.planner.linears import linear_elements
-from megapipe.planner.memory import local_sizes
+from megapipe.planner.memory import local_sizes, offloaded_groups
+from megapipe.planner.offload import group_sizes
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.traffic import ALL_REDUCE, gather_bytes, message_bytes, reduction_bytes
 from megapipe.schedule.action import Action, Op
@@ -32,7 +33,8 @@ NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
 @dataclass(frozen=True)
 class StepTime:
     """A step's prediction. seconds: of the whole step. parts: where they go on the rank that computes longest, adding up to `seconds`:
-    'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'bubble' (idle, and waits for messages),
+    'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for
+    copies), 'bubble' (idle, and waits for messages),
     'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of
     its new weights, too).
     """
@@ -95,7 +97,23 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     in_fp8 = layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)
     counts = [(stage.num_layers, num_fp8_layers(config, stage)) for stage in plan.partition.stages]
     made = {(whole, few): layer * (whole - few) + in_fp8 * few for whole, few in set(counts)}
-    return (*(made[count] for count in counts[:-1]), made[counts[-1]] + head)
+    stages = (*(made[count] for count in counts[:-1]), made[counts[-1]] + head)
+    if not config.offload.cpu_offloading_num_layers:
+        return stages
+    return tuple(seconds + offload_seconds(plan, hardware, stage, layer) for stage, seconds in enumerate(stages))
+
+
+def offload_seconds(plan: RunPlan, hardware: Hardware, stage: int, layer: OpSeconds) -> OpSeconds:
+    """What a stage's computation waits for copies to the host and back, for one microbatch. Each copy runs under the computation of one
+    group of layers, and both directions at one time."""
+    forward = backward = 0.0
+    backward_op = Op.I if plan.splits_backward else Op.B
+    sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
+    for size, group in zip(sizes, offloaded_groups(plan, stage), strict=True):
+        copy = group.moved / hardware.host_bytes_per_second
+        forward += max(0.0, copy - size * layer.of(Op.F))
+        backward += max(0.0, copy - size * layer.of(backward_op))
+    return OpSeconds({"host": forward}, {"host": backward}, {})
 
 
 def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
@@ -212,7 +230,7 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
     for (stage, op), times in ran.items():
         for half in HALVES.get(op, ()):
             for part, seconds in getattr(stages[stage], half).items():
-                parts[part] += times * seconds / speed
+                parts[part] = parts.get(part, 0.0) + times * seconds / speed
         parts["tp"] -= times * stages[stage].hidden * (op is Op.B) / speed
     return parts
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 
-HOST_ALIGNMENT_BYTES = 256  # of each storage in the host's buffer for its unit
 AHEAD = 1  # moments before its use that a unit comes back
 COPYING = 2  # moments after the one that makes it that a unit's device memory is free
 
@@ -54,6 +53,14 @@ class Moves:
     moved: frozenset[Unit]
     released: Mapping[int, tuple[Unit, ...]]
     loaded: Mapping[int, tuple[Unit, ...]]
+
+
+def host_pieces(num_bytes: int) -> tuple[int, ...]:
+    """Sizes of the allocations that a unit's host buffer is made of: powers of two, for pinned memory is handed out in no others. At most
+    one 32nd more than is needed."""
+    unit = max(1, (1 << max(num_bytes.bit_length() - 1, 0)) // 32)
+    rest = -(-num_bytes // unit) * unit
+    return tuple(1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1)
 
 
 def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Moves:

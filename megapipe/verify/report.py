@@ -91,6 +91,7 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         "overlapped gradient reduce": parallel.overlap_grad_reduce,
         "overlapped parameter gather": parallel.overlap_param_gather,
         "gradients reduced in bf16": parallel.grad_reduce_in_bf16,
+        f"{config.offload.cpu_offloading_num_layers} layers of each stage offloaded": config.offload.cpu_offloading_num_layers > 0,
         "attention kept through recompute": recompute.recompute_keep_attention,
         f"recompute {recompute.recompute_granularity}{modules}": recompute.recompute_granularity is not None,
         "per-token loss": training.calculate_per_token_loss,

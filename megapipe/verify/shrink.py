@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
@@ -48,6 +49,7 @@ def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None
         model=_model(config, partition.num_layers, plan.topology.tp),
         parallel=parallel,
         recompute=config.recompute,
+        offload=_offload(config.offload),
         training=training,
         optimizer=_optimizer(config.optimizer, *RATES["bf16" if parallel.grad_reduce_in_bf16 else precision.dtype]),
         precision=precision,
@@ -63,6 +65,11 @@ def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None
         small = dataclasses.replace(small, parallel=dataclasses.replace(small.parallel, ddp_bucket_size=bucket_size))
         resolved = resolve(small, world_size, ranks_per_node)
     return Shrunk(resolved, plan, mode, counts)
+
+
+def _offload(offload: OffloadConfig) -> OffloadConfig:
+    """As many layers, and small ones move too."""
+    return dataclasses.replace(offload, min_offloaded_tensor_size=1) if offload.cpu_offloading_num_layers else offload
 
 
 def _model(config: Config, num_layers: int, tp: int) -> ModelConfig:

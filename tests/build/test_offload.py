@@ -17,10 +17,11 @@ from megapipe.pipeline.copies import HostPool
 from megapipe.planner.memory import rank_memory
 from megapipe.train.asynchronous_step import step_of
 from megapipe.train.step import Rates
-from tests.build.late_copies import LateCopies
 from tests.build.test_planned_memory import UNEVEN, make_plan
 from tests.harness import RankPool
+from tests.pipeline.late_copies import LateCopies
 
+PLAIN = {"cpu_offloading_num_layers": 0, "min_offloaded_tensor_size": 1048576}
 OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "device": "cpu"}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 6}
 ONE_RANK: dict[str, dict[str, Any]] = {
@@ -81,7 +82,7 @@ def trained(rank: int, world_size: int, changes: dict[str, Any], late: bool = Fa
 def test_one_rank_trains_to_the_same_bits_in_the_planned_host_memory(name: str) -> None:
     changes = OFFLOAD | ONE_RANK[name]
     (expected, _, _), (actual, num_bytes, log) = (
-        trained(0, 1, changes | {"cpu_offloading_num_layers": 0} | PLAIN),
+        trained(0, 1, changes | PLAIN),
         trained(0, 1, changes, late=True),
     )
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
@@ -89,14 +90,11 @@ def test_one_rank_trains_to_the_same_bits_in_the_planned_host_memory(name: str) 
     assert {("out", "copies", ""), ("in", "copies", ""), ("compute", "waits for", "in")} <= set(log)
 
 
-PLAIN = {"min_offloaded_tensor_size": 1048576}
-
-
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_ranks_of_a_grid_train_to_the_same_bits(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     changes, pool = OFFLOAD | TWO_RANKS[name], rank_pools(2)
     plan = make_plan(2, "fp64", **changes)
-    expected, actual = pool.run(trained, changes | {"cpu_offloading_num_layers": 0} | PLAIN), pool.run(trained, changes, True)
+    expected, actual = pool.run(trained, changes | PLAIN), pool.run(trained, changes, True)
     for rank, ((weights, num_bytes, _), (without, _, _)) in enumerate(zip(actual, expected, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(weights, without, strict=True))
         assert num_bytes == rank_memory(plan, plan.topology.coordinates(rank).pp_rank).host["activations"]

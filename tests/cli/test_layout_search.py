@@ -97,3 +97,8 @@ def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytes
 def test_it_imports_no_torch() -> None:
     code = f"import sys\nfrom megapipe.cli.plan import main\nassert main({WORDS!r}) == 0\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_offloading_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--cpu-offloading-num-layers", "2"]) == 2
+    assert "the search does not vary it" in capsys.readouterr().err

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_interleaved": (2, LLAMA | PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "pp2_zb_h1": (2, PP2 | {"pipeline_schedule": "zb-h1"}),
     "dualpipe_v": (2, LLAMA | PP2 | {"pipeline_schedule": "dualpipe-v"}),
+    "offload": (1, LLAMA | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
     "post_validation_zero1": (4, PP2 | ZERO1 | {"optimizer_post_validation": True}),
 }
 

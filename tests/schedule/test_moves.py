@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapipe.schedule.action import Op, parse_action
 from megapipe.schedule.build import build_lowered
-from megapipe.schedule.moves import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, plan_moves
+from megapipe.schedule.moves import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
 
 SCHEDULES = [("1f1b", 4, 1, 8), ("gpipe", 2, 1, 4), ("interleaved", 2, 3, 6), ("zb-h1", 4, 1, 6), ("zb-v", 3, 2, 7), ("dualpipe", 2, 1, 4)]
 
@@ -53,6 +55,14 @@ def test_of_fully_offloaded_stages_no_more_than_four_units_are_on_the_device() -
                 # one made, one being copied, one used, one coming back
                 assert here <= 4, (name, rank, moment)
                 here -= moment.op in (Op.B, Op.I) and unit in moves.moved
+
+
+@given(st.integers(0, 1 << 40))
+def test_host_buffers_are_made_of_powers_of_two_with_little_waste(num_bytes: int) -> None:
+    pieces = host_pieces(num_bytes)
+    assert all(piece & (piece - 1) == 0 for piece in pieces)
+    assert num_bytes <= sum(pieces) <= num_bytes * 33 / 32
+    assert len(pieces) <= 7
 
 
 def test_the_last_layer_stays_where_its_backward_follows() -> None:

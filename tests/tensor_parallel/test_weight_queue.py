@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from megapipe.comm.groups import Group
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 
 
@@ -64,3 +68,19 @@ def test_misuse_is_refused() -> None:
         queue.defer(0)
     queue.clear()
     queue.defer(0)
+
+
+def test_a_deferred_gradient_reaches_its_parameter_where_hooks_pack_what_is_saved() -> None:
+    """Unpacked, a saved parameter is another tensor."""
+    queue = WeightQueue()
+    linear = ColumnParallelLinear(3, 2, bias=True, tp=Group.alone("tp"), sequence_parallel=False, queue=queue)
+    linear.weight, linear.bias = (torch.nn.Parameter(torch.randn(shape)) for shape in ((2, 3), (2,)))
+    x = torch.randn(4, 1, 3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        output = linear(x)
+    queue.defer(0)
+    output.sum().backward()
+    queue.immediate()
+    queue.run(0)
+    assert torch.allclose(linear.weight.grad, x.detach().sum((0, 1)).expand(2, 3))
+    assert torch.equal(linear.bias.grad, torch.full((2,), 4.0))

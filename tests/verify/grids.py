@@ -12,6 +12,7 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
@@ -24,7 +25,7 @@ from megapipe.verify.run import verified_steps
 from megapipe.verify.shrink import shrink
 from tests.verify.planted import Plant
 
-SECTIONS = (ModelConfig, ParallelConfig, RecomputeConfig, TrainingConfig, OptimizerConfig, PrecisionConfig, DataConfig)
+SECTIONS = (ModelConfig, ParallelConfig, RecomputeConfig, OffloadConfig, TrainingConfig, OptimizerConfig, PrecisionConfig, DataConfig)
 SHORT = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",

@@ -84,6 +84,7 @@ SIZES = {
     ),
     "optimizer": "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples decoupled_lr decoupled_min_lr adam_eps",
     "recompute": "",
+    "offload": "min_offloaded_tensor_size",
 }
 CHANGED: dict[str, Any] = {"tp": 2, "pp": 2, "chunks": 2, "sp": True, "zero": True, "overlap_grad_reduce": True}
 CHANGED |= {"overlap_param_gather": True, "overlap_p2p_comm": False, "pipeline_receive_depth": 2, "rank_order": "tp-cp-pp-dp"}
@@ -96,6 +97,7 @@ CHANGED |= {"hidden_dropout": 0.05, "attention_dropout": 0.15, "seed": 7, "deter
 CHANGED |= {"z_loss": 1e-3, "calculate_per_token_loss": True, "optimizer": "sgd", "weight_decay": 0.3, "clip_grad": 0.7}
 CHANGED |= {"adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.5, "reset_position_ids": True, "reset_attention_mask": True}
 CHANGED |= {"eod_mask_loss": True, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+CHANGED |= {"cpu_offloading_num_layers": 1}
 
 
 def test_all_that_is_no_size_is_kept() -> None:

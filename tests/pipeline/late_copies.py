@@ -1,4 +1,5 @@
-"""Copies that run as late as the waits between streams allow: whoever waits too little reads what is not there."""
+"""Copies that run as late as the waits between streams allow, or those to the host as early: whoever waits too little reads what is not
+there."""
 
 from __future__ import annotations
 
@@ -13,15 +14,18 @@ from megapipe.pipeline.copies import StreamCopies
 
 
 class Stream:
-    """What it is asked for is done when somebody waits for it. One that computes does everything at once."""
+    """What it is asked for is done when somebody waits for it, or at once where it is early. One that computes does everything at once."""
 
     def __init__(self, cuda: LateCuda, name: str) -> None:
         self._cuda, self.name = cuda, name
+        self.is_early = False
         self._queue: list[Callable[[], None]] = []
         self._done = 0
 
     def add(self, work: Callable[[], None]) -> None:
         self._queue.append(work)
+        if self.is_early:
+            self.synchronize()
 
     def record_event(self) -> tuple[Stream, int]:
         return self, len(self._queue)
@@ -71,11 +75,12 @@ class LateCuda:
 
 
 class LateCopies(StreamCopies):
-    """A GPU's copies on those streams. What is in the way comes to light: device memory that is made room for is full of ones."""
+    """A GPU's copies on those streams. early: those to the host come as soon as they may."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: bool = False) -> None:
         self.cuda = LateCuda()
         super().__init__(torch.device("cpu"), self.cuda)
+        self._out.is_early = early
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)

@@ -1,0 +1,44 @@
+"""The storages that the planner lets travel, one by one, are those that autograd keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.model.recompute import layer_groups
+from megapipe.planner.activations import Documents, LocalSizes
+from megapipe.planner.offload import group_sizes, group_storages
+from megapipe.tensor_parallel.random import DropoutKey
+from tests.model.grids import BATCH, LLAMA, make_microbatch, make_stage, model_config
+from tests.model.saved_bytes import SavedBytes
+from tests.model.test_planned_bytes import DTYPES, RECOMPUTES, SHAPES, weights_of
+
+CASES = [(shape, recompute) for shape in SHAPES for recompute in ("none", "core_attn-layernorm-mlp", "activation")]
+CASES += [("llama", "uniform2"), ("llama", "uniform2_kept"), ("gpt2", "block2_kept"), ("documents", "none"), ("documents_qk_norm", "none")]
+DOCUMENTS = LLAMA | {"position_embedding_type": "rope"}
+OF = SHAPES | {"documents": DOCUMENTS, "documents_qk_norm": DOCUMENTS | {"qk_layernorm": True}}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("shape", "name"), CASES)
+def test_groups_keep_the_storages_in_the_plan(shape: str, name: str, dtype: str) -> None:
+    config, recompute = model_config(num_layers=3, **OF[shape]), RECOMPUTES[name]
+    stage = make_stage(config, weights_of(config, DTYPES[dtype]), recompute=recompute)
+    documents = Documents(attention_mask=True, position_ids=True) if shape.startswith("documents") else Documents()
+    microbatch = make_microbatch(config, documents=documents.attention_mask, dropout_key=DropoutKey(1, 2, 3))
+    context = stage._make_context(microbatch, DTYPES[dtype])
+    hidden = torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=DTYPES[dtype], requires_grad=True)
+    with SavedBytes(stage, [] if context.mask is None else [context.mask]) as saved:
+        stage._run_groups(hidden, context)
+    seen = sorted((size, saved._shapes[address][1].itemsize) for address, size in saved._sizes.items())
+    sizes = LocalSizes.of(config, 1, False, BATCH, dtype)
+    planned = [storage for group in group_storages(config, sizes, recompute, 3, documents) for storage in group]
+    assert sorted((storage.num_bytes, storage.element) for storage in planned) == seen
+
+
+@pytest.mark.parametrize(
+    "recompute", [RecomputeConfig(), *(RecomputeConfig("full", m, n) for m in ("uniform", "block") for n in (1, 2, 5))]
+)
+def test_the_planner_groups_layers_as_the_stage_does(recompute: RecomputeConfig) -> None:
+    assert group_sizes(recompute, 5) == tuple(len(layers) for layers, _ in layer_groups(recompute, range(3, 8)))
