@@ -38,11 +38,11 @@ from megapipe.environment import set_for_libraries
 from megapipe.errors import MegapipeError
 from megapipe.planner.hardware import peak_flops
 from megapipe.planner.memory import rank_memory
+from megapipe.tensor_parallel.fp8 import why_no_fp8
 
 OURS = ("megapipe", "megapipe-fp8")
 CONTENDERS = (*OURS, "plain", "transformers")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 COMPILED = {"none": (), "fp8": ("megapipe-fp8",), "all": OURS}  # --compile-pointwise
 GIB = 1 << 30
 
@@ -193,8 +193,9 @@ def refuse(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
             raise BenchError("torch sees no GPU (--device cpu tries the tool)")
-        if "megapipe-fp8" in arguments.contenders and torch.cuda.get_device_capability() < FP8_CAPABILITY:
-            raise BenchError(f"{torch.cuda.get_device_name()} has no fp8 matrix units; leave megapipe-fp8 out of --contenders")
+        why = why_no_fp8(torch.device("cuda")) if "megapipe-fp8" in arguments.contenders else None
+        if why is not None:
+            raise BenchError(f"{why}; leave megapipe-fp8 out of --contenders")
     if arguments.check and not any(is_barred(key, arguments) for key in arguments.shapes):
         raise BenchError(f"--check has nothing to check: bars are set for --shapes {' '.join(BARRED_SHAPES)} on a GPU in bf16")
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megapipe.calibrate.stopwatch import FEWEST_CALLS, Stopwatch
 from megapipe.model.core_attention import fused_attention
+from megapipe.planner.hardware import FP8
+from megapipe.tensor_parallel.fp8 import E4M3, Rounded, multiply, why_no_fp8
 
 Key = TypeVar("Key")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -43,9 +45,9 @@ PEAKS, SHARES, ATTENTION, MEMORY, POINTWISE = 0.35, 0.40, 0.07, 0.09, 0.09
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: by configuration dtype, of the fastest GEMM. gemms: smallest size -> FLOP/s of a linear's forward and both halves of its
-    backward. attention: FLOP/s of forward and backward, causal counted half. memory, pointwise: bytes a second, read and written.
-    All but `flops` in one dtype."""
+    """flops: by configuration dtype, and of "fp8" where a GPU has it, of the fastest GEMM. gemms: smallest size -> FLOP/s of a linear's
+    forward and both halves of its backward. attention: FLOP/s of forward and backward, causal counted half. memory, pointwise: bytes a
+    second, read and written. All but `flops` in one dtype."""
 
     flops: Mapping[str, float]
     gemms: Mapping[int, float]
@@ -61,6 +63,8 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
     gemms = bench.linears(SHARES * seconds)
     peaks = {name: square_gemms(of, stopwatch, PEAKS * seconds / len(TORCH_DTYPES)) for name, of in TORCH_DTYPES.items()}
     flops = {name: rate for name, rate in peaks.items() if rate is not None}
+    if stopwatch.device.type == "cuda" and why_no_fp8(stopwatch.device) is None:
+        flops[FP8] = fp8_gemms(stopwatch, PEAKS * seconds / len(TORCH_DTYPES))
     flops[dtype] = max(flops[dtype], *gemms.values())  # a share is of the best that was seen
     return Rates(flops, gemms, bench.attention(ATTENTION * seconds), bench.memory(MEMORY * seconds), bench.pointwise(POINTWISE * seconds))
 
@@ -79,16 +83,34 @@ def _least(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float) -> float | None:
-    """FLOP/s of the fastest square GEMM, sizes doubled while time allows; None where the device has none in this dtype."""
+    """FLOP/s of the fastest square GEMM; None where the device has none in this dtype."""
+
+    def make(size: int) -> Callable[[], object]:
+        return _call(torch.mm, *(torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2)))
+
+    try:
+        return _fastest(make, stopwatch, budget_seconds)
+    except RuntimeError as error:
+        if "not implemented" not in str(error):
+            raise
+        return None
+
+
+def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
+    """FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as a linear's forward has it."""
+
+    def make(size: int) -> Callable[[], object]:
+        a, b = (Rounded.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
+        return lambda: multiply(a, b, torch.bfloat16, fast=True)
+
+    return _fastest(make, stopwatch, budget_seconds)
+
+
+def _fastest(make: Callable[[int], Callable[[], object]], stopwatch: Stopwatch, budget_seconds: float) -> float:
+    """FLOP/s of the fastest product of two square matrices, sizes doubled while time allows. make: size -> what multiplies."""
     size, best, deadline = SIZES[stopwatch.device.type].first_gemm, 0.0, time.perf_counter() + budget_seconds
     while True:
-        try:
-            a, b = (torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2))
-            seconds = stopwatch.seconds(_call(torch.mm, a, b), budget_seconds / 8)
-        except RuntimeError as error:
-            if "not implemented" not in str(error):
-                raise
-            return None
+        seconds = stopwatch.seconds(make(size), budget_seconds / 8)
         best = max(best, 2.0 * size**3 / seconds)
         size *= 2
         if size > GEMM_SIZES[-1] or time.perf_counter() + 8 * seconds * FEWEST_CALLS > deadline:

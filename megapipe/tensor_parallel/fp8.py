@@ -31,6 +31,22 @@ from megapipe.tensor_parallel.gemms import ChunkProduct
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
+OTHER_FORMATS = "gfx94"  # MI300: e4m3fnuz and e5m2fnuz
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """What keeps a GPU from multiplying these formats; None where nothing does, and on a CPU, which emulates them."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        is_other = torch.cuda.get_device_properties(device).gcnArchName.startswith(OTHER_FORMATS)
+        return f"{name} has other 8-bit formats (fnuz)" if is_other else None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < LEAST_CAPABILITY:
+        return f"{name}, compute capability {major}.{minor}, has no fp8 matrix units (8.9 or higher has)"
+    return None
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,12 @@ class Rounded:
 
     values: Tensor
     inverse: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype) -> Rounded:
+        """x [rows, k], scaled by its own largest element."""
+        scale = scale_for(x.float().abs().amax(), dtype)
+        return cls(rounded_values(x, scale, dtype), scale.reciprocal())
 
     def dequantized(self) -> Tensor:
         """[rows, k] fp32."""

@@ -19,6 +19,7 @@ from megapipe.errors import ConfigError, TrainingError
 from megapipe.planner.memory import rank_memory
 from megapipe.planner.report import bytes_text
 from megapipe.planner.run_plan import RunPlan
+from megapipe.tensor_parallel.fp8 import why_no_fp8
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 MOST_HISTORY_ENTRIES = 100_000
@@ -41,6 +42,15 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
     if backend == "nccl":
         settings.prepare(None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER)
     return settings
+
+
+def check_fp8(config: Config, device: torch.device) -> None:
+    """Raises ConfigError where the linears are to multiply in 8 bits and the card cannot. Of Transformer Engine the library says it."""
+    if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
+        return
+    why = why_no_fp8(device)
+    if why is not None:
+        raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:

@@ -23,7 +23,7 @@ from megapipe.planner.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import persistence, restart
-from megapipe.train.card import graph_words, marks_of, prepare, unused, watched_memory
+from megapipe.train.card import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
 from megapipe.train.run_log import RunLog
@@ -56,6 +56,7 @@ def pretrain(
         nccl = prepare(config, environment)
         counted = restart.count(config, environment)
         world = join(plan, environment)
+        check_fp8(config, world.device)
         words = (*words_of(kernels, config, world.device.type), *graph_words(plan))
         log.start(plan, world, config_text, remarks, words)
         if environment.global_rank == 0:

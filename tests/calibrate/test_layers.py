@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megapipe.calibrate.layers import _Parts
+from megapipe.calibrate.rates import SIZES, fp8_gemms
 from megapipe.calibrate.stopwatch import Stopwatch
 from megapipe.cli.plan import plan_for
 from megapipe.cli.profile_layers import main
@@ -40,6 +41,12 @@ def test_measured_layers_are_the_clock_of_a_pipeline(tmp_path: Path) -> None:
     plan = plan_for([*MODEL, "--pipeline-model-parallel-size", "2", "--pipeline-layer-times", str(file)], 2)
     assert all(plan.stage_costs.seconds[stage, op] > 0 for stage in (0, 1) for op in (Op.F, Op.B, Op.I, Op.W))
     assert sum(plan.partition.layer_counts) == 4
+
+
+def test_an_fp8_gemm_has_a_rate_that_its_size_gives() -> None:
+    clock = SimpleNamespace(mark=lambda: 0, seconds=lambda begin, end: 0.5)
+    first = SIZES["cpu"].first_gemm
+    assert fp8_gemms(Stopwatch(torch.device("cpu"), clock), 0.0) == 2.0 * first**3 / 0.5  # type: ignore[arg-type]
 
 
 def test_on_a_gpu_kernels_and_layers_are_timed_by_events_with_its_queue_kept_full() -> None:

@@ -21,7 +21,7 @@ from megapipe.model.activation import ACTIVATIONS, GRADIENTS, activation
 from megapipe.model.core_attention import fused_attention
 from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megapipe.tensor_parallel.fp8 import E4M3, E5M2, Fp8Gemms, Rounded, emulated, multiply, rounded_values, scale_for
+from megapipe.tensor_parallel.fp8 import E4M3, E5M2, Fp8Gemms, Rounded, emulated, multiply, rounded_values, scale_for, why_no_fp8
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from tests.train.jobs import job, lines_of
@@ -32,8 +32,9 @@ CARD = "cuda"
 
 
 def needs_fp8() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip(f"{torch.cuda.get_device_name()} has no fp8 units")
+    why = why_no_fp8(torch.device(CARD))
+    if why is not None:
+        pytest.skip(why)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> Rounded:

@@ -69,9 +69,12 @@ def test_a_card_without_fp8_is_told_before_anything_runs(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, answer in (("is_available", True), ("get_device_capability", (8, 0)), ("get_device_name", "NVIDIA A100-SXM4-80GB")):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda answer=answer: answer)
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
     assert tools("bench_gpu").main(["--check"]) == 2
-    assert "NVIDIA A100-SXM4-80GB has no fp8 matrix units; leave megapipe-fp8 out of --contenders" in capsys.readouterr().err
+    assert (
+        "NVIDIA A100-SXM4-80GB, compute capability 8.0, has no fp8 matrix units (8.9 or higher has); leave megapipe-fp8 out of --contenders"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("words", [("--device", "cpu"), ("--device", "cpu", "--shapes", "8b-4k")], ids=["shape", "device"])

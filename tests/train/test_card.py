@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.gpu import GpuConfig
 from megapipe.config.logging import LoggingConfig
-from megapipe.errors import TrainingError
+from megapipe.errors import ConfigError, TrainingError
 from megapipe.pipeline.stage import StageRunner
 from megapipe.planner.resolve import resolve
-from megapipe.train.card import marks_of, out_of_memory, snapshot_path, watched_memory, ways_out
+from megapipe.train.card import check_fp8, marks_of, out_of_memory, snapshot_path, watched_memory, ways_out
 from megapipe.train.step import TrainStep
 from tests.train.jobs import job
 from tests.train.runs import tiny
@@ -41,6 +42,33 @@ def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(monkeypatc
     assert "--recompute-granularity selective; --micro-batch-size 1; --recompute-granularity full" in said
     assert "torch: CUDA out of memory; --record-memory-history shows who holds it" in said
     assert any("ran out of memory" in json.loads(line).get("text", "") for line in (tmp_path / "run.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "arch", "words"),
+    [
+        ((8, 0), None, "", "compute capability 8.0, has no fp8 matrix units"),
+        ((8, 9), None, "", None),
+        ((10, 0), None, "", None),
+        ((9, 4), "6.4", "gfx942:sramecc+", "has other 8-bit formats"),
+        ((9, 5), "7.0", "gfx950:sramecc+", None),
+    ],
+)
+def test_fp8_is_refused_at_the_start_by_a_card_that_cannot(
+    capability: tuple[int, int], hip: str | None, arch: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    config, card = tiny(fp8_format="hybrid"), torch.device("cuda")
+    check_fp8(config, torch.device("cpu"))
+    check_fp8(tiny(), card)
+    if words is None:
+        check_fp8(config, card)
+    else:
+        with pytest.raises(ConfigError, match=f"--fp8-format hybrid: a card.* {words}.*; leave it out"):
+            check_fp8(config, card)
 
 
 def test_ways_out_name_only_what_is_not_done_yet() -> None:
