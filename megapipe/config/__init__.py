@@ -1,7 +1,7 @@
 """What is wanted: frozen dataclasses, one section a file, filled from defaults < YAML files < flags.
 
-config.py         Config: the eleven sections together
-model.py parallel.py recompute.py training.py optimizer.py precision.py data.py checkpoint.py logging.py    one section each
+config.py         Config: the twelve sections together
+model.py parallel.py recompute.py offload.py training.py optimizer.py precision.py data.py checkpoint.py logging.py    one section each
 option.py         how a field declares help, unit, choices, range and flags
 fields.py         all_fields(): every field with its section, type and declaration
 values.py         a field's value as text, both ways

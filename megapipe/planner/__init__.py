@@ -21,6 +21,7 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
 - `bubble`:   the step simulated on FLOPs
 - `activations`: what a layer and a stage keep for their backward, for every recompute option; equal to what autograd saves
 - `memory`:   bytes of each rank, item by item, at the peak of a step
+- `offload`:  which storages of layers wait on the host, when; `residence`: what is on the device meanwhile
 - `graph_memory`: what CUDA graphs hold for the whole run
 - `report`:   the plan as text
 """

@@ -12,6 +12,7 @@
     memory         what a rank holds as time goes by: live chunks, inputs that wait
     flow           how many messages a channel has under way when no sender waits
     slots          which buffers of its stage a microbatch in flight has, where each needs its own (CUDA graphs)
+    moves          when the activations of which layers leave the device and come back
     head_start     the forwards of a step that run before the verdict on the step before
     weight_versions  which weights each microbatch of an asynchronous schedule uses
     compare        all families side by side for one model: the table of `megapipe schedule compare`

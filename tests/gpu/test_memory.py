@@ -7,15 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.build.machines import Machines
+from megapipe.build.microbatches import Keys, Microbatches
 from megapipe.comm.groups import ProcessGroups
 from megapipe.dry_run.live_bytes import LiveBytes
 from megapipe.dry_run.rank import count_rank, count_step
 from megapipe.planner.memory import rank_memory
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.step import Rates
 from tests.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 CLOSE = 0.10
+OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
 # large enough that cuBLAS's workspace and the allocator's rounding are small beside it
 SIZE = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 32000, "micro_batch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
@@ -23,8 +28,32 @@ CASES: dict[str, dict[str, Any]] = {
     "llama_bf16": LLAMA | {"ffn_hidden_size": 3584, "num_query_groups": 4, "dtype": "bf16"},
     "llama_fp32": LLAMA | {"ffn_hidden_size": 3584, "num_query_groups": 4},
     "full_recompute": FULL | {"dtype": "bf16"},
+    "full_recompute_but_attention": FULL | {"recompute_keep_attention": True, "dtype": "bf16"},
+    "offload": OFFLOAD | {"dtype": "bf16"},
+    "offload_checkpoints": OFFLOAD | FULL | {"recompute_keep_attention": True, "dtype": "bf16"},
     "selective_recompute": LLAMA | selective("layernorm", "activation") | {"ffn_hidden_size": 3584, "num_query_groups": 4, "dtype": "bf16"},
 }
+
+
+def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
+    """(bytes of the card at its peak, planned ones, bytes of the host's buffers)."""
+    plan = make_plan(1, changes | {"device": "cuda"}, SIZE)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    machines = Machines(plan, ProcessGroups.alone(), torch.device("cuda", 0))
+    read, count = read_for(plan), plan.batch.full // plan.batch.samples_per_microbatch
+    keys = Keys(1, 0, 0, 1)
+    step_of(machines).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
+    machines.finish_parameters()
+    taken = torch.cuda.max_memory_allocated() - before
+    return taken, rank_memory(plan, 0).total, 0 if machines.offload is None else machines.offload.pool.num_bytes
+
+
+def test_offloading_lowers_the_peak_as_planned() -> None:
+    (without, planned_without, _), (taken, planned, host) = peak_of_a_step({"dtype": "bf16"}), peak_of_a_step(OFFLOAD | {"dtype": "bf16"})
+    assert without - taken == pytest.approx(planned_without - planned, rel=CLOSE)
+    assert host == rank_memory(make_plan(1, OFFLOAD | {"dtype": "bf16", "device": "cuda"}, SIZE), 0).host["activations"]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -73,7 +73,27 @@ def test_a_llama_on_a_card_trains_what_it_trains_on_a_cpu(tmp_path: Path) -> Non
     assert_close(on_one(tmp_path / "card", flags, CARD), on_one(tmp_path / "cpu", flags, "cpu"))
 
 
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OFFLOAD = "--cpu-offloading-num-layers 4 --min-offloaded-tensor-size 1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(f"{FULL} --recompute-keep-attention", id="attention kept through full recompute"),
+        pytest.param(OFFLOAD, id="offloaded"),
+        pytest.param(f"{OFFLOAD} {FULL}", id="checkpoints offloaded"),
+        pytest.param(f"{OFFLOAD} --pipeline-model-parallel-layout Et|tt|tL", id="three stages offloaded"),
+    ],
+)
+def test_what_is_kept_elsewhere_does_not_change_a_bit(flags: str, tmp_path: Path) -> None:
+    plain = on_one(tmp_path / "plain", "--deterministic-mode", CARD)
+    assert on_one(tmp_path / "other", f"--deterministic-mode {flags}", CARD) == plain
+
+
 GRIDS = {
+    "pp 2, zero bubble, offloaded": (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {OFFLOAD}"),
+    "pp 2, dualpipe, offloaded": (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe {OFFLOAD}"),
     "tp 2, sequence parallel": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "tp 2, sequence parallel, in chunks": (2, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"),
     "pp 2": (2, "--pipeline-model-parallel-size 2"),
@@ -118,7 +138,8 @@ def test_a_resumed_run_on_a_card_is_the_same_run_to_the_bit(tmp_path: Path) -> N
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_nothing_in_a_launched_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", ["", OFFLOAD, f"{FULL} --recompute-keep-attention --attention-dropout 0"])
+def test_nothing_in_a_launched_step_waits_for_the_device(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_step, calls = TrainStep.launch, []
 
     def strict(self: TrainStep, *arguments: object) -> bool:
@@ -131,7 +152,7 @@ def test_nothing_in_a_launched_step_waits_for_the_device(monkeypatch: pytest.Mon
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(TrainStep, "launch", strict)
-    code, said = job(f"--device {CARD} --bf16 --train-iters {STEPS} --hidden-dropout 0.1 --use-distributed-optimizer")
+    code, said = job(f"--device {CARD} --bf16 --train-iters {STEPS} --hidden-dropout 0.1 --use-distributed-optimizer {flags}")
     assert code == 0, said
     assert len(calls) == STEPS
 
