@@ -82,7 +82,8 @@ class KeptAttention:
         if len(self._results) != before + 1:
             raise ConfigError(
                 f"--recompute-keep-attention keeps what a fused attention kernel returns, but on {output.device.type} in {output.dtype} "
-                "attention ran without one that torch can see; use --bf16 or --fp16, --attention-impl sdpa, or leave it out"
+                "attention ran without one that torch can see (CUDA has none for fp64); use --bf16 or --fp16, --attention-impl sdpa, "
+                "or leave it out"
             )
         return output
 

@@ -171,9 +171,13 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
     """What lies in the host's memory, and what of it travels."""
     if not rank.host:
         return
+    if not sum(rank.host.values()):
+        smallest = plan.config.offload.min_offloaded_tensor_size
+        yield f"  host     nothing of it: no activation that would move has --min-offloaded-tensor-size {smallest} elements"
+        return
     words = ", ".join(f"{what} {bytes_text(size)}" for what, size in rank.host.items())
     yield f"  host     {bytes_text(sum(rank.host.values()))} of the host's memory for a rank (pp_rank {rank.pp_rank} the most): {words}"
-    if "activations" not in rank.host:
+    if not rank.host.get("activations"):
         return
     groups = {stage: offloaded_groups(plan, stage) for stage in plan.placement.stages_of(rank.pp_rank)}
     count = plan.batch.full // plan.batch.samples_per_microbatch

@@ -153,5 +153,7 @@ def ways_out(plan: RunPlan) -> str:
         ways.append(f"--micro-batch-size {config.training.micro_batch_size // 2}")
     if config.recompute.recompute_granularity != "full":
         ways.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    if not config.offload.cpu_offloading_num_layers:
+        ways.append("--cpu-offloading-num-layers N, at the price of copies to the host (--plan says how much)")
     ways.append("more tensor- or pipeline-parallel ranks (megapipe plan --gpus N --gpu NAME finds a layout that fits)")
     return "Ways out: " + "; ".join(ways)

@@ -110,6 +110,33 @@ def test_what_attention_returned_is_freed_with_the_graph() -> None:
     assert live.now < 2.1 * parameters  # themselves, their gradients, tables
 
 
+def test_a_librarys_kernel_is_kept_by_the_name_that_the_dispatcher_knows() -> None:
+    calls: list[int] = []
+
+    @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+    def forward(q: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return q.exp(), q.sum(-1)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            output, statistics = forward(q)
+            ctx.save_for_backward(output, statistics)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+            return grad * ctx.saved_tensors[0], None, None
+
+    kept = KeptAttention()
+    replay = Replay(lambda x: kept(Attention.apply, x * 2, x, x).sum(), kept)
+    x = torch.randn(3, requires_grad=True)
+    replay(x).backward()
+    assert len(calls) == 1
+    assert torch.allclose(x.grad, 2 * (2 * x.detach()).exp())
+
+
 def test_attention_without_a_kernel_that_torch_sees_is_refused() -> None:
     kept = KeptAttention()
     with pytest.raises(ConfigError, match="--recompute-keep-attention"), kept.recording():

@@ -80,6 +80,7 @@ def test_the_report_names_host_memory_and_what_travels() -> None:
     assert f"{bytes_text(moved)} travel each way in a step" in text
     assert "PCIe 5" in text
     assert "  host " not in plan_text(one_rank())
+    assert "host     nothing of it" in plan_text(one_rank(cpu_offloading_num_layers=8, min_offloaded_tensor_size=1 << 40))
 
 
 def test_what_the_optimizer_has_on_the_host_is_what_it_would_have_on_the_device() -> None:

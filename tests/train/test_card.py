@@ -82,6 +82,7 @@ def test_ways_out_name_only_what_is_not_done_yet() -> None:
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
         "micro_batch_size": 1,
+        "cpu_offloading_num_layers": 1,
     }
     assert ways_out(resolve(tiny(**done), 4)).startswith("Ways out: more tensor- or pipeline-parallel ranks")
 
