@@ -67,6 +67,11 @@ class EventClock:
         """The most that a time can be wrong by on the host's clock."""
         return self._clock.error_ns
 
+    @property
+    def is_stopped(self) -> bool:
+        """The current stream is being recorded as a CUDA graph: what is launched does not run, and a moment would never come."""
+        return bool(self._cuda.is_current_stream_capturing())
+
     def mark(self, stream: Any = None) -> Mark:
         event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._device) if stream is None else stream)

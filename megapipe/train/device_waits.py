@@ -14,8 +14,8 @@ class DeviceWaits:
     """A heartbeat's observer from its making to `finish`.
 
     A wait is what a stream stands still for between the kernels before and after it: there a collective or a message costs what is not
-    hidden under computation. Reading data costs what a stream stands still for until the host goes on launching. channels: of this rank;
-    the moments of their messages are noted.
+    hidden under computation. Reading data costs what a stream stands still for until the host goes on launching. What waits inside a CUDA
+    graph is not seen, and counts as computation. channels: of this rank; the moments of their messages are noted.
     """
 
     def __init__(self, clock: EventClock, channels: Iterable[Channel]) -> None:
@@ -29,7 +29,8 @@ class DeviceWaits:
         self._began = clock.mark()
 
     def wait(self, cause: Cause) -> None:
-        self._cause, self._since = cause, self._clock.mark()
+        if not self._clock.is_stopped:
+            self._cause, self._since = cause, self._clock.mark()
 
     def go_on(self) -> None:
         cause, self._cause = self._cause, None

@@ -27,10 +27,14 @@ class FakeDevice:
     def __init__(self, drift: float = 0.0) -> None:
         self.host_ns, self.drift = 10**15, drift
         self.main = self._current = FakeStream()
+        self.records_a_graph = False
 
     def now(self) -> int:
         self.host_ns += LOOK_NS
         return self.host_ns
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.records_a_graph
 
     def launch(self, nanoseconds: int) -> None:
         """Work on the current stream; the host does not wait."""
@@ -63,6 +67,7 @@ class FakeEvent:
         self.at: int | None = None
 
     def record(self, stream: FakeStream) -> None:
+        assert not self._device.records_a_graph, "an event of a graph has no time"
         self.at = max(stream.busy_until, self._device.host_ns)
 
     def synchronize(self) -> None:

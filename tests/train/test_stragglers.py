@@ -135,6 +135,10 @@ def a_step(device: FakeDevice, heart: Heartbeat, channel: FakeChannel) -> None:
     device.launch(20 * MILLISECOND)
     heart.goes_on()
     channel.receive(device, heart, 7 * MILLISECOND)
+    device.records_a_graph = True  # in which a collective is waited for
+    heart.wait_for_all("tp", "all_reduce", 2)
+    heart.goes_on()
+    device.records_a_graph = False
     with heart.phase("reading data"):
         device.host_ns += 200 * MILLISECOND
     device.launch(10 * MILLISECOND)
