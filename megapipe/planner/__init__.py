@@ -12,6 +12,7 @@ Training, evaluation, the dry run, the search and `--verify-grid` all go through
               file (`measured_layers`)
 - `flops`:    floating-point operations of layer, head, step
 - `hardware`: what accelerators and their links can do: a table, or a file
+- `fp8`:      the layers whose linears multiply in 8 bits, their copies of weights, what casts move; `linears`: shapes of a layer's linears
 - `layer_time`: seconds of a layer and of the head on such hardware; `step_time`: those of a step of a plan
 - `layout`:   what a search varies; `bounds`: what no plan of a layout can go below; `short_step`: a step of some fills for a whole one
 - `search`:   the fastest layouts that fit; `objective`: the fewest accelerators, the cheapest tokens; `reasons`: why, in words

@@ -12,6 +12,6 @@
 - `profile`:     a trace by torch's profiler; `pipeline_profile`: every action of every rank beside the plan
 - `signals`:     SIGTERM, SIGUSR1, SIGINT: all ranks leave after the same step
 - `copies_check`: parameters that several ranks hold alike must be alike, to the bit
-- `stragglers`: which rank, link or group keeps the others waiting
+- `stragglers`: which rank, link or group keeps the others waiting; `device_waits`: how long, where a GPU's streams do
 - `faults`:      NaN and infinity: which rank, stage and microbatch was first
 """

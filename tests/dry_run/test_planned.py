@@ -70,6 +70,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zb_h1_sp2_in_chunks": (4, PP2 | SP2 | OVERLAP | {"pipeline_schedule": "zb-h1"}),
     "fp8_ends_pp2": (2, PP2 | FP8 | {"dtype": "bf16", "first_last_layers_bf16": True}),
     "fp8_zb_h1_sp2": (4, PP2 | SP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
+    "fp8_casts_compiled": (1, FP8 | {"dtype": "bf16", "compile_pointwise": True}),
     "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
 }
 
