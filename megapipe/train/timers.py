@@ -1,9 +1,11 @@
-"""Phase timers: level 0 times the step, level 1 its phases, level 2 its actions too. On a GPU each reading waits for the device, so
-levels 1 and 2 cost overlap."""
+"""Phase timers: level 0 times the step, level 1 its phases, level 2 its actions too.
+
+On a GPU level 1 notes events in the stream and reads them at the log line; level 2 waits for the device at every reading, by the tracer's
+`settle`, and so costs overlap.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from megapipe.comm.trace import Tracer
 from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.pipeline.device_clock import DeviceClock, device_clock
 from megapipe.schedule.action import Op, parse_action
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
@@ -33,7 +36,7 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 
 class Timers:
     """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event. heart: told of each phase. marks:
-    opened around each, for profilers."""
+    opened around each, for profilers. clock: the device's own if None."""
 
     def __init__(
         self,
@@ -42,13 +45,14 @@ class Timers:
         tracer: Tracer | None = None,
         heart: Heartbeat | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
+        clock: DeviceClock | None = None,
     ) -> None:
         self.level = level
         self._marks = marks or (lambda name: nullcontext())
         self._heart = heart
-        self._device = device
         self._tracer = tracer
-        self._seconds: dict[str, float] = {}
+        self._clock = clock or device_clock(device)
+        self._spans: list[tuple[str, int, int]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -60,27 +64,25 @@ class Timers:
                 yield from self._timed(name)
 
     def _timed(self, name: str) -> Iterator[None]:
-        start = self._now()
+        start = 0 if self._tracer is None else self._tracer.now()
+        begin = self._clock.mark()
         try:
             yield
         finally:
-            end = self._now()
-            if self.level >= PHASE_LEVEL:
-                self._seconds[name] = self._seconds.get(name, 0.0) + (end - start) / 1e9
             if self._tracer is not None:
-                self._tracer.event(name, "phase", start, end)
+                self._tracer.event(name, "phase", start, self._tracer.now())
+            if self.level >= PHASE_LEVEL:
+                self._spans.append((name, begin, self._clock.mark()))
 
     def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
         """Seconds of each phase, and at level 2 of each kind of action, in one of num_steps steps; starts anew, the tracer aside."""
-        taken, self._seconds = self._seconds, {}
+        spans, self._spans = self._spans, []
+        taken: dict[str, float] = {}
+        for name, begin, end in spans:
+            taken[name] = taken.get(name, 0.0) + self._clock.seconds(begin, end)
         if self.level >= ACTION_LEVEL and tracer is not None:
             taken |= action_seconds(tracer)
         return {name: seconds / max(num_steps, 1) for name, seconds in taken.items()}
-
-    def _now(self) -> int:
-        if self._device.type == "cuda" and self.level >= PHASE_LEVEL:
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter_ns() if self._tracer is None else self._tracer.now()
 
 
 def action_seconds(tracer: Tracer) -> dict[str, float]:

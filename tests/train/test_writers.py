@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megapipe.comm.trace import Tracer
 from megapipe.config.load import load_config
 from megapipe.environment import read_environment
+from megapipe.pipeline.device_clock import EventClock
 from megapipe.planner.resolve import resolve
 from megapipe.train.metrics import EvaluationMetrics
 from megapipe.train.run import pretrain
-from megapipe.train.timers import action_seconds
+from megapipe.train.timers import Timers, action_seconds
 from megapipe.train.writers import Console, JsonLines, Writers
+from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import TINY, job, lines_of, steps_of
 
 
@@ -197,3 +200,17 @@ def test_waits_are_not_part_of_the_action_they_happen_in() -> None:
     ):  # fmt: skip
         tracer.event(name, kind, start * second, end * second)
     assert action_seconds(tracer) == {"forward": 3.0, "wait": 5.0, "post-receive": 1.0, "backward": 1.0}
+
+
+def test_on_a_gpu_phases_have_the_times_of_its_stream_and_hold_nobody_up() -> None:
+    device = FakeDevice()
+    timers = Timers(1, torch.device("cpu"), clock=EventClock(torch.device("cpu"), device, device.now))
+    launched = device.host_ns
+    for _ in range(3):
+        with timers.phase("forward-backward"):
+            device.launch(30_000_000)
+        with timers.phase("optimizer"):
+            device.launch(2_000_000)
+    assert device.host_ns - launched < 1_000_000
+    assert timers.take(None, 3) == {"forward-backward": pytest.approx(0.03, rel=1e-2), "optimizer": pytest.approx(0.002, rel=1e-2)}
+    assert timers.take(None, 3) == {}
