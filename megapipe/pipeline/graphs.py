@@ -17,6 +17,7 @@ It has not run on a GPU so far.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from megapipe.comm.channels import MessageSpec
 from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
 from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.collector import without_collector
 
 Tensors = tuple[Tensor, ...]
 Replay = Callable[[], None]
@@ -159,10 +161,10 @@ class StageGraphs:
         def record(what: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
             try:
                 return recorder.record(work, pool)
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
                 cause = error.__context__ or error  # ending a broken recording raises once more
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
                 raise TrainingError(
                     f"the {what} of stage {self.stage} cannot be recorded as a CUDA graph: {cause}. What waits for the device cannot be, "
                     "nor what allocates past torch; leave --cuda-graph-impl out"
@@ -263,11 +265,18 @@ class RankGraphs:
         if self._num_steps <= self.warmup_steps or all(graphs.are_recorded for graphs in self.stages.values()):
             return
         self.settle()
+        # what cycles still hold of earlier backwards would bring the stream that those ran on into the recording
+        gc.collect()
         with self.during(), torch.enable_grad():
-            for stage, graphs in self.stages.items():
-                message = step.message(stage - 1) if stage else ()
-                loss = step.loss if stage == self.last_stage else None
-                graphs.record(self.recorder, self.num_slots[stage], Example(message, self.example(step.microbatches[0]), loss, self.device))
+            self._record(step)
+
+    @without_collector  # a graph or an event that is freed meanwhile would break the recording
+    def _record(self, step: Step) -> None:
+        payload = self.example(step.microbatches[0])
+        for stage, graphs in self.stages.items():
+            message = step.message(stage - 1) if stage else ()
+            loss = step.loss if stage == self.last_stage else None
+            graphs.record(self.recorder, self.num_slots[stage], Example(message, payload, loss, self.device))
 
     def release(self) -> None:
         """Let everything run without graphs, until the next step begins."""

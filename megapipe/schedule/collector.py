@@ -1,4 +1,4 @@
-"""Python's cycle collector, told to wait while a schedule is made, proven or simulated."""
+"""Python's cycle collector, told to wait while a schedule is made, proven or simulated, or a CUDA graph recorded."""
 
 from __future__ import annotations
 

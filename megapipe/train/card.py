@@ -41,6 +41,9 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
         raise ConfigError("--cuda-graph-impl local records what a GPU is given to do, and this run has none; leave it out")
     if backend == "nccl":
         settings.prepare(None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER)
+        if config.gpu.cuda_graph_impl != "none":
+            # NCCL registers what collectives in a graph work on, and takes it for one allocation: segments that grow are several
+            set_for_libraries(NCCL_GRAPH_REGISTER=0)
     return settings
 
 

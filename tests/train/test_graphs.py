@@ -21,7 +21,7 @@ from megapipe.train.fault_search import search
 from megapipe.train.faults import OutputWatch
 from megapipe.train.step import Rates
 from tests.harness import RankPool
-from tests.pipeline.tape import TapeRecorder
+from tests.pipeline.tape import Pool, TapeRecorder
 from tests.train.grids import step_microbatches, trainer
 from tests.train.runs import tiny
 
@@ -177,3 +177,45 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
         assert len(recorder.pools) == pools
         step.run(step_microbatches(machines, rows, 3), Rates(0.0, 0.0))
         assert len(recorder.pools) == 2 * pools
+
+
+def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
+    """A node that adds to a parameter's .grad keeps the stream that it was made on, and a weight keeps no node by itself."""
+    with as_on_a_card():
+        changes = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+        plan = resolve(tiny(**THREE, **changes), 1)
+        alive: list[str] = []
+
+        class Looks(TapeRecorder):
+            def pool(self) -> Pool:
+                alive.extend(name for name, parameter in parameters() if "warm-up" in adds_to(parameter).metadata)
+                return super().pool()
+
+        machines = Machines(plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=Looks())
+
+        def parameters() -> list[tuple[str, Tensor]]:
+            return [named for module in machines.stages.values() for named in module.named_parameters()]
+
+        tagged = 0
+
+        def tag(module: Any, inputs: Any, output: Any) -> None:
+            nonlocal tagged
+            for parameter in module.parameters():
+                adds_to(parameter).metadata["warm-up"] = True
+                tagged += "warm-up" in adds_to(parameter).metadata
+
+        hooks = [module.register_forward_hook(tag) for module in machines.stages.values()]
+        step, rows = trainer(machines), np.random.RandomState(0).randint(0, 29, (8, 9))
+        step.run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
+        for hook in hooks:
+            hook.remove()
+        assert tagged > len(parameters())
+        step.run(step_microbatches(machines, rows, 1), Rates(1e-2, 0.0))
+        assert alive == []
+
+
+def adds_to(parameter: Tensor) -> Any:
+    """The node that gathers a parameter's gradients: the one that lives, else a new one."""
+    view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    return view.next_functions[0][0]
