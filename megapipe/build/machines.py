@@ -117,12 +117,13 @@ class Machines(ForwardMachines):
     def _stage_graphs(self, stage: int) -> StageGraphs:
         held, module = self.buffers[stage], self.stages[stage]
 
-        def wait_for_weights() -> None:
+        def ready() -> None:
             self.gather.wait(stage)
             if self.plan.borrows_embedding(stage):
                 self.gather.wait(0)
+            module.cast_weights()
 
         def fixed() -> list[torch.Tensor]:
             return [*module.parameters(), *(buffer.gradients for buffer in held.buffers)]
 
-        return StageGraphs(stage, self.runners[stage], fixed, wait_for_weights, self.plan.splits_backward)
+        return StageGraphs(stage, self.runners[stage], fixed, ready, self.plan.splits_backward)

@@ -92,7 +92,7 @@ class GPTStage(nn.Module):
         blocks = {number: Block(number, parts) for number in numbers}
         self.decoder = Decoder(blocks, parts.norm(config.hidden_size) if layers.has_head else None)
         self._library = kernels.layers
-        self._fp8 = [gemms for part in self.decoder.modules() if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)]
+        self._fp8 = [(gemms, part) for part in self.decoder.modules() if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)]
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_head:
             self._add_head(tied, chunks)
@@ -119,8 +119,13 @@ class GPTStage(nn.Module):
 
     def begin_row(self, trains: bool) -> None:
         """A row of the schedule begins: forwards, and if it trains backwards, with one set of weights."""
-        for gemms in self._fp8:
+        for gemms, _ in self._fp8:
             gemms.begin(trains)
+
+    def cast_weights(self) -> None:
+        """Cast to 8 bits what this row has not cast yet, before a forward that will not do it itself."""
+        for gemms, linear in self._fp8:
+            gemms.cast_weight(linear.get_parameter("weight"))
 
     def parts(self) -> list[nn.Module]:
         """Submodules that together hold all parameters, in the order in which a forward calls them."""

@@ -90,8 +90,8 @@ class _Slot:
 class StageGraphs:
     """The graphs of one stage.
 
-    fixed: the parameters and main gradients as they lie now. wait_for_weights: returns when the stage's parameters are up to date; called
-    before each forward, for a graph waits for nobody. splits: backwards are recorded as I and W.
+    fixed: the parameters and main gradients as they lie now. ready: called before each forward, for a graph waits for nobody; returns when
+    the stage's parameters, and what is made of them, are up to date. splits: backwards are recorded as I and W.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class StageGraphs:
         stage: int,
         runner: StageRunner,
         fixed: Callable[[], Iterable[Tensor]],
-        wait_for_weights: Callable[[], None] = lambda: None,
+        ready: Callable[[], None] = lambda: None,
         splits: bool = False,
     ) -> None:
         self.stage, self.runner = stage, runner
-        self._fixed, self._wait_for_weights, self._splits = fixed, wait_for_weights, splits
+        self._fixed, self._ready, self._splits = fixed, ready, splits
         self._slots: list[_Slot] = []
         self._addresses: tuple[int, ...] = ()
 
@@ -132,7 +132,7 @@ class StageGraphs:
     def forward(self, slot: int, inputs: Tensors, payload: Any) -> tuple[Any, Any]:
         """(the module's output, the runner's result), both at their fixed addresses."""
         held = self._slots[slot]
-        self._wait_for_weights()
+        self._ready()
         self._fill(held.inputs, inputs, "message")
         self._fill(held.payload, tensors_of(payload), "microbatch")
         held.forward()
@@ -241,7 +241,7 @@ class CapturedStage:
 
 @dataclass
 class RankGraphs:
-    """When the graphs of a rank are recorded: at the border of two steps, after the warm-up.
+    """When the graphs of a rank are recorded: between two steps, after the warm-up.
 
     stages: by number. num_slots: of each. last_stage: of the pipeline. warmup_steps: steps that run before, in which kernels are chosen and
     connections made. settle: called first, completes what still changes the parameters. example: what of a microbatch the graphs are
@@ -259,10 +259,10 @@ class RankGraphs:
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
     _num_steps: int = 0
 
-    def before_step(self, step: Step) -> None:
-        """A training step comes, with microbatches and messages like those of all later ones."""
+    def after_step(self, step: Step) -> None:
+        """The row of a training step has been run, with microbatches and messages like those of all later ones."""
         self._num_steps += 1
-        if self._num_steps <= self.warmup_steps or all(graphs.are_recorded for graphs in self.stages.values()):
+        if self._num_steps < self.warmup_steps or all(graphs.are_recorded for graphs in self.stages.values()):
             return
         self.settle()
         # what cycles still hold of earlier backwards would bring the stream that those ran on into the recording
@@ -279,7 +279,7 @@ class RankGraphs:
             graphs.record(self.recorder, self.num_slots[stage], Example(message, payload, loss, self.device))
 
     def release(self) -> None:
-        """Let everything run without graphs, until the next step begins."""
+        """Let everything run without graphs, the next step too; after it they are recorded again."""
         for graphs in self.stages.values():
             graphs.release()
 

@@ -99,7 +99,8 @@ def emulated(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> Tensor:
 
 
 class TensorScale:
-    """The scale of one operand of one linear. Its state is on the device and is never waited for."""
+    """The scale of one operand of one linear. Its state is on the device, where it lies for good (a graph goes on with it), and is never
+    waited for."""
 
     def __init__(self, dtype: torch.dtype, precision: PrecisionConfig) -> None:
         self.dtype, self._margin = dtype, precision.fp8_margin
@@ -116,7 +117,9 @@ class TensorScale:
             return self._fixed
         amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
         if records:
-            self._seen = amax if self._seen is None else torch.maximum(self._seen, amax)
+            if self._seen is None:
+                self._seen = torch.zeros_like(amax)
+            torch.maximum(self._seen, amax, out=self._seen)
         return scale_for(amax, self.dtype, self._margin) if self._fixed is None else self._fixed
 
     def of_whole(self, x: Tensor, records: bool, group: Group | None) -> Callable[[Tensor], Tensor]:
@@ -136,10 +139,11 @@ class TensorScale:
         """A step is over: what was seen in it becomes the newest of the history."""
         if self._seen is None:
             return
-        self._history = [self._seen, *self._history][: self._length]
-        self._seen = None
+        self._history = [self._seen.clone(), *self._history][: self._length]
+        self._seen.zero_()
         amax = torch.stack(self._history).amax() if self._by_maximum else self._history[0]
-        self._fixed = scale_for(amax, self.dtype, self._margin)
+        scale = scale_for(amax, self.dtype, self._margin)
+        self._fixed = scale if self._fixed is None else self._fixed.copy_(scale)
 
 
 class Fp8Gemms:
@@ -150,31 +154,32 @@ class Fp8Gemms:
         self.x = TensorScale(E4M3, precision)
         self.weight = TensorScale(E4M3, precision)
         self.gradient = TensorScale(E4M3 if precision.fp8_format == "e4m3" else E5M2, precision)
-        self._weight: tuple[Rounded, Rounded] | None = None  # of this row, and its transpose
+        self._weight: tuple[Rounded, Rounded] | None = None  # and its transpose, where they lie for good
+        self._is_cast = False  # in this row
         self._trains = True
 
     def begin(self, trains: bool) -> None:
         """A row of the schedule begins, with other weights than the last one, perhaps. trains: what it sees counts for scales to come."""
-        self._weight, self._trains = None, trains
+        self._is_cast, self._trains = False, trains
         if trains:
             for scale in (self.x, self.weight, self.gradient):
                 scale.step()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        y = multiply(self._cast(self.x, rows), self._cast_weight(weight)[0], x.dtype, bias, fast=True)
+        y = multiply(self._cast(self.x, rows), self.cast_weight(weight)[0], x.dtype, bias, fast=True)
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         rows = grad_output.reshape(-1, weight.shape[0])
-        dx = multiply(self._cast(self.gradient, rows), self._cast_weight(weight)[1], grad_output.dtype)
+        dx = multiply(self._cast(self.gradient, rows), self.cast_weight(weight)[1], grad_output.dtype)
         return dx.view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
-        return self._chunks(self.x, x, self._cast_weight(weight)[0], bias, group, fast=True)
+        return self._chunks(self.x, x, self.cast_weight(weight)[0], bias, group, fast=True)
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
-        return self._chunks(self.gradient, grad_output, self._cast_weight(weight)[1], None, group, fast=False)
+        return self._chunks(self.gradient, grad_output, self.cast_weight(weight)[1], None, group, fast=False)
 
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
         return self._outer(grad_output, inputs, inputs.dtype)
@@ -205,8 +210,15 @@ class Fp8Gemms:
         return Rounded(values.t().contiguous() if transposed else values, scale.reciprocal())
 
     @torch.no_grad()
-    def _cast_weight(self, weight: Tensor) -> tuple[Rounded, Rounded]:
-        if self._weight is None:
+    def cast_weight(self, weight: Tensor) -> tuple[Rounded, Rounded]:
+        """The weight and its transpose in 8 bits; made once a row, by whoever asks first."""
+        if self._weight is None or not self._is_cast:
             whole = self._cast(self.weight, weight.detach())
-            self._weight = whole, Rounded(whole.values.t().contiguous(), whole.inverse)
+            both = whole, Rounded(whole.values.t().contiguous(), whole.inverse)
+            if self._weight is None:
+                self._weight = both
+            for kept, new in zip(self._weight, both, strict=True):
+                kept.values.copy_(new.values)
+                kept.inverse.copy_(new.inverse)
+            self._is_cast = True
         return self._weight

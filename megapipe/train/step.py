@@ -116,8 +116,6 @@ class TrainStep:
         machines, count = self._machines, len(microbatches)
         engine = machines.engine(count)
         step = Step(microbatches, machines.message, self._average.objective(lambda: machines.optimizer.loss_scale))
-        if machines.graphs is not None:
-            machines.graphs.before_step(step)
         goes_on, begun = self._head_start(engine, step, timers, settled) if self.is_ahead else (True, None)
         if not goes_on:
             return None
@@ -126,6 +124,8 @@ class TrainStep:
             reports = engine.run(step) if begun is None else engine.finish(begun)
         with timers.phase("gradient-reduce"):
             machines.reducer.finish()
+        if machines.graphs is not None:
+            machines.graphs.after_step(step)
         replicas, world = machines.groups.dp_cp.size, machines.groups.world
         return self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device)
 

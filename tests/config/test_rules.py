@@ -384,6 +384,12 @@ CASES = [
     ),
     (
         "graphs_repeat_themselves",
+        f"{GRAPHS} --fp8 hybrid --bf16 --cuda-graph-warmup-steps 1",
+        ["from the second step on", "--cuda-graph-warmup-steps 2"],
+        f"{GRAPHS} --fp8 hybrid --fp8-recipe tensorwise --bf16 --cuda-graph-warmup-steps 1",
+    ),
+    (
+        "graphs_repeat_themselves",
         f"{GRAPHS} --cpu-offloading-num-layers 1",
         ["--cpu-offloading-num-layers 1 moves activations", "leave it out"],
         f"{GRAPHS} --recompute-granularity selective",

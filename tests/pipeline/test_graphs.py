@@ -102,7 +102,7 @@ def test_each_slot_has_a_pool_of_its_own() -> None:
 
 def test_a_forward_waits_for_weights_before_it_is_replayed() -> None:
     seen: list[Tensor] = []
-    module, graphs = middle(wait_for_weights=lambda: seen.append(module.linear.weight.detach().add_(1.0).clone()))
+    module, graphs = middle(ready=lambda: seen.append(module.linear.weight.detach().add_(1.0).clone()))
     graphs.record(TapeRecorder(), 1, example())
     assert not seen
     output = CapturedStage(graphs, {0: 0}).forward(0, (values(1)[0],), values(1)[1], None)[0]
@@ -163,11 +163,11 @@ def test_graphs_are_recorded_after_the_warm_up_once_all_is_settled() -> None:
 
     rank = RankGraphs({1: graphs}, {1: 2}, 2, 2, torch.device("cpu"), Ordered(), settle=lambda: order.append("settle"))
     step = Step([example().payload], lambda boundary: MESSAGE, lambda output, payload: (output, output))
-    for _ in range(4):
+    for _ in range(3):
         order.append("step")
-        rank.before_step(step)
-    assert order == ["step", "step", "step", "settle", *["record"] * 4, "step"]
+        rank.after_step(step)
+    assert order == ["step", "step", "settle", *["record"] * 4, "step"]
     rank.release()
     assert not graphs.are_recorded
-    rank.before_step(step)
+    rank.after_step(step)
     assert graphs.are_recorded

@@ -42,8 +42,8 @@ def _anew(config: Config) -> Iterator[str]:
         yield f"{' and '.join(dropout)} would drop the same elements for ever; give --hidden-dropout 0 --attention-dropout 0"
     if precision.dtype == "fp16" and precision.loss_scale is None:
         yield "--fp16 finds its loss scale as it goes; use --bf16, or a fixed --loss-scale"
-    if precision.fp8_format is not None:
-        yield "--fp8-format has scales that change from step to step; leave one of the two out"
+    if precision.fp8_format is not None and precision.fp8_recipe == "delayed" and config.gpu.cuda_graph_warmup_steps < 2:
+        yield "delayed scales of --fp8-format are there from the second step on; give --cuda-graph-warmup-steps 2 or more"
     libraries = [
         f"{flag} {value}"
         for flag, value, theirs in (
