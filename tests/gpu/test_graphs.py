@@ -10,6 +10,7 @@ import torch
 
 from megapipe.model.mlp import MLP
 from megapipe.train.step import TrainStep
+from tests.gpu.test_implementations import needs_fp8
 from tests.gpu.test_training import CARD, EXACT, SHARED, STEPS, WORDS, assert_close, losses, on_one
 from tests.launch.scripts import launch
 from tests.train.jobs import job
@@ -25,6 +26,7 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --group
     [
         pytest.param("", id="plain"),
         pytest.param(f"{LLAMA} --bf16", id="llama, bf16"),
+        pytest.param("--bf16 --fp8 hybrid --hidden-size 32 --ffn-hidden-size 32", id="fp8"),
         pytest.param("--bf16 --cross-entropy-chunk-size 5 --window-size 5", id="loss in chunks, a mask"),
         pytest.param("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="full recompute"),
         pytest.param("--pipeline-model-parallel-layout Et|tt|tL", id="three stages on a rank"),
@@ -32,6 +34,8 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --group
     ],
 )
 def test_replayed_steps_give_the_losses_of_launched_ones(flags: str, tmp_path: Path) -> None:
+    if "--fp8" in flags:
+        needs_fp8()
     plain = on_one(tmp_path / "plain", flags, CARD)
     assert len(set(plain)) == STEPS
     assert_close(on_one(tmp_path / "graphs", f"{flags} {GRAPHS}", CARD), plain)

@@ -2,6 +2,7 @@
 
 - While something is recorded nothing lasts: tensors that were there before get their values back, those that were made hold NaN.
 - A replay runs the recorded operations on the recorded memory, so that results lie where they lay. Python between them does not run.
+- Collectives of gloo stand for those of NCCL: a replay starts them again, and waits for them.
 - What reads a value on the host, or brings one from there, cannot be recorded.
 - Memory that nobody holds any more when a recording ends may be given to it: after each replay it holds NaN, whoever has written it since.
 - Memory that comes from outside and was given back is not read: that raises.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -61,11 +63,14 @@ class Tape(TorchDispatchMode):
         self._steps: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []  # operation, arguments, results to be written
         self._before: dict[int, Tensor] = {}  # outside: storage -> what it held, as bytes
         self._read: set[int] = set()  # outside
+        self._collected: set[int] = set()  # by collectives
         self._freed: list[UntypedStorage] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if func is torch.ops.aten.copy_.default and storage(args[0]) in self._collected:
+            return func(*args, **(kwargs or {}))  # gloo's own, at the end of a reduce-scatter
         given = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and storage(leaf) not in self._pool.held:
@@ -73,7 +78,9 @@ class Tape(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         new = [(i, self._pool.alias(tensor)) for i, tensor in enumerate(results) if storage(tensor) not in given]
-        if new or func._schema.is_mutable:  # else it is a view
+        if func.namespace == "c10d":
+            self._collected |= given
+        if new or func._schema.is_mutable or func.namespace == "c10d":  # else it is a view
             self._steps.append((func, *tree_map(self._kept, (args, kwargs or {})), new))
         return result
 
@@ -94,7 +101,11 @@ class Tape(TorchDispatchMode):
             raise RuntimeError(f"a replay would read memory that was given back, {len(lost)} tensors")
         with torch._C._AutoDispatchBelowAutograd():
             for func, args, kwargs, new in self._steps:
-                results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+                leaves = tree_leaves(func(*args, **kwargs))
+                for leaf in leaves:
+                    if isinstance(leaf, torch.ScriptObject):
+                        Work.unbox(leaf).wait()
+                results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
                 for i, tensor in new:
                     tensor.copy_(results[i])
         for freed in self._freed:

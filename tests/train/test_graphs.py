@@ -26,7 +26,7 @@ from tests.train.grids import step_microbatches, trainer
 from tests.train.runs import tiny
 
 WARMUP = 2
-BATCHES = (8, 8, 8, 4, 8)  # samples of each step; two are a microbatch
+BATCHES = (8, 8, 4, 8)  # samples of each step; two are a microbatch
 THREE = {"pipeline_model_parallel_layout": "Et|tt|tL"}
 LLAMA = {
     "position_embedding_type": "rope",
@@ -146,7 +146,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "global_batch_size": 16,
         },
     ),
-    "interleaved": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}),
+    "tp 2, sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}),
     "zb-h1": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}),
     "zb-v": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2}),
 }
