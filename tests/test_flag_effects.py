@@ -294,7 +294,7 @@ def snapshot(pair: Pair, _: str) -> None:
 
 def recorded_after(pair: Pair, _: str) -> None:
     (before,), (after,) = pair.both(lambda case: graph_words(case.plan(1)))
-    assert "recorded after step 3" in before and "recorded after step 5" in after
+    assert "recorded after 3 steps" in before and "recorded after 5 steps" in after
 
 
 def readers(pair: Pair, _: str) -> None:

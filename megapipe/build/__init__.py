@@ -4,6 +4,7 @@
 - `loss`:      what the last stage's output means, and the denominators of the average
 - `forward_machines`: `ForwardMachines`: stages, their parameters, channels and forward engines of this rank
 - `machines`:  `Machines`: the same for training: reducer, gather, optimizer, engines
+- `graphs`:    what records a rank's stages as CUDA graphs, and when
 - `offload`:   what moves a rank's activations to the host and back
 - `saved_weights`: a checkpoint's weights into a rank's stages
 - `updates`:   `RowUpdates`: weight versions and optimizer steps inside a row (asynchronous schedules)

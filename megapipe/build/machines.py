@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megapipe.build.forward_machines import DrawSlice, ForwardMachines
+from megapipe.build.graphs import build_graphs, captured_stages
 from megapipe.build.offload import build_offload, row_offload
 from megapipe.build.updates import RowUpdates
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
-from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.pipeline.engine import Engine
-from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, Recorder, StageGraphs
+from megapipe.pipeline.graphs import Recorder
 from megapipe.pipeline.stage import Stage
 from megapipe.pipeline.streams import StageStreams
 from megapipe.planner.run_plan import RunPlan
@@ -58,8 +56,8 @@ class Machines(ForwardMachines):
         if not plan.is_synchronous:
             (own,) = self.buffers.values()
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
-        records = plan.config.gpu.cuda_graph_impl == "local"
-        self.graphs = self._rank_graphs(recorder or CudaRecorder()) if records else None
+        parts = {stage: (module, self.buffers[stage], self.runners[stage]) for stage, module in self.stages.items()}
+        self.graphs = build_graphs(plan, self.coordinates.pp_rank, device, parts, self.gather, recorder, groups.world.heart)
         self.marks = marks
         self.offload = build_offload(plan, self.stages, device)
         self._engines: dict[int, Engine] = {}
@@ -75,10 +73,13 @@ class Machines(ForwardMachines):
             streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
             offload = None if self.offload is None else row_offload(self.plan, self.offload, num_microbatches, pp_rank)
             head_start = self.plan.head_start(num_microbatches)[pp_rank]
+            stages: Mapping[int, Stage] = self.runners
+            if self.graphs is not None:
+                stages = captured_stages(self.graphs, self.plan, pp_rank, num_microbatches)
             self._engines[num_microbatches] = Engine(
                 schedule,
                 pp_rank,
-                self._stages_of_row(num_microbatches),
+                stages,
                 self.channels,
                 self.reducer.reduce,
                 self.tracer,
@@ -90,40 +91,3 @@ class Machines(ForwardMachines):
                 offload,
             )
         return self._engines[num_microbatches]
-
-    def _stages_of_row(self, num_microbatches: int) -> Mapping[int, Stage]:
-        if self.graphs is None:
-            return self.runners
-        slots = self.plan.slots(num_microbatches, self.coordinates.pp_rank)
-        return {
-            stage: CapturedStage(graphs, {microbatch: slot for (of, microbatch), slot in slots.items() if of == stage})
-            for stage, graphs in self.graphs.stages.items()
-        }
-
-    def _rank_graphs(self, recorder: Recorder) -> RankGraphs:
-        heart = self.groups.world.heart
-        return RankGraphs(
-            {stage: self._stage_graphs(stage) for stage in self.stages},
-            self.plan.num_slots(self.coordinates.pp_rank),
-            self.plan.placement.num_stages - 1,
-            self.plan.config.gpu.cuda_graph_warmup_steps,
-            self.device,
-            recorder,
-            settle=self.gather.finish,
-            example=lambda microbatch: replace(microbatch, dropout_key=None),  # a key is another for each microbatch
-            during=nullcontext if heart is None else partial(heart.phase, "recording graphs", PATIENCE),
-        )
-
-    def _stage_graphs(self, stage: int) -> StageGraphs:
-        held, module = self.buffers[stage], self.stages[stage]
-
-        def ready() -> None:
-            self.gather.wait(stage)
-            if self.plan.borrows_embedding(stage):
-                self.gather.wait(0)
-            module.cast_weights()
-
-        def fixed() -> list[torch.Tensor]:
-            return [*module.parameters(), *(buffer.gradients for buffer in held.buffers)]
-
-        return StageGraphs(stage, self.runners[stage], fixed, ready, self.plan.splits_backward)

@@ -73,8 +73,8 @@ def graph_words(plan: RunPlan) -> tuple[str, ...]:
         return ()
     slots = [sum(plan.num_slots(pp_rank).values()) for pp_rank in range(plan.topology.pp)]
     parts = "forward, I and W" if plan.splits_backward else "forward and backward"
-    text = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after step"
-    return (f"graphs     {text} {gpu.cuda_graph_warmup_steps}; evaluation as written (--cuda-graph-impl {gpu.cuda_graph_impl})",)
+    text = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after"
+    return (f"graphs     {text} {gpu.cuda_graph_warmup_steps} steps; evaluation as written (--cuda-graph-impl {gpu.cuda_graph_impl})",)
 
 
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:
@@ -152,6 +152,8 @@ def ways_out(plan: RunPlan) -> str:
         ways.append("--sequence-parallel")
     if config.recompute.recompute_granularity is None:
         ways.append("--recompute-granularity selective")
+    if config.gpu.cuda_graph_impl != "none":
+        ways.append("no --cuda-graph-impl")
     if config.training.micro_batch_size > 1:
         ways.append(f"--micro-batch-size {config.training.micro_batch_size // 2}")
     if config.recompute.recompute_granularity != "full":
