@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.recompute import RecomputeConfig
@@ -58,6 +59,13 @@ class LocalSizes:
             element=ELEMENT_BYTES[dtype],
             wide=max(ELEMENT_BYTES[dtype], 4),
         )
+
+    @classmethod
+    def asked(cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int) -> LocalSizes:
+        """With the kernels and the loss that a configuration asks for. model: resolved; its vocabulary is padded for this tp."""
+        sizes = cls.of(model, tp, sequence_parallel, micro_batch_size, config.precision.dtype)
+        chunks_loss = config.training.cross_entropy_chunk_size is not None
+        return replace(sizes, attention=config.kernels.attention_impl, chunks_loss=chunks_loss)
 
     @property
     def hidden_states(self) -> int:

@@ -14,7 +14,6 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.planner.activations import ELEMENT_BYTES, stage_bytes
-from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.cut import cut_key, cut_layers
 from megapipe.planner.fp8 import Casts, fp8_layers
 from megapipe.planner.hardware import Hardware
@@ -190,7 +189,7 @@ class Bounds:
         hardware = self._hardware
         fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
         tp_link = dataclasses.replace(fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds))
-        tensors = Tensors.of(model, tp, sliced, size, self._config.precision.dtype, comm_chunks(self._config.parallel))
+        tensors = Tensors.asked(self._config, model, tp, sliced, size)
         head = head_seconds(tensors, hardware, tp_link)
         kinds = [layer_seconds(each, recompute, hardware, tp_link) for each in self._kinds_of_layers(tensors)]
         kept = [

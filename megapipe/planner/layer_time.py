@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.planner.activations import LocalSizes, is_explicit, layer_activation_bytes
-from megapipe.planner.comm_chunks import WHOLE, CommChunks
+from megapipe.planner.comm_chunks import WHOLE, CommChunks, comm_chunks
 from megapipe.planner.flops import mean_keys
 from megapipe.planner.fp8 import Casts
 from megapipe.planner.hardware import FP8, Hardware, Link
@@ -78,11 +79,16 @@ class Tensors:
     casts: Casts | None = None
 
     @classmethod
-    def of(
-        cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str, chunks: CommChunks = WHOLE
-    ) -> Tensors:
-        sizes = LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype)
-        return cls(model, sizes, tp, sequence_parallel, dtype, chunks if tp > 1 else WHOLE)
+    def of(cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str) -> Tensors:
+        """With what is the default in all else."""
+        return cls(model, LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype), tp, sequence_parallel, dtype)
+
+    @classmethod
+    def asked(cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int) -> Tensors:
+        """With the kernels, the loss and the overlaps that a configuration asks for, its layers in the model's dtype."""
+        sizes = LocalSizes.asked(config, model, tp, sequence_parallel, micro_batch_size)
+        chunks = comm_chunks(config.parallel) if tp > 1 else WHOLE
+        return cls(model, sizes, tp, sequence_parallel, config.precision.dtype, chunks)
 
     def gemms(self) -> list[tuple[int, int, int]]:
         """(tokens, inputs, outputs) of the linears of a layer: linear_qkv, linear_proj, linear_fc1, linear_fc2."""

@@ -24,7 +24,6 @@ runs, the allocator's slack, the CUDA context.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -170,15 +169,8 @@ def _attention_copies(plan: RunPlan, num_layers: int, documents: Documents) -> i
 def local_sizes(plan: RunPlan) -> LocalSizes:
     """Sizes of one microbatch on any rank of the plan."""
     config = plan.config
-    sizes = LocalSizes.of(
-        config.model,
-        plan.topology.tp,
-        config.parallel.sequence_parallel,
-        config.training.micro_batch_size,
-        config.precision.dtype,
-    )
-    chunks_loss = config.training.cross_entropy_chunk_size is not None
-    return dataclasses.replace(sizes, attention=config.kernels.attention_impl, chunks_loss=chunks_loss)
+    sliced, size = config.parallel.sequence_parallel, config.training.micro_batch_size
+    return LocalSizes.asked(config, config.model, plan.topology.tp, sliced, size)
 
 
 def peak_of_row(

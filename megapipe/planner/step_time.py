@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megapipe.planner.comm_chunks import comm_chunks
 from megapipe.planner.flops import step_flops
 from megapipe.planner.fp8 import Casts, num_fp8_layers
 from megapipe.planner.hardware import Hardware, Link
@@ -91,7 +90,7 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     config, t = plan.config, plan.topology
     tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
     sliced, size = config.parallel.sequence_parallel and t.tp > 1, config.training.micro_batch_size
-    tensors = Tensors.of(config.model, t.tp, sliced, size, config.precision.dtype, comm_chunks(config.parallel))
+    tensors = Tensors.asked(config, config.model, t.tp, sliced, size)
     layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
     casts = Casts.of(config)
     in_fp8 = layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)

@@ -35,6 +35,7 @@ def config_of(
     fp8: str | None = None,
     compiles: bool = False,
     in_chunks: bool = False,
+    loss_chunk: int | None = None,
 ) -> Config:
     return wish(
         num_layers=num_layers,
@@ -51,6 +52,7 @@ def config_of(
         fp8_format=None if fp8 is None else "hybrid",
         first_last_layers_bf16=fp8 == "ends",
         compile_pointwise=compiles,
+        cross_entropy_chunk_size=loss_chunk,
     )
 
 
@@ -65,6 +67,7 @@ configs = st.builds(
     st.sampled_from((None, "all", "ends")),
     st.booleans(),
     st.booleans(),
+    st.sampled_from((None, 32)),
 )
 families = st.sampled_from(SCHEDULES_TRIED).flatmap(
     lambda family: st.tuples(st.just(family[0]), st.just(family[1]) if family[1] else st.integers(2, 4))
@@ -125,3 +128,9 @@ def test_overlaps_never_slow_a_step_nor_fill_memory(config: Config, layout: Layo
     times = [predict_step(plan, H100).seconds for plan in plans]
     assert times[0] <= times[1] * (1 + 1e-9)
     assert [rank.total for rank in all_rank_memory(plans[0])] <= [rank.total for rank in all_rank_memory(plans[1])]
+
+
+def test_logits_in_chunks_are_computed_once_more() -> None:
+    layout, whole = Layout(2, 2, 1, "1f1b", 1, RECOMPUTES[0]), config_of(8, 4, 60000, 8, 0.0, tied=False)
+    seconds = [predict(config, layout, 4, A100).time.seconds for config in (whole, config_of(8, 4, 60000, 8, 0.0, False, loss_chunk=32))]
+    assert seconds[0] < seconds[1]

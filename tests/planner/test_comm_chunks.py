@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +16,7 @@ from megapipe.schedule.action import Op
 
 TP, LATENCY = 8, 1e-6
 FULL = RecomputeConfig("full", "uniform", 1)
-SMOOTH = dataclasses.replace(hardware_named("h100"), gemm_shares=((1, 0.5), (8192, 0.5)), memory_bytes_per_second=1e18)
+SMOOTH = replace(hardware_named("h100"), gemm_shares=((1, 0.5), (8192, 0.5)), memory_bytes_per_second=1e18)
 MODEL = resolve_model(gpt(48, 6144, 64), TP)
 
 
@@ -24,7 +24,7 @@ def of(
     chunks: CommChunks, rate: float, sequence_parallel: bool = True, recompute: RecomputeConfig | None = None
 ) -> tuple[OpSeconds, OpSeconds, float]:
     """(a layer, the head, seconds on the wire of one collective of hidden states)"""
-    tensors, link = Tensors.of(MODEL, TP, sequence_parallel, 1, "bf16", chunks), Link(rate, LATENCY)
+    tensors, link = replace(Tensors.of(MODEL, TP, sequence_parallel, 1, "bf16"), chunks=chunks), Link(rate, LATENCY)
     wire = tensors.sizes.tokens * tensors.sizes.hidden * 2 * (TP - 1) / TP / rate
     return layer_seconds(tensors, recompute or RecomputeConfig(), SMOOTH, link), head_seconds(tensors, SMOOTH, link), wire
 
@@ -63,6 +63,6 @@ def test_a_forward_that_is_computed_again_gains_again() -> None:
 
 def test_many_chunks_cost_what_small_gemms_and_latencies_do() -> None:
     """At the shares of a real card, a chunk of some tokens wastes more than it hides."""
-    tensors = [Tensors.of(MODEL, TP, True, 1, "bf16", CommChunks(count, count)) for count in (4, 256)]
+    tensors = [replace(Tensors.of(MODEL, TP, True, 1, "bf16"), chunks=CommChunks(count, count)) for count in (4, 256)]
     few, many = (layer_seconds(each, RecomputeConfig(), hardware_named("h100"), hardware_named("h100").node) for each in tensors)
     assert few.of(Op.F) < many.of(Op.F)
