@@ -90,7 +90,10 @@ def test_one_rank_trains_to_the_same_bits_in_the_planned_host_memory(name: str) 
     assert {("out", "copies", ""), ("in", "copies", ""), ("compute", "waits for", "in")} <= set(log)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+SLOW = ("1f1b", "interleaved", "pipedream", "post_validation")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TWO_RANKS])
 def test_ranks_of_a_grid_train_to_the_same_bits(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     changes, pool = OFFLOAD | TWO_RANKS[name], rank_pools(2)
     plan = make_plan(2, "fp64", **changes)

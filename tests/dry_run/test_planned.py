@@ -48,12 +48,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dualpipe": (4, PP4 | {"pipeline_schedule": "dualpipe"}),
     "dualpipe_v": (2, PP2 | {"pipeline_schedule": "dualpipe-v"}),
     "pipedream": (2, PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0}),
-    "offload": (1, OFFLOAD),
-    "offload_some_bf16": (1, OFFLOAD | {"cpu_offloading_num_layers": 5, "dtype": "bf16"}),
     "offload_sp2_pp2": (4, OFFLOAD | SP2 | PP2 | {"dtype": "bf16"}),
     "offload_large_ones_pp4": (4, OFFLOAD | PP4 | {"min_offloaded_tensor_size": 4096}),
     "offload_checkpoints_pp2": (2, OFFLOAD | FULL | PP2 | {"recompute_keep_attention": True}),
-    "offload_split_backward": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-h1"}),
     "offload_v": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-v"}),
     "documents": (
         1,
