@@ -48,6 +48,7 @@ from megapipe.planner.offload import (
     away_in_row,
     group_sizes,
     group_storages,
+    groups_of,
     row_moves,
     stage_group_bytes,
     stage_groups,
@@ -56,6 +57,7 @@ from megapipe.planner.residence import Inside, Residence, inside_of_backward
 from megapipe.planner.run_plan import RunPlan
 from megapipe.planner.temporaries import Backward, temporary_bytes
 from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
@@ -252,15 +254,15 @@ def _offloaded(plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping
     return Residence(stages, groups, kept, away.at, inside), {"activations": away.host_bytes}
 
 
-def offloaded_groups(plan: RunPlan, stage: int) -> tuple[GroupBytes, ...]:
-    """What each group of a stage's layers keeps and moves for one microbatch."""
-    config, layers, documents = plan.config, plan.partition.stages[stage], Documents.of(plan.config.data)
-    sizes = local_sizes(plan)
+def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
+    """What each group of a stage's layers keeps and moves for one microbatch. layers: other ones than the plan's."""
+    layers = layers or plan.partition.stages[stage]
+    config, documents, sizes = plan.config, Documents.of(plan.config.data), local_sizes(plan)
     storages = group_storages(config.model, sizes, config.recompute, layers.num_layers, documents)
     if _attention_copies(plan, 1, documents):
         copy = Storage(sizes.query, sizes.element)
         storages = [[*group, copy] for group in storages]
-    return stage_group_bytes(storages, stage_groups(plan, stage).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding)
+    return stage_group_bytes(storages, groups_of(config, layers).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding)
 
 
 def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:

@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megapipe.config.config import Config
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.planner.activations import MASK_BYTES, NO_DOCUMENTS, Documents, LocalSizes, is_explicit
 from megapipe.planner.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.moves import Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
+from megapipe.schedule.partition import StageLayers
+
+USUAL_UNITS_ON_DEVICE = 2  # at the peak of a step, of those that are moved: made and being copied, or used and coming back
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,12 @@ def group_sizes(recompute: RecomputeConfig, num_layers: int) -> tuple[int, ...]:
 
 def stage_groups(plan: RunPlan, stage: int) -> StageGroups:
     """How many groups a stage has, and how many of them --cpu-offloading-num-layers moves."""
-    layers, count = plan.partition.stages[stage], plan.config.offload.cpu_offloading_num_layers
-    sizes = group_sizes(plan.config.recompute, layers.num_layers)
+    return groups_of(plan.config, plan.partition.stages[stage])
+
+
+def groups_of(config: Config, layers: StageLayers) -> StageGroups:
+    """The same, of a stage with these layers."""
+    count, sizes = config.offload.cpu_offloading_num_layers, group_sizes(config.recompute, layers.num_layers)
     num_moved = sum(sum(sizes[:group]) < count for group in range(len(sizes)))
     return StageGroups(len(sizes), num_moved, layers.has_head)
 

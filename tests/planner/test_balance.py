@@ -178,6 +178,19 @@ def test_bytes_by_the_number_of_layers_are_those_of_the_plan(grid: dict[str, obj
         assert estimate.of(rank.pp_rank, held) == pytest.approx(rank.total, rel=0.02)
 
 
+@pytest.mark.parametrize("count", [2, 12])
+@pytest.mark.parametrize("grid", GRIDS[:3], ids=["1f1b", "interleaved", "zb_v"])
+def test_bytes_of_offloaded_layers_are_about_those_of_the_plan(grid: dict[str, object], count: int) -> None:
+    offloaded = grid | {"cpu_offloading_num_layers": count, "min_offloaded_tensor_size": 1}
+    pp = int(str(grid["pipeline_model_parallel_size"]))
+    bare, plan = resolve(wish(**BIG, **grid), pp), resolve(wish(**BIG, **offloaded), pp)
+    for without, rank in zip(all_rank_memory(bare), all_rank_memory(plan), strict=True):
+        held = [plan.partition.layer_counts[stage] for stage in plan.placement.stages_of(rank.pp_rank)]
+        estimate = RankBytes(plan).of(rank.pp_rank, held)
+        assert estimate == pytest.approx(rank.total, rel=0.13)
+        assert rank.total < without.total
+
+
 @pytest.mark.parametrize("grid", GRIDS[:3], ids=["1f1b", "interleaved", "zb_v"])
 def test_a_rank_with_little_memory_gives_layers_away_and_then_fits(grid: dict[str, object]) -> None:
     pp = int(str(grid["pipeline_model_parallel_size"]))
