@@ -1,8 +1,8 @@
 """Bytes of a pipeline rank by the number of layers on each of its stages: `memory` for cuts that are being looked for.
 
 The same terms as `memory.rank_memory`, from the rows of the schedule and a layer's parameters and activations; padding of buffers, messages
-and what one backward makes and frees are taken from a plan with some cut. Of offloaded activations two layers are taken to be on the device,
-which is right within some 13 %. `planner.cut` asks `rank_memory` about the cut that it chooses.
+and what one backward makes and frees are taken from a plan with some cut. Of offloaded activations two layers are taken to be on the
+device: right within some 13 %. `planner.cut` asks `rank_memory` about the cut that it chooses.
 """
 
 from __future__ import annotations
