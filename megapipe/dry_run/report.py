@@ -10,6 +10,7 @@ from megapipe.dry_run.rank import STATE, RankCount
 from megapipe.planner.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.planner.report import bytes_text, text_table
 from megapipe.planner.run_plan import RunPlan
+from megapipe.schedule.action import Op, parse_action
 
 Counted = Sequence[tuple[Kind, RankCount]]
 
@@ -81,9 +82,11 @@ def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     yield f"  memory   of rank {count.global_rank}, which stands for {kind.count:,}{run}"
     rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
     inside = memory.items["temporaries"] + memory.items["recompute"]
-    action = f"in {count.peak_action}" if count.peak_action else "in the optimizer"
-    rows.append(("when the peak's action begins", planned_step(memory) - inside, count.before_action))
-    rows.append((f"made {action}", inside, count.items["step"] - count.before_action))
+    if count.peak_action and parse_action(count.peak_action).op in (Op.B, Op.I):  # the plan's items are those at the start of a backward
+        rows.append(("when the peak's action begins", planned_step(memory) - inside, count.before_action))
+        rows.append((f"made in {count.peak_action}", inside, count.items["step"] - count.before_action))
+    else:
+        rows.append((f"in {count.peak_action or 'the optimizer'}", planned_step(memory), count.items["step"]))
     rows.append(("total", memory.total, count.peak))
     cells = [(name, bytes_text(planned), bytes_text(counted), difference_text(planned, counted)) for name, planned, counted in rows]
     yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
