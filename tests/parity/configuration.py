@@ -8,6 +8,7 @@ from typing import Any
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
+from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
@@ -56,6 +57,8 @@ def configuration(grid: Grid, dtype: str = "fp64") -> Config:
         model=_model(grid, num_layers),
         parallel=_parallel(grid, cut),
         recompute=_recompute(grid),
+        # in grids of larger microbatches, two layers of each stage wait on the host
+        offload=OffloadConfig(2, 1) if grid["micro_batch_size"] == 2 else OffloadConfig(),
         training=_training(grid),
         optimizer=OptimizerConfig(**_same_name(OptimizerConfig, grid) | {"lr": 0.02} | OPTIMIZERS[grid["optimizer"]]),
         precision=PrecisionConfig(dtype=dtype),
