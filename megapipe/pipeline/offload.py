@@ -7,7 +7,7 @@ Parameters, the stage's own input (held for its gradient anyway), what all layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.pipeline.copies import Copies, HostBuffer, HostPool
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.moves import Moment, Moves, Unit, moments_of
+from megapipe.schedule.moves import Moment, Moves, StageGroups, Unit, moments_of
 
 
 class Offload:
@@ -107,7 +107,7 @@ class RowOffload:
         self._offload, self._moves, self._firsts = offload, moves, firsts
 
     @classmethod
-    def of(cls, offload: Offload, moves: Moves, row: Iterable[Action], stages: Any) -> RowOffload:
+    def of(cls, offload: Offload, moves: Moves, row: Iterable[Action], stages: Mapping[int, StageGroups]) -> RowOffload:
         """stages: as `plan_moves` took them."""
         return cls(offload, moves, {action: moment for action in row for moment in list(moments_of(action, stages))[:1]})
 
