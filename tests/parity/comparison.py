@@ -24,31 +24,31 @@ from tests.parity.options import Grid, world_of
 STEPS = 3
 
 
-def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = ()) -> None:
-    """Train a grid and the reference for three steps. Raises AssertionError with everything that differs, and the grid to run again.
+def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = (), steps: int = STEPS) -> None:
+    """Train a grid and the reference for some steps, three at most. Raises AssertionError with everything that differs, and the grid to run again.
 
     without_loss: microbatches of each global batch in which no token counts.
     """
     print(grid)
     try:
-        wrong = pool.run(differences, grid, without_loss)[0]
+        wrong = pool.run(differences, grid, without_loss, steps)[0]
     except RankFailure as failure:
         wrong = [failure.report]
     if wrong:
         raise AssertionError(f"{len(wrong)} differences from the reference. The grid:\n\n    {grid}\n\n" + "\n".join(wrong))
 
 
-def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...]) -> list[str]:
+def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...], steps: int) -> list[str]:
     """A job for the ranks of a grid: a line for each loss, gradient norm, gradient and weight that differs; the same on every rank."""
     assert world_size == world_of(grid)
     plan = resolve(configuration(grid), world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
     rates = [Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"]) for lr, decay in ((0.02, 1), (0.01, 2), (0.015, 1))]
-    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan), seed=1)
+    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan)[:steps], seed=1)
     batches = [[_masked(part) if number in without_loss else part for number, part in enumerate(batch)] for batch in batches]
     slices = drawn_slices(plan.config.training.seed, torch.float64)
-    steps = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, FP64)
-    return [line for step in steps for line in _lines(step)]
+    compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates[:steps], FP64)
+    return [line for step in compared for line in _lines(step)]
 
 
 def _masked(batch: Batch) -> Batch:

@@ -107,9 +107,18 @@ def _parallel(grid: Grid, cut: dict[str, Any]) -> ParallelConfig:
         pipeline_memory_limit=grid["pp"] + 1 if grid["memory_limit"] == "pp + 1" else None,
         ddp_bucket_size=BUCKETS[grid["bucket"]],
         **P2P[grid["p2p"]],
+        **_tp_overlap(grid),
         **_same_name(ParallelConfig, grid),
         **cut,
     )
+
+
+def _tp_overlap(grid: Grid) -> dict[str, Any]:
+    """Where a microbatch group is larger than pp, a linear's collectives run in two chunks: both kinds or, by recompute, one of them."""
+    if grid["microbatch_group"] == "pp":
+        return {}
+    gathers, reduces = {"layernorm": (True, False), "core_attn": (False, True)}.get(grid["recompute"], (True, True))
+    return {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 2, "tp_comm_overlap_ag": gathers, "tp_comm_overlap_rs": reduces}
 
 
 def _cut(cut: str, pp: int, chunks: int) -> tuple[int, dict[str, Any]]:

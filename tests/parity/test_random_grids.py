@@ -1,4 +1,4 @@
-"""Random grids compute the same losses, gradients and weights as one plain process: fp64, three steps, 1e-10 a tensor.
+"""Random grids compute the same losses, gradients and weights as one plain process: fp64, two steps or three, 1e-10 a tensor.
 
 The grids are drawn twice: a fixed list in which every two option values that can meet do meet, and by hypothesis. A failing test prints
 its grid; to run it again, put it among the CORNERS of the file beside this one. A long run of five hundred more:
@@ -63,7 +63,8 @@ def grids(draw: st.DrawFn, worlds: tuple[int, ...] = WORLDS) -> Grid:
 @pytest.mark.parametrize("number", range(NUM_COVERING), ids="{:02}".format)
 def test_grid_equals_reference(rank_pools: Pools, number: int) -> None:
     grid = covering()[number]
-    assert_equals_reference(rank_pools(world_of(grid)), grid)
+    ramps_up = grid["microbatches"] == "1, 2, 3"
+    assert_equals_reference(rank_pools(world_of(grid)), grid, steps=3 if ramps_up else 2)
 
 
 @settings(DRAW, max_examples=NUM_DRAWN)
