@@ -144,6 +144,8 @@ def _replaced(small: Shrunk) -> Iterator[str]:
         yield f"fp8 {a.precision.fp8_format} by {b.precision.dtype}"
     if (a.kernels.transformer_impl, a.kernels.attention_impl, a.kernels.optimizer_impl) != ("local", "sdpa", "torch"):
         yield "other libraries' kernels by torch's: what is proven is the grid"
+    if a.recompute.recompute_keep_attention and not b.recompute.recompute_keep_attention:
+        yield "attention kept through full recompute by attention made again: in fp64 a GPU has no kernel whose results could be kept"
     if a.parallel.grad_reduce_in_bf16 and not b.parallel.grad_reduce_in_bf16:
         yield "gradients reduced in bf16 by gradients reduced in fp64"
     if b.precision.dtype == "fp16" and a.precision.initial_loss_scale != b.precision.initial_loss_scale:

@@ -32,8 +32,8 @@ def verify(plan: RunPlan, environment: Environment, mode: str) -> int:
     """
     if mode not in VERIFY_MODES:
         raise ConfigError(f"--verify-grid {mode}: use {' or '.join(VERIFY_MODES)}")
-    small = shrink(plan, mode, environment.world_size, environment.local_world_size)
-    world = join(small.plan, environment)
+    world = join(plan, environment)
+    small = shrink(plan, mode, environment.world_size, environment.local_world_size, world.device.type == "cuda")
     groups = build_process_groups(small.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     if world.global_rank == 0:
         print(plan_text(small), flush=True)

@@ -17,6 +17,7 @@ from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
+from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.planner.resolve import resolve
 from megapipe.planner.run_plan import RunPlan
@@ -40,7 +41,7 @@ class Shrunk:
     num_microbatches: tuple[int, ...]
 
 
-def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None) -> Shrunk:
+def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None, on_gpus: bool = False) -> Shrunk:
     """mode: 'fp64', or 'native' for the configuration's own dtype. Raises ConfigError only if `plan` itself could not be resolved."""
     config, partition = plan.config, _partition(plan.partition)
     training, counts = _training(plan)
@@ -48,7 +49,7 @@ def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None
     small = Config(
         model=_model(config, partition.num_layers, plan.topology.tp),
         parallel=parallel,
-        recompute=config.recompute,
+        recompute=_recompute(config.recompute, mode == "fp64" and on_gpus),
         offload=_offload(config.offload),
         training=training,
         optimizer=_optimizer(config.optimizer, *RATES["bf16" if parallel.grad_reduce_in_bf16 else precision.dtype]),
@@ -65,6 +66,11 @@ def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None
         small = dataclasses.replace(small, parallel=dataclasses.replace(small.parallel, ddp_bucket_size=bucket_size))
         resolved = resolve(small, world_size, ranks_per_node)
     return Shrunk(resolved, plan, mode, counts)
+
+
+def _recompute(recompute: RecomputeConfig, lacks_kernel: bool) -> RecomputeConfig:
+    """In fp64 GPUs have no fused attention whose results could be kept."""
+    return dataclasses.replace(recompute, recompute_keep_attention=False) if lacks_kernel else recompute
 
 
 def _offload(offload: OffloadConfig) -> OffloadConfig:

@@ -25,7 +25,8 @@ STEPS = 3
 
 
 def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = (), steps: int = STEPS) -> None:
-    """Train a grid and the reference for some steps, three at most. Raises AssertionError with everything that differs, and the grid to run again.
+    """Train a grid and the reference for three steps, or fewer. Raises AssertionError with everything that differs, and the grid to run
+    again.
 
     without_loss: microbatches of each global batch in which no token counts.
     """

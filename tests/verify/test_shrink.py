@@ -197,6 +197,15 @@ def test_a_reduction_in_bf16_is_replaced_in_fp64_and_kept_in_the_native_mode() -
     assert shrink(plan, "native", 2).plan.config.parallel.grad_reduce_in_bf16
 
 
+def test_attention_is_kept_but_in_fp64_on_gpus() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_keep_attention": True}
+    plan = resolve(config_of(dtype="bf16", **full), 2)
+    for mode, on_gpus, is_kept in (("fp64", True, False), ("fp64", False, True), ("native", True, True)):
+        small = shrink(plan, mode, 2, on_gpus=on_gpus)
+        assert small.plan.config.recompute.recompute_keep_attention == is_kept
+        assert ("attention kept through full recompute by" in plan_text(small)) != is_kept
+
+
 def test_a_constant_loss_scale_is_kept() -> None:
     plan = resolve(config_of(dtype="fp16", loss_scale=512.0), 2)
     assert shrink(plan, "native", 2).plan.config.precision == dataclasses.replace(plan.config.precision)
