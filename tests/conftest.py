@@ -1,4 +1,4 @@
-"""What every test gets: a reproducible hypothesis, --slow and --gpu, the torchfree marker by folder, cheapest tests first."""
+"""What every test gets: a reproducible hypothesis, --slow and --gpu, the markers torchfree and alone by folder, cheapest tests first."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).resolve().parent
 TORCHFREE_ROOMS = ("config", "topology", "sharding", "schedule", "data", "tokenizers", "monitor", "planner", "visualize")
 TORCHFREE_FILES = ("test_walls.py", "test_errors.py", "test_environment.py", *(f"test_{room}.py" for room in TORCHFREE_ROOMS))
+# where something is timed, or has to come within seconds: other tests beside them would be in the way
+ALONE_ROOMS = ("calibrate", "doctor", "faults", "gpu", "lab", "launch")
+ALONE_FILES = (
+    "comm/test_store_exchange.py",
+    "test_harness.py",
+    *(f"train/test_{what}.py" for what in ("hangs", "kills", "pipeline_profile", "signals", "stragglers")),
+)
+NOT_ALONE_FILES = ("launch/test_saved_model.py", "launch/test_scripts.py")
 
 hypothesis.settings.register_profile("megapipe", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("megapipe")
@@ -34,6 +42,12 @@ def is_torchfree(path: Path) -> bool:
     """True for a test file of a plan-half room."""
     parts = path.relative_to(TESTS).parts
     return parts[0] in TORCHFREE_ROOMS if len(parts) > 1 else parts[0] in TORCHFREE_FILES
+
+
+def is_alone(path: Path) -> bool:
+    """True for a test file that other tests would disturb."""
+    place = path.relative_to(TESTS)
+    return place.as_posix() in ALONE_FILES or (place.parts[0] in ALONE_ROOMS and place.as_posix() not in NOT_ALONE_FILES)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -78,6 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if TESTS in item.path.parents and is_torchfree(item.path):
             item.add_marker(pytest.mark.torchfree)
+        if TESTS in item.path.parents and is_alone(item.path):
+            item.add_marker(pytest.mark.alone)
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="a long variant: run with --slow"))
         if item.get_closest_marker("gpu"):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megapipe
 from megapipe.config.gpu import GpuConfig
 from megapipe.config.logging import LoggingConfig
 from megapipe.errors import ConfigError, TrainingError
@@ -135,6 +136,7 @@ def test_ranges_go_to_whom_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim"}
 METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
+PACKAGE = str(Path(megapipe.__file__).parent)
 OTHERWISE_ON_A_GPU = ("check_ids", "_contributing")  # branches for CPUs
 
 
@@ -143,7 +145,7 @@ def host_waits(seen: list[str]) -> Iterator[None]:
     """Collects where the host reads a tensor: on a GPU it waits for the device there."""
 
     def note() -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/megapipe/" in frame.filename]
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
         if not any(frame.name in OTHERWISE_ON_A_GPU for frame in frames):
             seen.append(f"{Path(frames[-1].filename).stem}.{frames[-1].name}")
 
