@@ -102,8 +102,9 @@ else
     trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
     phase "tests without torch" "$python" -m pytest --torchfree "${options[@]}"
     phase types show_types
+    trap 'rm -f "$types"' EXIT
     # ranks wait for each other a third of the time; what is timed, or has to come within seconds, runs alone (tests/conftest.py).
-    # One thread each: two pools of threads on the same cores take half as long again.
+    # One thread each: two pools of threads on the same two cores took a sixth longer.
     phase "tests, two at a time" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not torchfree and not alone" -n 2 --dist loadfile "${options[@]}"
     phase "tests, one at a time" "$python" -m pytest -m "alone and not torchfree" "${options[@]}"
 fi

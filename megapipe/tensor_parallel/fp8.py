@@ -117,9 +117,7 @@ class TensorScale:
             return self._fixed
         amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
         if records:
-            if self._seen is None:
-                self._seen = torch.zeros_like(amax)
-            torch.maximum(self._seen, amax, out=self._seen)
+            self._record(amax)
         return scale_for(amax, self.dtype, self._margin) if self._fixed is None else self._fixed
 
     def of_whole(self, x: Tensor, records: bool, group: Group | None) -> Callable[[Tensor], Tensor]:
@@ -131,9 +129,14 @@ class TensorScale:
         if group is not None:
             all_reduce(amax, group, "max")
         if records and self._length > 0:
-            self._seen = amax if self._seen is None else torch.maximum(self._seen, amax)
+            self._record(amax)
         scale = scale_for(amax, self.dtype, self._margin)
         return lambda chunk: scale
+
+    def _record(self, amax: Tensor) -> None:
+        if self._seen is None:
+            self._seen = torch.zeros_like(amax)
+        torch.maximum(self._seen, amax, out=self._seen)
 
     def step(self) -> None:
         """A step is over: what was seen in it becomes the newest of the history."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+
+from tests.pipeline.current_stream import CurrentStream
 
 LOOK_NS = 1_000  # that a look at the host's clock takes
 WAKING_NS = 5_000  # from the end of what the host waited for to its going on
@@ -21,12 +21,13 @@ class FakeStream:
         self.busy_until = max(self.busy_until, other.busy_until)
 
 
-class FakeDevice:
+class FakeDevice(CurrentStream[FakeStream]):
     """drift: by how much its clock runs faster than the host's. `now` is the host's clock, in nanoseconds."""
 
     def __init__(self, drift: float = 0.0) -> None:
         self.host_ns, self.drift = 10**15, drift
-        self.main = self._current = FakeStream()
+        self.main = FakeStream()
+        super().__init__(self.main)
         self.records_a_graph = False
 
     def now(self) -> int:
@@ -42,17 +43,6 @@ class FakeDevice:
 
     def Stream(self, device: Any = None) -> FakeStream:
         return FakeStream()
-
-    def current_stream(self, device: Any = None) -> FakeStream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
 
     def Event(self, enable_timing: bool = False) -> FakeEvent:
         assert enable_timing, "an event that knows no time"

@@ -3,14 +3,14 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.pipeline.copies import StreamCopies
+from tests.pipeline.current_stream import CurrentStream
 
 
 class Stream:
@@ -51,27 +51,17 @@ class Stream:
             self._queue[self._done - 1]()
 
 
-class LateCuda:
+class LateCuda(CurrentStream[Stream]):
     """The part of torch.cuda that deals with streams."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str, str]] = []
-        self.compute = self._current = Stream(self, "compute")
+        self.compute = Stream(self, "compute")
+        super().__init__(self.compute)
         self._names = iter(("out", "in"))
 
     def Stream(self, device: torch.device) -> Stream:
         return Stream(self, next(self._names))
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
 
 
 class LateCopies(StreamCopies):

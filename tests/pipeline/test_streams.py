@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.build import build_lowered
+from tests.pipeline.current_stream import CurrentStream
 from tests.pipeline.test_engine import run_lowered
 
 Log = list[tuple[str, ...]]
@@ -25,28 +23,17 @@ class FakeStream:
         self._log.append((self.name, "waits for", other.name))
 
 
-class FakeCuda:
+class FakeCuda(CurrentStream[FakeStream]):
     """The part of torch.cuda that deals with streams."""
 
     def __init__(self) -> None:
         self.log: Log = []
-        self._current = FakeStream("main", self.log)
+        super().__init__(FakeStream("main", self.log))
         self._num_streams = 0
 
     def Stream(self, device: torch.device) -> FakeStream:
         self._num_streams += 1
         return FakeStream(f"stage {self._num_streams - 1}", self.log)
-
-    def current_stream(self, device: torch.device) -> FakeStream:
-        return self._current
-
-    @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self._current = self._current, stream
-        try:
-            yield
-        finally:
-            self._current = before
 
     def launch(self, what: str) -> None:
         self.log.append((self._current.name, "runs", what))
