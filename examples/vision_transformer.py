@@ -15,7 +15,9 @@ class Stage(nn.Module):
         super().__init__()
         torch.manual_seed(stage)  # the same weights on any number of ranks
         self.patches = nn.Conv2d(3, WIDTH, kernel_size=8, stride=8) if stage == 0 else None
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, CLASSES) if stage == STAGES - 1 else None
 
@@ -26,10 +28,14 @@ class Stage(nn.Module):
 
 with pipeline_ranks() as (pp, device):
     message = [MessageSpec((BATCH, PATCHES, WIDTH), torch.float32)]
-    pipeline = Pipeline(STAGES, Stage, message, lambda logits, batch: cross_entropy(logits, batch[1]), pp, device=device)
+    pipeline = Pipeline(
+        STAGES, Stage, message, lambda logits, batch: cross_entropy(logits, batch[1]), pp, device=device
+    )
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     for step in range(12):
-        labels = torch.randint(CLASSES, (4, BATCH), generator=torch.manual_seed(step))  # 4 microbatches; a class is a brightness
+        labels = torch.randint(
+            CLASSES, (4, BATCH), generator=torch.manual_seed(step)
+        )  # 4 microbatches; a class is a brightness
         images = torch.randn(4, BATCH, 3, 32, 32) + labels[:, :, None, None, None]
         losses = pipeline.train_step([(i.to(device), j.to(device)) for i, j in zip(images, labels, strict=True)])
         optimizer.step()

@@ -79,13 +79,17 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         ("node rank", found.node_rank, found.num_nodes),
     ):
         if not 0 <= index < count:
-            raise ConfigError(f"the {name} is {index}, but it has to lie in 0 .. {count - 1} ({found.launcher} set the environment)")
+            raise ConfigError(
+                f"the {name} is {index}, but it has to lie in 0 .. {count - 1} ({found.launcher} set the environment)"
+            )
     return found
 
 
 def from_torchrun(variables: Mapping[str, str]) -> Environment:
     """torchrun's variables. Ranks a node are equal, so the number of nodes follows where GROUP_WORLD_SIZE is not set."""
-    require(variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank")
+    require(
+        variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank"
+    )
     global_rank, world_size = whole_number(variables, "RANK"), whole_number(variables, "WORLD_SIZE")
     local_world_size = whole_number(variables, "LOCAL_WORLD_SIZE", str(world_size))
     if local_world_size < 1:
@@ -101,7 +105,8 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
         master_port=whole_number(variables, "MASTER_PORT"),
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
-        restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0") + whole_number(variables, "SLURM_RESTART_COUNT", "0"),
+        restart_count=whole_number(variables, "TORCHELASTIC_RESTART_COUNT", "0")
+        + whole_number(variables, "SLURM_RESTART_COUNT", "0"),
         job=job_of(variables),
         launcher_pid=whole_number(variables, LAUNCHER_PID) if variables.get(LAUNCHER_PID) else None,
         num_threads=threads_of(variables),
@@ -112,11 +117,16 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
 def from_slurm(variables: Mapping[str, str]) -> Environment:
     """srun's variables. The first node of the step is the rendezvous unless MASTER_ADDR says otherwise."""
     require(variables, SLURM_NEEDS, "start each rank as a task of srun")
-    world_size, num_nodes = whole_number(variables, "SLURM_STEP_NUM_TASKS"), whole_number(variables, "SLURM_STEP_NUM_NODES")
+    world_size, num_nodes = (
+        whole_number(variables, "SLURM_STEP_NUM_TASKS"),
+        whole_number(variables, "SLURM_STEP_NUM_NODES"),
+    )
     node_list = variables.get("SLURM_STEP_NODELIST", "")
     address = variables.get("MASTER_ADDR") or ("127.0.0.1" if num_nodes == 1 else first_node(node_list))
     if not address:
-        raise ConfigError("SLURM_STEP_NODELIST is not set in the environment; set MASTER_ADDR to the name of the first node")
+        raise ConfigError(
+            "SLURM_STEP_NODELIST is not set in the environment; set MASTER_ADDR to the name of the first node"
+        )
     job = whole_number(variables, "SLURM_JOB_ID", "0")
     node_rank = whole_number(variables, "SLURM_NODEID")
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE")
@@ -125,7 +135,9 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
     elif world_size % max(1, num_nodes) == 0:
         local_world_size = world_size // max(1, num_nodes)
     else:
-        raise ConfigError(f"SLURM_STEP_NUM_TASKS {world_size} does not divide over SLURM_STEP_NUM_NODES {num_nodes}; use --ntasks-per-node")
+        raise ConfigError(
+            f"SLURM_STEP_NUM_TASKS {world_size} does not divide over SLURM_STEP_NUM_NODES {num_nodes}; use --ntasks-per-node"
+        )
     return Environment(
         global_rank=whole_number(variables, "SLURM_PROCID"),
         world_size=world_size,
@@ -161,7 +173,9 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) 
     missing = [name for name in names if not variables.get(name)]
     if missing:
         present = [name for name in names if variables.get(name)]
-        raise ConfigError(f"the environment sets {', '.join(present) or 'a launcher'} but not {', '.join(missing)}; {way_out}")
+        raise ConfigError(
+            f"the environment sets {', '.join(present) or 'a launcher'} but not {', '.join(missing)}; {way_out}"
+        )
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
@@ -189,10 +203,14 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {tasks!r} in the environment; expected something like 4(x2),3")
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE is {tasks!r} in the environment; expected something like 4(x2),3"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts) or node_rank < 0:
-        raise ConfigError(f"SLURM_NODEID is {node_rank}, but SLURM_STEP_TASKS_PER_NODE {tasks} lists {len(counts)} nodes")
+        raise ConfigError(
+            f"SLURM_NODEID is {node_rank}, but SLURM_STEP_TASKS_PER_NODE {tasks} lists {len(counts)} nodes"
+        )
     return counts[node_rank]
 
 

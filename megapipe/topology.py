@@ -29,7 +29,10 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "pp": ("pp",),
     "dp": ("dp",),
     "dp_cp": ("dp", "cp"),  # the parts of a global batch
-    "replicas": ("dp", "cp"),  # holders of one parameter shard: gradients are summed and the optimizer is sharded over it
+    "replicas": (
+        "dp",
+        "cp",
+    ),  # holders of one parameter shard: gradients are summed and the optimizer is sharded over it
     "model": ("tp", "pp"),  # one whole copy of the model, two in a mirrored pipeline
     "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
     "kv": ("tp",),  # tp neighbours that hold the same KV heads
@@ -103,7 +106,9 @@ class Topology:
                 f"joined by '-': for example {DEFAULT_ORDER!r}"
             )
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
-            raise ConfigError(f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel group")
+            raise ConfigError(
+                f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel group"
+            )
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             raise ConfigError(
@@ -178,14 +183,17 @@ class Topology:
                 count = self.size(axis) // 2 if axis == "pp" and self._is_mirrored(name) else self.size(axis)
                 first_members = _outer_sum(first_members, count, self.strides[axis])
         if name == "kv":
-            first_members = _outer_sum(first_members, self.tp // self.kv_replicas, self.kv_replicas * self.strides["tp"])
+            first_members = _outer_sum(
+                first_members, self.tp // self.kv_replicas, self.kv_replicas * self.strides["tp"]
+            )
         if not self._is_mirrored(name):
             offsets = self._offsets(name)
             return tuple(tuple(first + offset for offset in offsets) for first in sorted(first_members))
         by_pair = [self._offsets(name, pp_rank) for pp_rank in range(self.pp // 2)]
         pp_rank_of = (first // self.strides["pp"] % self.pp for first in sorted(first_members))
         return tuple(
-            tuple(first + offset for offset in by_pair[pp_rank]) for first, pp_rank in zip(sorted(first_members), pp_rank_of, strict=True)
+            tuple(first + offset for offset in by_pair[pp_rank])
+            for first, pp_rank in zip(sorted(first_members), pp_rank_of, strict=True)
         )
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:

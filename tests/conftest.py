@@ -16,8 +16,23 @@ if TYPE_CHECKING:
     from tests.harness import RankPool
 
 TESTS = Path(__file__).resolve().parent
-TORCHFREE_ROOMS = ("config", "topology", "sharding", "schedule", "data", "tokenizers", "monitor", "planner", "visualize")
-TORCHFREE_FILES = ("test_walls.py", "test_errors.py", "test_environment.py", *(f"test_{room}.py" for room in TORCHFREE_ROOMS))
+TORCHFREE_ROOMS = (
+    "config",
+    "topology",
+    "sharding",
+    "schedule",
+    "data",
+    "tokenizers",
+    "monitor",
+    "planner",
+    "visualize",
+)
+TORCHFREE_FILES = (
+    "test_walls.py",
+    "test_errors.py",
+    "test_environment.py",
+    *(f"test_{room}.py" for room in TORCHFREE_ROOMS),
+)
 # where something is timed, or has to come within seconds: other tests beside them would be in the way
 ALONE_ROOMS = ("calibrate", "doctor", "faults", "gpu", "lab", "launch")
 ALONE_FILES = (
@@ -35,7 +50,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megapipe")
     group.addoption("--slow", action="store_true", help="also run the long variants (before a release)")
     group.addoption("--gpu", action="store_true", help="also run the tests that need a CUDA device")
-    group.addoption("--torchfree", action="store_true", help="only the pure tests of the plan half; the others are not even imported")
+    group.addoption(
+        "--torchfree",
+        action="store_true",
+        help="only the pure tests of the plan half; the others are not even imported",
+    )
 
 
 def is_torchfree(path: Path) -> bool:
@@ -47,7 +66,9 @@ def is_torchfree(path: Path) -> bool:
 def is_alone(path: Path) -> bool:
     """True for a test file that other tests would disturb."""
     place = path.relative_to(TESTS)
-    return place.as_posix() in ALONE_FILES or (place.parts[0] in ALONE_ROOMS and place.as_posix() not in NOT_ALONE_FILES)
+    return place.as_posix() in ALONE_FILES or (
+        place.parts[0] in ALONE_ROOMS and place.as_posix() not in NOT_ALONE_FILES
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

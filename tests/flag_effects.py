@@ -21,7 +21,9 @@ SP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3 --rope-original-max-position-embeddings 16"
-YARN = f"{ROPE} --rope-scaling-type yarn --kv-channels 16 --rotary-base 100 --rope-original-max-position-embeddings 4096"
+YARN = (
+    f"{ROPE} --rope-scaling-type yarn --kv-channels 16 --rotary-base 100 --rope-original-max-position-embeddings 4096"
+)
 DOCUMENTS = "--tokenizer-type NullTokenizer --vocab-size 7"
 SAMPLES = "!--train-iters --train-samples 12"
 WSD = "--lr-decay-style WSD --lr-wsd-decay-iters 3"

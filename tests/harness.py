@@ -84,7 +84,9 @@ class _Worker:
         return f"\n--- output of rank {self.rank} ---\n{text[-LOG_TAIL_CHARACTERS:]}" if text else ""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, may_die: Collection[int] = ()) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, may_die: Collection[int] = ()
+) -> list[Any]:
     """Run function(rank, world_size, *args) on fresh ranks and return the results by rank.
 
     timeout: seconds for the whole job. may_die: ranks that may end their process themselves (their result is None): tests of a lost peer.
@@ -112,7 +114,9 @@ class RankPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, may_die: Collection[int] = ()) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, may_die: Collection[int] = ()
+    ) -> list[Any]:
         """Run function(rank, world_size, *args) on every rank; see run_ranks."""
         job = pickle.dumps((function, args))
         if not self._workers:
@@ -149,7 +153,9 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, theirs, str(self._folder), self.timeout, os.getpid()), daemon=True
+                target=_serve,
+                args=(rank, self.world_size, theirs, str(self._folder), self.timeout, os.getpid()),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -179,7 +185,10 @@ class RankPool:
     def _raised(self, worker: _Worker, answer: _Answer) -> RankFailure:
         head = f"rank {worker.rank} of {self.world_size} raised {answer.error_type}: {answer.error_text}"
         return RankFailure(
-            worker.rank, answer.error_type, answer.error_text, f"{head}\n\n{answer.traceback_text.rstrip()}{worker.shown_log()}"
+            worker.rank,
+            answer.error_type,
+            answer.error_text,
+            f"{head}\n\n{answer.traceback_text.rstrip()}{worker.shown_log()}",
         )
 
     def _died(self, worker: _Worker) -> RankFailure:
@@ -194,7 +203,9 @@ class RankPool:
                 os.kill(worker.process.pid, STACKS_SIGNAL)
         missing = [worker for worker in self._workers if worker.rank not in answered]
         deadline = time.monotonic() + 3
-        while time.monotonic() < deadline and not all(worker.stacks.exists() and worker.stacks.stat().st_size for worker in self._workers):
+        while time.monotonic() < deadline and not all(
+            worker.stacks.exists() and worker.stacks.stat().st_size for worker in self._workers
+        ):
             time.sleep(0.02)
         time.sleep(0.1)  # a dump is written line by line
         head = f"no answer from ranks {[worker.rank for worker in missing]} of {self.world_size} within {timeout:g} s"
@@ -264,7 +275,9 @@ def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: b
         if Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no name lookup, no firewall
         store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout)
+        )
         return
     gc.collect()
     world = dist.distributed_c10d._world

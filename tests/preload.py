@@ -12,7 +12,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-for _name in ("torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis"):  # the first torch.optim imports _dynamo: 1 s
+for _name in (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "pytest",
+    "hypothesis",
+):  # the first torch.optim imports _dynamo: 1 s
     importlib.import_module(_name)
 for _path in sorted((REPOSITORY / "megapipe").rglob("*.py")):
     if _path.name not in ("__init__.py", "__main__.py"):

@@ -42,9 +42,17 @@ def reads_of(source: str) -> set[tuple[str, str]]:
 def annotated(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """(name, section) of arguments and variables whose annotation is a section's class."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id in SECTION_OF_CLASS:
+        if (
+            isinstance(node, ast.arg)
+            and isinstance(node.annotation, ast.Name)
+            and node.annotation.id in SECTION_OF_CLASS
+        ):
             yield node.arg, SECTION_OF_CLASS[node.annotation.id]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.annotation, ast.Name) and node.annotation.id in SECTION_OF_CLASS:
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.annotation, ast.Name)
+            and node.annotation.id in SECTION_OF_CLASS
+        ):
             yield last_name(node.target), SECTION_OF_CLASS[node.annotation.id]
 
 
@@ -54,7 +62,9 @@ def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    yield from ((last_name(name), value) for name, value in zip(target.elts, node.value.elts, strict=False))
+                    yield from (
+                        (last_name(name), value) for name, value in zip(target.elts, node.value.elts, strict=False)
+                    )
                 else:
                     yield last_name(target), node.value
 

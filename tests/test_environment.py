@@ -57,7 +57,10 @@ def test_slurm() -> None:
     assert (found.global_rank, found.world_size, found.local_rank, found.local_world_size) == (6, 7, 2, 3)
     assert (found.num_nodes, found.node_rank, found.master_addr, found.launcher) == (2, 1, "gpu07", "slurm")
     assert 20000 <= found.master_port < 40000
-    assert found.master_port == read_environment({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}).master_port
+    assert (
+        found.master_port
+        == read_environment({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}).master_port
+    )
 
 
 def test_slurm_rendezvous_can_be_set() -> None:
@@ -98,7 +101,10 @@ def test_half_set_variables_name_what_is_missing(name: str) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "4"}, r"the local rank is 4, but it has to lie in 0 .. 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
         ({**TORCHRUN, "OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS is 'many'"),
-        ({key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}, "not SLURM_LOCALID; start each rank as a task of srun"),
+        (
+            {key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"},
+            "not SLURM_LOCALID; start each rank as a task of srun",
+        ),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "set MASTER_ADDR"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"}, "expected something like"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "7"}, "lists 1 nodes"),
@@ -128,7 +134,9 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
 
 
-@pytest.mark.parametrize(("tasks", "counts"), [("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x2)", [1, 2, 2])], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("tasks", "counts"), [("4", [4]), ("4(x2),3", [4, 4, 3]), ("1,2(x2)", [1, 2, 2])], ids=lambda value: str(value)
+)
 def test_tasks_a_node(tasks: str, counts: list[int]) -> None:
     assert [tasks_on_node(tasks, node) for node in range(len(counts))] == counts
 

@@ -53,7 +53,17 @@ BASE = (
     "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 --hidden-dropout 0 "
     "--attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --log-interval 1 --device cpu --metrics-file {tmp}/metrics.jsonl"
 )
-TIMES = ("time", "step_seconds", "tokens_per_second", "seconds_left", "memory_bytes", "seconds", "tflops", "mfu", "phases")
+TIMES = (
+    "time",
+    "step_seconds",
+    "tokens_per_second",
+    "seconds_left",
+    "memory_bytes",
+    "seconds",
+    "tflops",
+    "mfu",
+    "phases",
+)
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,9 @@ def saved_bytes(pair: Pair, _: str) -> None:
         machines.reducer.begin_step(len(microbatches))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             machines.engine(len(microbatches)).run(
-                Step(microbatches, machines.message, lambda output, payload: (output.loss_sum, output.loss_sum.detach()))
+                Step(
+                    microbatches, machines.message, lambda output, payload: (output.loss_sum, output.loss_sum.detach())
+                )
             )
         return total
 
@@ -249,7 +261,9 @@ def time_out(pair: Pair, _: str) -> None:
 def handlers(pair: Pair, _: str) -> None:
     run = Training.run
     seen = []
-    pair.monkeypatch.setattr(Training, "run", lambda self: (seen.append(signal.getsignal(signal.SIGTERM)), run(self))[1])
+    pair.monkeypatch.setattr(
+        Training, "run", lambda self: (seen.append(signal.getsignal(signal.SIGTERM)), run(self))[1]
+    )
     before = signal.getsignal(signal.SIGTERM)
     for case in (Case([" ".join(pair.base.argv)], {}, pair.base.tmp), pair.changed):
         assert case.done[0] == 0
@@ -335,13 +349,18 @@ def failing_save(pair: Pair, _: str) -> None:
     pair.monkeypatch.setattr(Disk, "create", full)
     assert pair.both(lambda case: case.done[0]) == (0, 1)
     assert "the save of step 1 FAILED: rank 0 cannot write" in pair.base.done[1]
-    assert sorted(path.parent.name for path in pair.base.files("ckpt/*/manifest.json")) == ["step_00000002", "step_00000003"]
+    assert sorted(path.parent.name for path in pair.base.files("ckpt/*/manifest.json")) == [
+        "step_00000002",
+        "step_00000003",
+    ]
 
 
 def wandb(pair: Pair, argument: str) -> None:
     given: list[dict[str, Any]] = []
     run = types.SimpleNamespace(log=lambda scalars, step: None, finish=lambda: None)
-    fake = types.SimpleNamespace(Settings=lambda **settings: settings, init=lambda **arguments: given.append(arguments) or run)
+    fake = types.SimpleNamespace(
+        Settings=lambda **settings: settings, init=lambda **arguments: given.append(arguments) or run
+    )
     pair.monkeypatch.setitem(sys.modules, "wandb", fake)
     assert pair.changed.done[0] == 0, pair.changed.done[1]
     assert given[0][argument] == pair.row.flags.split()[-1]

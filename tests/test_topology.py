@@ -22,7 +22,9 @@ def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
     sizes: dict[str, int] = {}
     room = largest_world
     for axis in draw(st.permutations(AXES)):
-        sizes[axis] = draw(st.one_of(st.integers(1, min(room, 6)), st.sampled_from([2**n for n in range(15) if 2**n <= room])))
+        sizes[axis] = draw(
+            st.one_of(st.integers(1, min(room, 6)), st.sampled_from([2**n for n in range(15) if 2**n <= room]))
+        )
         room //= sizes[axis]
     replicas = draw(st.sampled_from([n for n in range(1, sizes["tp"] + 1) if sizes["tp"] % n == 0]))
     mirrored = sizes["pp"] % 2 == 0 and draw(st.booleans())
@@ -35,7 +37,9 @@ def expected_groups(topology: Topology, axes: tuple[str, ...]) -> set[tuple[int,
     grid = np.arange(topology.world_size).reshape([topology.size(axis) for axis in slowest_first])
     moved = [slowest_first.index(axis) for axis in slowest_first if axis in axes]
     grid = np.moveaxis(grid, moved, range(-len(moved), 0))
-    return {tuple(sorted(row)) for row in grid.reshape(-1, int(np.prod([topology.size(axis) for axis in axes]))).tolist()}
+    return {
+        tuple(sorted(row)) for row in grid.reshape(-1, int(np.prod([topology.size(axis) for axis in axes]))).tolist()
+    }
 
 
 @given(topologies())
@@ -46,7 +50,9 @@ def test_rank_and_coordinates_are_a_bijection(topology: Topology) -> None:
         coordinates = topology.coordinates(rank)
         assert topology.global_rank(coordinates) == rank
         seen.add(coordinates)
-    assert all(0 <= place < topology.size(axis) for coordinates in seen for axis, place in zip(AXES, coordinates, strict=True))
+    assert all(
+        0 <= place < topology.size(axis) for coordinates in seen for axis, place in zip(AXES, coordinates, strict=True)
+    )
 
 
 @given(topologies(), st.sampled_from(GROUP_NAMES))
@@ -156,13 +162,23 @@ def test_llama3_405b_keeps_tp_inside_a_node_of_eight() -> None:
     ("sizes", "message"),
     [
         pytest.param({"tp": 4, "dp": 2, "ranks_per_node": 2}, "lies on nodes (0 1)", id="tp larger than a node"),
-        pytest.param({"tp": 3, "dp": 4, "ranks_per_node": 4}, "tensor parallel group (3 4 5)", id="tp straddles a node"),
-        pytest.param({"tp": 2, "dp": 4, "order": "dp-tp-cp-pp", "ranks_per_node": 4}, "put tp first in --rank-order", id="tp not fastest"),
+        pytest.param(
+            {"tp": 3, "dp": 4, "ranks_per_node": 4}, "tensor parallel group (3 4 5)", id="tp straddles a node"
+        ),
+        pytest.param(
+            {"tp": 2, "dp": 4, "order": "dp-tp-cp-pp", "ranks_per_node": 4},
+            "put tp first in --rank-order",
+            id="tp not fastest",
+        ),
         pytest.param({"dp": 6, "ranks_per_node": 4}, "does not fill nodes of 4 ranks", id="node not full"),
         pytest.param({"tp": 0}, "size of axis tp is 0", id="empty axis"),
         pytest.param({"order": "tp-pp-dp"}, "must name each of tp, cp, dp and pp once", id="order lacks an axis"),
         pytest.param({"order": "tp-pp-dp-dp"}, "must name each of tp, cp, dp and pp once", id="order repeats an axis"),
-        pytest.param({"pp": 3, "mirrored_pipeline": True}, "--pipeline-model-parallel-size 3 is odd", id="mirrored pipeline of odd length"),
+        pytest.param(
+            {"pp": 3, "mirrored_pipeline": True},
+            "--pipeline-model-parallel-size 3 is odd",
+            id="mirrored pipeline of odd length",
+        ),
         pytest.param({"tp": 4, "kv_replicas": 3}, "do not divide the 4 ranks", id="kv replicas"),
     ],
 )
@@ -178,7 +194,9 @@ def test_tp_across_nodes_only_when_asked_for() -> None:
 
 
 def test_world_that_does_not_divide_is_refused_and_never_rounded() -> None:
-    with pytest.raises(ConfigError, match=r"a world of 6 ranks cannot hold tensor 2 x context 1 x pipeline 2.*multiple of 4"):
+    with pytest.raises(
+        ConfigError, match=r"a world of 6 ranks cannot hold tensor 2 x context 1 x pipeline 2.*multiple of 4"
+    ):
         Topology.of_world(6, tp=2, pp=2)
 
 

@@ -69,7 +69,9 @@ PLAN_HALF = (
     "measured",
     "visualize",
 )
-PEERS = REPOSITORY / "tools" / "schedule_bench" / "peers"  # whom the benchmark compares with: they speak to torch.distributed themselves
+PEERS = (
+    REPOSITORY / "tools" / "schedule_bench" / "peers"
+)  # whom the benchmark compares with: they speak to torch.distributed themselves
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
 LIBRARIES = {  # imported in one file each, inside functions: a run that did not choose them never asks for them
     "transformer_engine": "megapipe.kernels.transformer_engine",
@@ -78,7 +80,17 @@ LIBRARIES = {  # imported in one file each, inside functions: a run that did not
     "flash_attn": "megapipe.kernels.flash",
 }
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
-LIVE_STATE = {"Group", "ProcessGroups", "build_process_groups", "new_group", "Config", "Topology", "Tracer", "World", "Environment"}
+LIVE_STATE = {
+    "Group",
+    "ProcessGroups",
+    "build_process_groups",
+    "new_group",
+    "Config",
+    "Topology",
+    "Tracer",
+    "World",
+    "Environment",
+}
 STATE_WITH_A_REASON = {
     "changes _work of megapipe.data.preprocess": "a worker process of multiprocessing has no other place for what its initializer made",
 }
@@ -87,8 +99,30 @@ READS_PICKLES = {  # files of others, with readers that call nothing (tests/conv
     "megapipe.convert.pickled",
     "megapipe.convert.dcp_folder",
 }
-RUNS_TEXT = ("eval", "exec", "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "yaml.unsafe_load")
-MUTATORS = {"append", "add", "update", "setdefault", "pop", "popitem", "clear", "extend", "insert", "remove", "discard", "appendleft"}
+RUNS_TEXT = (
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "yaml.load",
+    "yaml.unsafe_load",
+)
+MUTATORS = {
+    "append",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "extend",
+    "insert",
+    "remove",
+    "discard",
+    "appendleft",
+}
 
 
 @cache
@@ -121,8 +155,17 @@ def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Itera
         elif isinstance(node, ast.ImportFrom):
             base = module.split(".") if is_package else module.split(".")[:-1]
             prefix = base[: len(base) - node.level + 1] if node.level else []
-            yield node.lineno, ".".join([*prefix, *([node.module] if node.module else [])]), tuple(alias.name for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+            yield (
+                node.lineno,
+                ".".join([*prefix, *([node.module] if node.module else [])]),
+                tuple(alias.name for alias in node.names),
+            )
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and isinstance(node.args[0].value, str)
+        ):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__"):
                 yield node.lineno, node.args[0].value, ()
@@ -142,19 +185,29 @@ def breaches_of_floors(tree: ast.Module, module: str, is_package: bool = False) 
     breaches = []
     for line, name in modules_imported(tree, module, is_package):
         target = room_of(name)
-        if name.split(".")[0] != "megapipe" or target in (room, "", "__version__") or (target == "errors" and room != BESIDE):
+        if (
+            name.split(".")[0] != "megapipe"
+            or target in (room, "", "__version__")
+            or (target == "errors" and room != BESIDE)
+        ):
             continue
         if target == BESIDE:
             allowed = FLOORS.get(room, 0) >= BESIDE_IS_SEEN_FROM
         else:
             allowed = room != BESIDE and target in FLOORS and FLOORS[target] < FLOORS[room]
         if not allowed:
-            breaches.append(f"{module}:{line} (floor {FLOORS.get(room, 'beside')}) imports {name} (floor {FLOORS.get(target, 'none')})")
+            breaches.append(
+                f"{module}:{line} (floor {FLOORS.get(room, 'beside')}) imports {name} (floor {FLOORS.get(target, 'none')})"
+            )
     return breaches
 
 
 def breaches_of_torch(tree: ast.Module, module: str) -> list[str]:
-    return [f"{module}:{line} imports {name}" for line, name, _ in imports_of(tree, module) if name.split(".")[0] in TORCH_FAMILY]
+    return [
+        f"{module}:{line} imports {name}"
+        for line, name, _ in imports_of(tree, module)
+        if name.split(".")[0] in TORCH_FAMILY
+    ]
 
 
 def breaches_of_the_one_door(tree: ast.Module, module: str) -> list[str]:
@@ -164,13 +217,19 @@ def breaches_of_the_one_door(tree: ast.Module, module: str) -> list[str]:
         for line, name, taken in imports_of(tree, module)
         if name.startswith("torch.distributed") or (name == "torch" and "distributed" in taken)
     ]
-    lines += [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"]
+    lines += [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
     return [f"{module}:{line} uses torch.distributed" for line in lines]
 
 
 def breaches_of_libraries(tree: ast.Module, module: str) -> list[str]:
     """Imports of a chosen library outside its one file, or there but outside functions."""
-    inside = {node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)}
+    inside = {
+        node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+    }
     lines_inside = {node.lineno for node in inside if isinstance(node, ast.Import | ast.ImportFrom)}
     return [
         f"{module}:{line} imports {name}"
@@ -182,7 +241,11 @@ def breaches_of_libraries(tree: ast.Module, module: str) -> list[str]:
 def breaches_of_environment(tree: ast.Module, module: str) -> list[str]:
     names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
-    lines += [line for line, name, taken in imports_of(tree, module) if name == "os" and {f"os.{word}" for word in taken} & names]
+    lines += [
+        line
+        for line, name, taken in imports_of(tree, module)
+        if name == "os" and {f"os.{word}" for word in taken} & names
+    ]
     return [f"{module}:{line} reads the environment" for line in lines]
 
 
@@ -196,7 +259,9 @@ def breaches_of_what_runs_others(tree: ast.Module, module: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name):
             word = node.attr if isinstance(node, ast.Attribute) else node.id
-            if word.endswith(("_object_list", "_object")) and ast.unparse(node).startswith(("dist.", "torch.", "distributed")):
+            if word.endswith(("_object_list", "_object")) and ast.unparse(node).startswith(
+                ("dist.", "torch.", "distributed")
+            ):
                 breaches.append(f"{module}:{node.lineno} uses {word}, which unpickles what arrives")
             if ast.unparse(node) in RUNS_TEXT:
                 breaches.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
@@ -209,12 +274,18 @@ def breaches_of_what_runs_others(tree: ast.Module, module: str) -> list[str]:
 
 def _breaches_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, module: str) -> list[str]:
     """Every use is a call that says it unpickles nothing, or only weights."""
-    says = {"torch.load": ("weights_only", "True"), "np.load": ("allow_pickle", "False"), "numpy.load": ("allow_pickle", "False")}
+    says = {
+        "torch.load": ("weights_only", "True"),
+        "np.load": ("allow_pickle", "False"),
+        "numpy.load": ("allow_pickle", "False"),
+    }
     wanted = says.get(ast.unparse(function))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func is function]
     if any((keyword.arg, ast.unparse(keyword.value)) == wanted for call in calls for keyword in call.keywords):
         return []
-    return [f"{module}:{function.lineno} uses {ast.unparse(function)}" + (f" without {'='.join(wanted)}" if wanted else "")]
+    return [
+        f"{module}:{function.lineno} uses {ast.unparse(function)}" + (f" without {'='.join(wanted)}" if wanted else "")
+    ]
 
 
 def breaches_of_state(tree: ast.Module, module: str) -> list[str]:
@@ -236,14 +307,20 @@ def breaches_of_state(tree: ast.Module, module: str) -> list[str]:
         if isinstance(function, ast.Global):
             breaches.append(f"{module}:{function.lineno} declares global {', '.join(function.names)}")
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            breaches += [f"line {line} changes {name} of {module}" for line, name in changed_names(function) if name in held]
+            breaches += [
+                f"line {line} changes {name} of {module}" for line, name in changed_names(function) if name in held
+            ]
     return sorted(set(breaches))
 
 
 def changed_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
     """(line, name) of containers that a function changes in place and does not bind itself."""
     arguments = function.args
-    own = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg) if a}
+    own = {
+        a.arg
+        for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        if a
+    }
     own |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for node in ast.walk(function):
         target: ast.expr | None = None
@@ -279,7 +356,11 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 def doors() -> list[Path]:
     """Scripts outside the package."""
-    return [path for path in (REPOSITORY / "pretrain_gpt.py", *sorted((REPOSITORY / "tools").rglob("*.py"))) if path.exists()]
+    return [
+        path
+        for path in (REPOSITORY / "pretrain_gpt.py", *sorted((REPOSITORY / "tools").rglob("*.py")))
+        if path.exists()
+    ]
 
 
 def test_every_room_has_a_floor() -> None:
@@ -288,7 +369,9 @@ def test_every_room_has_a_floor() -> None:
 
 
 def test_imports_go_only_to_lower_floors() -> None:
-    found = [breach for module, path in modules().items() if module != "megapipe" for breach in floors_of_file(module, path)]
+    found = [
+        breach for module, path in modules().items() if module != "megapipe" for breach in floors_of_file(module, path)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -298,14 +381,22 @@ def floors_of_file(module: str, path: Path) -> list[str]:
 
 def test_modules_import_in_no_circle() -> None:
     graph = {
-        module: {name for _, name in modules_imported(tree_of(path), module, path.name == "__init__.py") if name in modules()} - {module}
+        module: {
+            name for _, name in modules_imported(tree_of(path), module, path.name == "__init__.py") if name in modules()
+        }
+        - {module}
         for module, path in modules().items()
     }
     assert circle_in(graph) == []
 
 
 def test_plan_half_names_no_torch() -> None:
-    found = [b for module, path in modules().items() if room_of(module) in PLAN_HALF for b in breaches_of_torch(tree_of(path), module)]
+    found = [
+        b
+        for module, path in modules().items()
+        if room_of(module) in PLAN_HALF
+        for b in breaches_of_torch(tree_of(path), module)
+    ]
     assert not found, "\n".join(found)
 
 
@@ -323,8 +414,18 @@ def test_importing_the_plan_half_leaves_torch_out() -> None:
 
 
 def test_torch_distributed_is_used_only_in_comm() -> None:
-    found = [b for module, path in modules().items() if room_of(module) != "comm" for b in breaches_of_the_one_door(tree_of(path), module)]
-    found += [b for path in doors() if PEERS not in path.parents for b in breaches_of_the_one_door(tree_of(path), dotted_name(path))]
+    found = [
+        b
+        for module, path in modules().items()
+        if room_of(module) != "comm"
+        for b in breaches_of_the_one_door(tree_of(path), module)
+    ]
+    found += [
+        b
+        for path in doors()
+        if PEERS not in path.parents
+        for b in breaches_of_the_one_door(tree_of(path), dotted_name(path))
+    ]
     assert not found, "\n".join(found)
 
 
@@ -335,7 +436,10 @@ def test_chosen_libraries_are_imported_in_one_file_each() -> None:
 
 def test_environment_is_read_in_one_file() -> None:
     found = [
-        b for module, path in modules().items() if module != "megapipe.environment" for b in breaches_of_environment(tree_of(path), module)
+        b
+        for module, path in modules().items()
+        if module != "megapipe.environment"
+        for b in breaches_of_environment(tree_of(path), module)
     ]
     found += [b for path in doors() for b in breaches_of_environment(tree_of(path), dotted_name(path))]
     assert not found, "\n".join(found)
@@ -350,7 +454,12 @@ def test_no_live_state_in_module_globals() -> None:
 
 def test_nothing_that_arrives_is_unpickled_or_run() -> None:
     found = [b for module, path in modules().items() for b in breaches_of_what_runs_others(tree_of(path), module)]
-    found += [b for path in doors() for b in breaches_of_what_runs_others(tree_of(path), dotted_name(path)) if PEERS not in path.parents]
+    found += [
+        b
+        for path in doors()
+        for b in breaches_of_what_runs_others(tree_of(path), dotted_name(path))
+        if PEERS not in path.parents
+    ]
     assert not found, "\n".join(found)
 
 
@@ -383,7 +492,9 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
     [
         pytest.param("from megapipe.model.attention import Attention", id="upwards"),
         pytest.param("def f():\n    import megapipe.train.loop", id="inside a function"),
-        pytest.param("if TYPE_CHECKING:\n    from megapipe.data_parallel.buffers import StageBuffers", id="same floor, for types"),
+        pytest.param(
+            "if TYPE_CHECKING:\n    from megapipe.data_parallel.buffers import StageBuffers", id="same floor, for types"
+        ),
         pytest.param("from megapipe import verify", id="from the package"),
         pytest.param("from ..pipeline import engine", id="relative"),
         pytest.param("importlib.import_module('megapipe.build.assembly')", id="by name"),
@@ -393,11 +504,14 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
 )
 def test_planted_import_upwards_is_seen(source: str) -> None:
     assert breaches_of_floors(ast.parse(source), "megapipe.tensor_parallel.linear")
-    assert not breaches_of_floors(ast.parse("from megapipe.comm.groups import Group"), "megapipe.tensor_parallel.linear")
+    assert not breaches_of_floors(
+        ast.parse("from megapipe.comm.groups import Group"), "megapipe.tensor_parallel.linear"
+    )
 
 
 @pytest.mark.parametrize(
-    "source", ["import torch.distributed as dist", "from torch import distributed", "def f():\n    torch.distributed.barrier()"]
+    "source",
+    ["import torch.distributed as dist", "from torch import distributed", "def f():\n    torch.distributed.barrier()"],
 )
 def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
     assert breaches_of_the_one_door(ast.parse(source), "megapipe.optimizer.norm")
@@ -422,7 +536,9 @@ def test_planted_torch_in_the_plan_is_seen(source: str) -> None:
     assert breaches_of_torch(ast.parse(source), "megapipe.planner.flops")
 
 
-@pytest.mark.parametrize("source", ["import os\nos.environ['RANK']", "from os import environ", "def f():\n    return os.getenv('RANK')"])
+@pytest.mark.parametrize(
+    "source", ["import os\nos.environ['RANK']", "from os import environ", "def f():\n    return os.getenv('RANK')"]
+)
 def test_planted_read_of_the_environment_is_seen(source: str) -> None:
     assert breaches_of_environment(ast.parse(source), "megapipe.train.loop")
 
@@ -455,14 +571,19 @@ def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
     "source",
     [
         pytest.param("GROUPS = build_process_groups(topology, 0)", id="groups at import"),
-        pytest.param("_config: Config | None = None\ndef set_config(c):\n    global _config\n    _config = c", id="global statement"),
+        pytest.param(
+            "_config: Config | None = None\ndef set_config(c):\n    global _config\n    _config = c",
+            id="global statement",
+        ),
         pytest.param("_state = {}\ndef f(x):\n    _state['rank'] = x", id="dict written"),
         pytest.param("_seen = []\ndef f(x):\n    _seen.append(x)", id="list grown"),
     ],
 )
 def test_planted_state_in_globals_is_seen(source: str) -> None:
     assert breaches_of_state(ast.parse(source), "megapipe.comm.groups")
-    assert not breaches_of_state(ast.parse("TABLE = {1: 2}\ndef f(table):\n    table[3] = TABLE[1]"), "megapipe.comm.groups")
+    assert not breaches_of_state(
+        ast.parse("TABLE = {1: 2}\ndef f(table):\n    table[3] = TABLE[1]"), "megapipe.comm.groups"
+    )
 
 
 def test_planted_circle_is_seen() -> None:

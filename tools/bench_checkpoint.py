@@ -96,7 +96,10 @@ class Rank:
         self._group: Group = build_process_groups(topology, rank, joined.backend, TIMEOUT_SECONDS).world
         state_bytes, num_small = sizes
         rows = LARGE_BYTES // (4 * COLUMNS)
-        self._states = {False: self._boxes(state_bytes // LARGE_BYTES, (rows, COLUMNS)), True: self._boxes(num_small, SMALL_SHAPE)}
+        self._states = {
+            False: self._boxes(state_bytes // LARGE_BYTES, (rows, COLUMNS)),
+            True: self._boxes(num_small, SMALL_SHAPE),
+        }
         self._staging = Staging()
 
     def do(self, task: Task) -> Answer:
@@ -267,13 +270,21 @@ def _peak() -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure; a folder in it is made and removed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="on the disk to measure; a folder in it is made and removed"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="ranks that save and load (default: 4)")
-    parser.add_argument("--mebibytes", type=int, default=2048, help="size of the large state over all ranks (default: 2048)")
+    parser.add_argument(
+        "--mebibytes", type=int, default=2048, help="size of the large state over all ranks (default: 2048)"
+    )
     parser.add_argument("--tensors", type=int, default=5000, help="number of small tensors (default: 5000)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, of which medians are shown (default: 5)")
-    parser.add_argument("--check", action="store_true", help=f"exit code 1 if saving or loading is below {LEAST_RATIO:g} of dd")
+    parser.add_argument(
+        "--check", action="store_true", help=f"exit code 1 if saving or loading is below {LEAST_RATIO:g} of dd"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
 
@@ -294,7 +305,11 @@ def main(argv: Sequence[str]) -> int:
     heads = ["", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors"]
     rule = [["---"] * len(heads)] if arguments.markdown else []
     for row in [heads, *rule, *lines(figures, state_bytes, arguments.tensors, arguments.ranks)]:
-        print("| " + " | ".join(row) + " |" if arguments.markdown else "  ".join(cell.ljust(24 if i else 60) for i, cell in enumerate(row)))
+        print(
+            "| " + " | ".join(row) + " |"
+            if arguments.markdown
+            else "  ".join(cell.ljust(24 if i else 60) for i, cell in enumerate(row))
+        )
     worst = min(ratio_of(figures, "save", "dd write"), ratio_of(figures, "load", "dd read"))
     if arguments.check and worst < LEAST_RATIO:
         print(f"{worst:.2f} of dd; {LEAST_RATIO:g} is asked for", file=sys.stderr)

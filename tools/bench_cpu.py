@@ -67,11 +67,15 @@ class Job:
         """Run some steps; every other row waits meanwhile."""
         for _, connection in self._ranks:
             connection.send(steps)
-        found: list[Measured] = [answer(connection, f"row {self.name}", TIMEOUT_SECONDS) for _, connection in self._ranks]
+        found: list[Measured] = [
+            answer(connection, f"row {self.name}", TIMEOUT_SECONDS) for _, connection in self._ranks
+        ]
         simulated = 0.0
         if self.grid is not None and self.grid.pp > 1:
             assert self.plan is not None
-            simulated = simulated_seconds(self.plan, {key: value for rank in found for key, value in rank.stage_seconds.items()})
+            simulated = simulated_seconds(
+                self.plan, {key: value for rank in found for key, value in rank.stage_seconds.items()}
+            )
         return Turn(
             (max(rank.end for rank in found) - min(rank.start for rank in found)) / steps,
             sum(rank.cpu_seconds for rank in found) / steps,
@@ -96,7 +100,9 @@ def check_agreement(shape: Shape) -> float:
     worst: float = answer(connection, "check", TIMEOUT_SECONDS)
     process.join()
     if not worst <= LARGEST_DIFFERENCE:
-        raise BenchError(f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the same model")
+        raise BenchError(
+            f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the same model"
+        )
     return worst
 
 
@@ -115,7 +121,12 @@ def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[
             for job in jobs if number % 2 == 0 else reversed(jobs):
                 turns[job.name].append(job.turn(steps))
             if sys.stderr.isatty():
-                print(f"\rround {number + 1} of {pairs}", end="\n" if number + 1 == pairs else "", file=sys.stderr, flush=True)
+                print(
+                    f"\rround {number + 1} of {pairs}",
+                    end="\n" if number + 1 == pairs else "",
+                    file=sys.stderr,
+                    flush=True,
+                )
         for job in jobs:
             job.close()
     except BaseException:
@@ -148,7 +159,9 @@ def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Q
             mine["speed_to_one"] = ratios(seconds["one"], seconds[name])
         if row[0].simulated_seconds:
             mine["simulated_to_measured"] = ratios([turn.simulated_seconds for turn in row], seconds[name])
-            mine["simulated_to_row"] = ratios([turn.simulated_seconds for turn in row], [turn.row_seconds for turn in row])
+            mine["simulated_to_row"] = ratios(
+                [turn.simulated_seconds for turn in row], [turn.row_seconds for turn in row]
+            )
         found[name] = mine
     return found
 
@@ -158,7 +171,11 @@ def title(name: str, shape: Shape) -> str:
     if name == "plain":
         return "plain PyTorch loop"
     grid = GRIDS[name]
-    parts = [f"tp {grid.tp}"] * (grid.tp > 1) + [f"pp {grid.pp}"] * (grid.pp > 1) + [f"x {grid.chunks} chunks"] * (grid.chunks > 1)
+    parts = (
+        [f"tp {grid.tp}"] * (grid.tp > 1)
+        + [f"pp {grid.pp}"] * (grid.pp > 1)
+        + [f"x {grid.chunks} chunks"] * (grid.chunks > 1)
+    )
     parts += [f"dp {grid.dp}, ZeRO-1"] * (grid.dp > 1)
     if grid.pp > 1:
         parts.append("cut " + "|".join(str(count) for count in make_plan(shape, grid).partition.layer_counts))
@@ -192,7 +209,9 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
 
 def as_text(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
@@ -204,11 +223,18 @@ def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
     ):
         if key in found.get(name, {}):
             median = found[name][key].median
-            said.append((f"{words}: {median:.3f}, at least {bar} asked for: {'met' if median >= bar else 'NOT MET'}", median >= bar))
+            said.append(
+                (
+                    f"{words}: {median:.3f}, at least {bar} asked for: {'met' if median >= bar else 'NOT MET'}",
+                    median >= bar,
+                )
+            )
     return said
 
 
-def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, steps: int, difference: float) -> list[str]:
+def remarks(
+    shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, steps: int, difference: float
+) -> list[str]:
     """What the figures were taken on, and whether the machine was free for them."""
     import torch
 
@@ -232,10 +258,16 @@ def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, st
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)"
+    )
     parser.add_argument("--no-plain", action="store_true", help="leave the plain loop out")
-    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="rounds in which every row has a turn (default: 10)")
+    parser.add_argument(
+        "--pairs", type=int, default=10, metavar="N", help="rounds in which every row has a turn (default: 10)"
+    )
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps in a turn (default: 1)")
     for field in dataclasses.fields(Shape):
         flag = "--" + field.name.replace("_", "-")
@@ -266,7 +298,10 @@ def main(argv: Sequence[str]) -> int:
     said = verdicts(found)
     print("\n".join(f"- {line}" for line, _ in said))
     if arguments.json is not None:
-        data = {"shape": dataclasses.asdict(shape), "turns": {name: [dataclasses.asdict(t) for t in row] for name, row in turns.items()}}
+        data = {
+            "shape": dataclasses.asdict(shape),
+            "turns": {name: [dataclasses.asdict(t) for t in row] for name, row in turns.items()},
+        }
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
     return int(arguments.check and not all(met for _, met in said))
 

@@ -109,9 +109,7 @@ def describe_memory(name: str, contender: Contender, device: torch.device) -> st
     peak = peak_bytes(lambda: (contender.gradients(), contender.update()), device)
     assert peak is not None
     counted = own + peak - before
-    return (
-        f"{name}, peak memory: planned {planned.total / GIB:.2f} GiB, measured {counted / GIB:.2f} GiB, ratio {planned.total / counted:.3f}"
-    )
+    return f"{name}, peak memory: planned {planned.total / GIB:.2f} GiB, measured {counted / GIB:.2f} GiB, ratio {planned.total / counted:.3f}"
 
 
 def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
@@ -158,7 +156,9 @@ def is_barred(key: str, arguments: argparse.Namespace) -> bool:
 def kernels_of(name: str, contender: Contender, device: torch.device) -> list[str]:
     shares = kernel_shares(lambda: (contender.gradients(), contender.update()), device)
     if not shares:
-        return [f"- kernels of {name}: torch's profiler sees none on this machine (CUPTI is missing, or others hold it)"]
+        return [
+            f"- kernels of {name}: torch's profiler sees none on this machine (CUPTI is missing, or others hold it)"
+        ]
     rows = [(kind, f"{share:.1%}", "; ".join(kernel[:60] for kernel in longest)) for kind, share, longest in shares]
     return ["", as_markdown([(f"kernels of a step of {name}", "share", "longest"), *rows])]
 
@@ -168,20 +168,39 @@ def _progress(key: str, what: str, started: float) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["8b-4k", "8b-8k"], help="default: 8b-4k 8b-8k")
-    parser.add_argument("--layers", type=int, metavar="N", help="layers, instead of the shape's")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help=f"default: {' '.join(CONTENDERS)}")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--fp8", choices=FP8_FORMATS, default="hybrid", help="--fp8-format of megapipe-fp8 (default: hybrid)")
-    parser.add_argument("--fp8-recipe", choices=FP8_RECIPES, default="delayed", help="of megapipe-fp8 (default: delayed)")
-    parser.add_argument(
-        "--compile-pointwise", choices=tuple(COMPILED), default="fp8", help="which of megapipe's rows have that flag (default: fp8)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the tool, not to learn anything")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=tuple(SHAPES), default=["8b-4k", "8b-8k"], help="default: 8b-4k 8b-8k"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="layers, instead of the shape's")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help=f"default: {' '.join(CONTENDERS)}"
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument(
+        "--fp8", choices=FP8_FORMATS, default="hybrid", help="--fp8-format of megapipe-fp8 (default: hybrid)"
+    )
+    parser.add_argument(
+        "--fp8-recipe", choices=FP8_RECIPES, default="delayed", help="of megapipe-fp8 (default: delayed)"
+    )
+    parser.add_argument(
+        "--compile-pointwise",
+        choices=tuple(COMPILED),
+        default="fp8",
+        help="which of megapipe's rows have that flag (default: fp8)",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the tool, not to learn anything"
+    )
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: 10")
-    parser.add_argument("--warm-ups", type=int, default=3, metavar="N", help="steps of each before the first round (default: 3)")
-    parser.add_argument("--no-compile", action="store_true", help="nothing under torch.compile, the plain model neither")
+    parser.add_argument(
+        "--warm-ups", type=int, default=3, metavar="N", help="steps of each before the first round (default: 3)"
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="nothing under torch.compile, the plain model neither"
+    )
     parser.add_argument("--kernels", action="store_true", help="also where the time of megapipe's steps goes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn's numbers")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met (a goal may be missed)")
@@ -197,12 +216,16 @@ def refuse(arguments: argparse.Namespace) -> None:
         if why is not None:
             raise BenchError(f"{why}; leave megapipe-fp8 out of --contenders")
     if arguments.check and not any(is_barred(key, arguments) for key in arguments.shapes):
-        raise BenchError(f"--check has nothing to check: bars are set for --shapes {' '.join(BARRED_SHAPES)} on a GPU in bf16")
+        raise BenchError(
+            f"--check has nothing to check: bars are set for --shapes {' '.join(BARRED_SHAPES)} on a GPU in bf16"
+        )
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")  # as a run has it; before anything lies on the card
+    set_for_libraries(
+        PYTORCH_ALLOC_CONF="expandable_segments:True"
+    )  # as a run has it; before anything lies on the card
     found: dict[str, Any] = {}
     all_met = True
     try:
@@ -210,12 +233,16 @@ def main(argv: Sequence[str]) -> int:
         card = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
         print(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}\n", flush=True)
         for key in arguments.shapes:
-            shape = SHAPES[key] if arguments.layers is None else dataclasses.replace(SHAPES[key], layers=arguments.layers)
+            shape = (
+                SHAPES[key] if arguments.layers is None else dataclasses.replace(SHAPES[key], layers=arguments.layers)
+            )
             lines, found[key], met = run(key, shape, arguments)
             all_met &= met
             print(f"## {key}: {shape}\n\n" + "\n".join(lines) + "\n", flush=True)
             if arguments.json is not None:  # after every shape: what was measured is not lost with the next one
-                arguments.json.write_text(json.dumps({"device": card, "torch": torch.__version__, "shapes": found}, indent=1) + "\n")
+                arguments.json.write_text(
+                    json.dumps({"device": card, "torch": torch.__version__, "shapes": found}, indent=1) + "\n"
+                )
             torch._dynamo.reset()  # or the next shape would be compiled for sizes that vary, which is slower
             gc.collect()
     except (BenchError, MegapipeError) as error:

@@ -92,7 +92,10 @@ def make_plan(shape: Shape, grid: Grid) -> RunPlan:
             overlap_param_gather=grid.dp > 1,
         ),
         training=TrainingConfig(
-            micro_batch_size=shape.micro_batch, global_batch_size=shape.micro_batch * shape.microbatches, train_iters=1000, device="cpu"
+            micro_batch_size=shape.micro_batch,
+            global_batch_size=shape.micro_batch * shape.microbatches,
+            train_iters=1000,
+            device="cpu",
         ),
         optimizer=OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP),
     )
@@ -109,7 +112,9 @@ class MegapipeJob:
 
     def __init__(self, shape: Shape, grid: Grid, rank: int, port: int) -> None:
         self.plan = make_plan(shape, grid)
-        here = Environment(rank, grid.world, rank, grid.world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
+        here = Environment(
+            rank, grid.world, rank, grid.world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single"
+        )
         world = start(here, "gloo", TIMEOUT_SECONDS, "cpu")
         self.tracer = Tracer() if grid.pp > 1 else None
         groups = build_process_groups(self.plan.topology, rank, world.backend, world.timeout_seconds)
@@ -146,9 +151,14 @@ class MegapipeJob:
             action = parse_action(event.name)
             if action.op in COMPUTE_OPS:
                 waited = sum(end - begin for begin, end in waits if event.start_ns <= begin and end <= event.end_ns)
-                seconds.setdefault((action.stage, action.op.value), []).append((event.end_ns - event.start_ns - waited) / 1e9)
+                seconds.setdefault((action.stage, action.op.value), []).append(
+                    (event.end_ns - event.start_ns - waited) / 1e9
+                )
         rows = sum(event.end_ns - event.start_ns for event in self.tracer.of_kind("row")) / 1e9
-        return {"stage_seconds": {key: sum(found) / len(found) for key, found in seconds.items()}, "row_seconds": rows / steps}
+        return {
+            "stage_seconds": {key: sum(found) / len(found) for key, found in seconds.items()},
+            "row_seconds": rows / steps,
+        }
 
 
 class PlainJob:

@@ -77,7 +77,9 @@ class Contender:
     """One run's machines, and the times of its verdicts."""
 
     def __init__(self, schedule: str, is_ahead: bool, arguments: argparse.Namespace, world: Any) -> None:
-        flags = f"{MODEL} --pipeline-model-parallel-size {world.world_size} --global-batch-size {arguments.microbatches}"
+        flags = (
+            f"{MODEL} --pipeline-model-parallel-size {world.world_size} --global-batch-size {arguments.microbatches}"
+        )
         flags += f" --pipeline-schedule {schedule}" + " --optimizer-post-validation" * is_ahead
         plan = resolve(load_config(flags.split()).config, world.world_size)
         groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
@@ -118,7 +120,9 @@ class Contender:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", action="append", help="may be given again (default: zb-h2, zb-v and 1f1b)")
-    parser.add_argument("--unit", type=float, default=20.0, help="milliseconds of a rank's F, of its I, of its W (default: 20)")
+    parser.add_argument(
+        "--unit", type=float, default=20.0, help="milliseconds of a rank's F, of its I, of its W (default: 20)"
+    )
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: 8)")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each contender (default: 4)")
     parser.add_argument("--steps", type=int, default=7, help="steps of a turn (default: 7)")

@@ -26,16 +26,38 @@ from megapipe.errors import MegapipeError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--part", action="append", choices=tuple(PARTS), help="only this table; may be given again (default: all)")
-    parser.add_argument("--schedule", action="append", metavar="NAME", help="only this schedule; may be given again (default: all)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="counted steps of each contender (default: 10)")
-    parser.add_argument("--receive-depth", type=int, default=1, metavar="N", help="compute actions a receive is posted ahead (default: 1)")
-    parser.add_argument("--wire", action="store_true", help="also run sleeps and messages alone, without autograd (in the JSON)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--part", action="append", choices=tuple(PARTS), help="only this table; may be given again (default: all)"
+    )
+    parser.add_argument(
+        "--schedule", action="append", metavar="NAME", help="only this schedule; may be given again (default: all)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="counted steps of each contender (default: 10)"
+    )
+    parser.add_argument(
+        "--receive-depth",
+        type=int,
+        default=1,
+        metavar="N",
+        help="compute actions a receive is posted ahead (default: 1)",
+    )
+    parser.add_argument(
+        "--wire", action="store_true", help="also run sleeps and messages alone, without autograd (in the JSON)"
+    )
     parser.add_argument("--no-real-time", action="store_true", help="do not ask for SCHED_FIFO")
-    parser.add_argument("--quick", action="store_true", help="two tiny ranks for a few seconds: shows that it runs, its times mean nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two tiny ranks for a few seconds: shows that it runs, its times mean nothing",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's numbers")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="replace the tables between the markers of this Markdown page")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="replace the tables between the markers of this Markdown page"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met")
     return parser
 

@@ -32,8 +32,12 @@ def pictures() -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "schedules", help="folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).resolve().parent.parent / "docs" / "schedules", help="folder"
+    )
     arguments = parser.parse_args(argv)
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name, text in pictures().items():

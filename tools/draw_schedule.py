@@ -37,7 +37,9 @@ def drawing(plan: RunPlan, width: int) -> str:
 def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in schedule.COMMANDS:
         return schedule.main(argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks to plan for")
     parser.add_argument("--ranks-per-node", type=int, help="default: all on one node")
     parser.add_argument("--output", type=Path, required=True, help="the SVG file to write")

@@ -46,7 +46,10 @@ class Fast:
     def _of_layers(self, hardware: Hardware) -> float:
         plan = self._plan
         stages = stage_seconds(plan, hardware)
-        of_rank = max(sum(stages[s].of(Op.F) + stages[s].of(Op.B) for s in plan.placement.stages_of(r)) for r in range(plan.topology.pp))
+        of_rank = max(
+            sum(stages[s].of(Op.F) + stages[s].of(Op.B) for s in plan.placement.stages_of(r))
+            for r in range(plan.topology.pp)
+        )
         count = plan.batch.full // plan.batch.samples_per_microbatch
         return of_rank * (count + (plan.topology.pp - 1) / plan.num_chunks)
 
@@ -90,7 +93,9 @@ def told(name: str, point: Point, fitted: Sequence[PublishedRun], held_out: Sequ
 
 def main() -> None:
     runs = published_runs()
-    narayanan, korthikanti, llama = ([r for r in runs if r.source == name] for name in ("narayanan", "korthikanti", "llama"))
+    narayanan, korthikanti, llama = (
+        [r for r in runs if r.source == name] for name in ("narayanan", "korthikanti", "llama")
+    )
     point = fit([*narayanan, *korthikanti])
     print(told("both", point, [*narayanan, *korthikanti], ()))
     print(told("narayanan", fit(narayanan), narayanan, korthikanti))

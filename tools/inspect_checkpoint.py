@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("path", type=Path, help="directory given to --save, or the folder of one step")
     parser.add_argument("--step", type=int, help="step to look at (default: the newest complete one)")
     parser.add_argument("--tensors", action="store_true", help="list every tensor; with --diff equal ones, too")
@@ -78,7 +80,12 @@ def content(folder: CheckpointFolder, with_tensors: bool) -> dict[str, Any]:
     }
     if with_tensors:
         found["tensors"] = {
-            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "bytes": tensor.num_bytes, "boxes": len(tensor.boxes)}
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.num_bytes,
+                "boxes": len(tensor.boxes),
+            }
             for name, tensor in manifest.tensors.items()
         }
     return found
@@ -90,7 +97,11 @@ def difference_line(found: TensorComparison) -> str:
         return f"  {found.name}: only in the {('first', 'second')[side]}, {found.dtypes[side]} {list(found.shapes[side] or ())}"
     if found.shapes[0] != found.shapes[1]:
         return f"  {found.name}: shape {list(found.shapes[0] or ())} in the first, {list(found.shapes[1] or ())} in the second"
-    dtype = "" if found.dtypes[0] == found.dtypes[1] else f"{found.dtypes[0]} in the first, {found.dtypes[1]} in the second; "
+    dtype = (
+        ""
+        if found.dtypes[0] == found.dtypes[1]
+        else f"{found.dtypes[0]} in the first, {found.dtypes[1]} in the second; "
+    )
     if found.num_equal == found.num_elements:
         return f"  {found.name}: {dtype}all {found.num_elements:,} elements bit-equal"
     shown = f"{found.num_equal:,} of {found.num_elements:,} elements bit-equal, largest difference {found.max_abs:.3e}"
@@ -99,7 +110,9 @@ def difference_line(found: TensorComparison) -> str:
 
 def state_differences(first: CheckpointFolder, second: CheckpointFolder) -> dict[str, tuple[Any, Any]]:
     here, there = first.manifest.state, second.manifest.state
-    return {key: (here.get(key), there.get(key)) for key in here.keys() | there.keys() if here.get(key) != there.get(key)}
+    return {
+        key: (here.get(key), there.get(key)) for key in here.keys() | there.keys() if here.get(key) != there.get(key)
+    }
 
 
 def as_values(found: TensorComparison) -> dict[str, Any]:

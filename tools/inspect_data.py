@@ -36,10 +36,14 @@ from megapipe.planner.run_plan import RunPlan
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, help="samples and documents of this step, counted from 1")
-    asked.add_argument("--sample", type=int, help="documents of this sample of the training data, counted from 0, and who takes it")
+    asked.add_argument(
+        "--sample", type=int, help="documents of this sample of the training data, counted from 0, and who takes it"
+    )
     asked.add_argument("--document", type=int, help="samples and steps that hold some of this document, counted from 0")
     parser.add_argument("--in", dest="prefix", help="file prefix of the document, where there are several")
     parser.add_argument("--text", type=int, metavar="TOKENS", help="show the first tokens of each piece, decoded")
@@ -82,7 +86,9 @@ def read_run(flags: Sequence[str]) -> Run:
     account = state.get("account") or {"skipped_samples": [], "rollbacks": 0}
     if rollbacks and rollbacks[-1].number > account["rollbacks"]:
         account = rollbacks[-1].account
-    return Run(plan, Course(plan.batch, micro, SkippedSamples.of(account["skipped_samples"]), tuple(anchors(root))), rollbacks)
+    return Run(
+        plan, Course(plan.batch, micro, SkippedSamples.of(account["skipped_samples"]), tuple(anchors(root))), rollbacks
+    )
 
 
 def anchors(root: Path) -> Iterator[tuple[int, int]]:
@@ -100,10 +106,19 @@ def of_step(run: Run, step: int) -> dict[str, Any]:
     if step < 1 or (last is not None and step > last):
         raise ConfigError(f"--step {step}: the steps of this run are 1 to {last}")
     parts = [
-        {"microbatch": turn.microbatch, "dp_rank": turn.dp_rank, "samples": [sample(run, run.course.place(number)) for number in numbers]}
+        {
+            "microbatch": turn.microbatch,
+            "dp_rank": turn.dp_rank,
+            "samples": [sample(run, run.course.place(number)) for number in numbers],
+        }
         for turn, numbers in run.course.samples(step).items()
     ]
-    return {"step": step, "consumed_samples": run.course.consumed_before(step), "microbatches": parts, "given_up": given_up(run, step)}
+    return {
+        "step": step,
+        "consumed_samples": run.course.consumed_before(step),
+        "microbatches": parts,
+        "given_up": given_up(run, step),
+    }
 
 
 def sample(run: Run, place: int) -> dict[str, Any]:
@@ -128,7 +143,11 @@ def taken(run: Run, place: int) -> dict[str, Any]:
     if turn is None:
         number = next((r.number for r in run.rollbacks if r.first_sample <= place < r.past_sample), None)
         return {"skipped": True, "rollback": number}
-    return {"skipped": False, "not_reached": True} if last is not None and turn.step > last else {"skipped": False, **asdict(turn)}
+    return (
+        {"skipped": False, "not_reached": True}
+        if last is not None and turn.step > last
+        else {"skipped": False, **asdict(turn)}
+    )
 
 
 def of_document(run: Run, document: int, prefix: str | None) -> dict[str, Any]:
@@ -141,7 +160,11 @@ def of_document(run: Run, document: int, prefix: str | None) -> dict[str, Any]:
     if not 0 <= document < files[chosen].num_documents:
         raise ConfigError(f"--document {document}: {chosen} has {files[chosen].num_documents}")
     found = samples_of(run.dataset, chosen, document)
-    return {"document": document, "prefix": chosen, "samples": [{"sample": place, **taken(run, place)} for place in found]}
+    return {
+        "document": document,
+        "prefix": chosen,
+        "samples": [{"sample": place, **taken(run, place)} for place in found],
+    }
 
 
 def lines(found: dict[str, Any], show: Any) -> Iterator[str]:

@@ -28,14 +28,19 @@ from megapipe.planner.memory import rank_memory
 from megapipe.planner.report import bytes_text
 from megapipe.planner.run_plan import RunPlan
 
-SIZES = "--num-layers 8 --hidden-size 192 --num-attention-heads 8 --seq-length 256 --vocab-size 4000 --micro-batch-size 2"
+SIZES = (
+    "--num-layers 8 --hidden-size 192 --num-attention-heads 8 --seq-length 256 --vocab-size 4000 --micro-batch-size 2"
+)
 SIZES += " --global-batch-size 16 --device cpu"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 512"
 LLAMA += " --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
 CASES: dict[str, tuple[int, str]] = {  # ranks, flags
     "GPT-2 shape, fp32": (1, "--attention-dropout 0"),
     "Llama shape, bf16": (1, f"{LLAMA} --bf16"),
-    "full recompute, bf16": (1, f"{LLAMA} --bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "full recompute, bf16": (
+        1,
+        f"{LLAMA} --bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
     "selective recompute of norms and activations": (
         1,
         f"{LLAMA} --recompute-granularity selective --recompute-modules layernorm activation",
@@ -55,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table, or measure one case as one of its ranks."""
     if arguments[:1] == [MEASURE]:
         return measure(arguments[1])
-    print("| on CPU | planned | dry run | measured | plan to measured | dry run to measured |\n|---|---|---|---|---|---|")
+    print(
+        "| on CPU | planned | dry run | measured | plan to measured | dry run to measured |\n|---|---|---|---|---|---|"
+    )
     for name, (num_ranks, _) in CASES.items():
         plan = plan_of(name)
         measured = measured_peaks(name, num_ranks)
@@ -75,7 +82,11 @@ def plan_of(name: str) -> RunPlan:
 
 def reader(plan: RunPlan) -> ReadBatch:
     """Batches of synthetic data."""
-    micro, seq, vocabulary = plan.config.training.micro_batch_size, plan.config.model.seq_length, plan.config.model.vocab_size
+    micro, seq, vocabulary = (
+        plan.config.training.micro_batch_size,
+        plan.config.model.seq_length,
+        plan.config.model.vocab_size,
+    )
     assert vocabulary is not None
     data = SyntheticDataset(10_000, seq, vocabulary, 1)
 
@@ -88,7 +99,16 @@ def reader(plan: RunPlan) -> ReadBatch:
 
 def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
     """The peak of every rank of a case that real processes train."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone", __file__, MEASURE, name]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={num_ranks}",
+        "--standalone",
+        __file__,
+        MEASURE,
+        name,
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = [json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)]
     return dict(found)

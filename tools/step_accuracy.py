@@ -36,10 +36,16 @@ def row(name: str, shape: Shape, hardware: Hardware, turns: Sequence[Turn]) -> s
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--hardware", type=Path, required=True, metavar="FILE", help="written by megapipe calibrate on this machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--hardware", type=Path, required=True, metavar="FILE", help="written by megapipe calibrate on this machine"
+    )
     parser.add_argument("--rows", nargs="+", choices=tuple(GRIDS), default=["one"], help="grids (default: one)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="steps of each row that are measured (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="steps of each row that are measured (default: 5)"
+    )
     for name in ("layers", "hidden", "heads", "seq", "vocab", "micro-batch", "microbatches"):
         default = getattr(Shape(), name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
@@ -62,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         on_core = statistics.median(turn.cpu_seconds / turn.step_seconds / GRIDS[name].world for turn in turns[name])
         if on_core < 0.98:
-            print(f"{name}: its ranks were on a core for {on_core:.0%} of the time; on an idle machine only waits make that less than all")
+            print(
+                f"{name}: its ranks were on a core for {on_core:.0%} of the time; on an idle machine only waits make that less than all"
+            )
     return 0
 
 

@@ -51,7 +51,11 @@ def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | No
 def num_samples(plan: RunPlan) -> tuple[int, int, int]:
     """(train, validation, test) samples over the whole run, by Megatron's rule."""
     training = plan.config.training
-    assert training.train_iters is not None and training.train_samples is not None and training.global_batch_size is not None
+    assert (
+        training.train_iters is not None
+        and training.train_samples is not None
+        and training.global_batch_size is not None
+    )
     evaluation = training.eval_iters * training.global_batch_size
     train = 0 if training.skip_train else training.train_samples
     return train, num_evaluations(plan) * evaluation, evaluation
@@ -88,7 +92,10 @@ def build_data(plan: RunPlan) -> RunData:
     tokenizer = tokenizer_of(plan.config, is_resolved=True)
     datasets = build_datasets(dataset_request(plan))
     rules = DocumentRules(
-        None if tokenizer is None else tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+        None if tokenizer is None else tokenizer.eod,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+        data.eod_mask_loss,
     )
     train, valid, test = (
         None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)

@@ -89,7 +89,9 @@ class ForwardMachines:
         model, tp = self.plan.config.model, self.plan.topology.tp
         seq = model.seq_length if seq is None else seq
         length = seq // tp if self.plan.config.parallel.sequence_parallel else seq
-        return (MessageSpec((length, self.plan.config.training.micro_batch_size, model.hidden_size), self.parameter_dtype),)
+        return (
+            MessageSpec((length, self.plan.config.training.micro_batch_size, model.hidden_size), self.parameter_dtype),
+        )
 
     def finish_parameters(self) -> None:
         """Return when all parameters are up to date: they always are where nobody updates them."""
@@ -118,10 +120,18 @@ class ForwardMachines:
             chunks=comm_chunks(plan.config.parallel),
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
-        buffers = StageBuffers(layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions)
+        buffers = StageBuffers(
+            layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions
+        )
         lender = self.buffers[0] if plan.borrows_embedding(stage) else None
-        buffers.materialize(module, lambda spec: draw_slice(spec, tp_rank, tp), self._slot_factory if trains else None, lender)
-        self.stages[stage], self.buffers[stage], self.runners[stage] = module, buffers, StageRunner(module, queue, module.begin_row)
+        buffers.materialize(
+            module, lambda spec: draw_slice(spec, tp_rank, tp), self._slot_factory if trains else None, lender
+        )
+        self.stages[stage], self.buffers[stage], self.runners[stage] = (
+            module,
+            buffers,
+            StageRunner(module, queue, module.begin_row),
+        )
 
     def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         return draw(spec, tp_rank, tp, self.plan.config.training.seed, self.main_dtype)

@@ -49,7 +49,9 @@ def captured_stages(graphs: RankGraphs, plan: RunPlan, pp_rank: int, num_microba
     """For the engine of one number of microbatches."""
     slots = plan.slots(num_microbatches, pp_rank)
     return {
-        stage: CapturedStage(of_stage, {microbatch: slot for (number, microbatch), slot in slots.items() if number == stage})
+        stage: CapturedStage(
+            of_stage, {microbatch: slot for (number, microbatch), slot in slots.items() if number == stage}
+        )
         for stage, of_stage in graphs.stages.items()
     }
 

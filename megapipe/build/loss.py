@@ -80,7 +80,13 @@ class LossAverage:
         return of
 
     def start(
-        self, reports: list[LossReport], counts: bool, num_microbatches: int, num_replicas: int, world: Group, device: torch.device
+        self,
+        reports: list[LossReport],
+        counts: bool,
+        num_microbatches: int,
+        num_replicas: int,
+        world: Group,
+        device: torch.device,
     ) -> PendingLoss:
         """Start to average over all replicas. reports: this rank's; counts: of the ranks with reports of these microbatches, this one's are
         summed.
@@ -92,4 +98,6 @@ class LossAverage:
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
             totals[1] = torch.stack([report.num_tokens for report in reports]).double().sum()
             totals[2] = torch.stack([report.mean for report in reports]).double().sum()
-        return PendingLoss(totals, all_reduce(totals, world, async_op=True), self.per_token, float(num_microbatches * num_replicas))
+        return PendingLoss(
+            totals, all_reduce(totals, world, async_op=True), self.per_token, float(num_microbatches * num_replicas)
+        )

@@ -47,17 +47,23 @@ class Machines(ForwardMachines):
             self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
         )
         order = plan.order_of_first_use(self.coordinates.pp_rank)
-        self.gather = ParameterGather(self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer)
+        self.gather = ParameterGather(
+            self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer
+        )
         for stage, module in self.stages.items():
             self.gather.wait_inside(stage, module, module.parts())
-        self.optimizer = Optimizer(self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather, self.kernels.optimizer)
+        self.optimizer = Optimizer(
+            self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather, self.kernels.optimizer
+        )
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.updates: RowUpdates | None = None  # of asynchronous schedules
         if not plan.is_synchronous:
             (own,) = self.buffers.values()
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
         parts = {stage: (module, self.buffers[stage], self.runners[stage]) for stage, module in self.stages.items()}
-        self.graphs = build_graphs(plan, self.coordinates.pp_rank, device, parts, self.gather, recorder, groups.world.heart)
+        self.graphs = build_graphs(
+            plan, self.coordinates.pp_rank, device, parts, self.gather, recorder, groups.world.heart
+        )
         self.marks = marks
         self.offload = build_offload(plan, self.stages, device)
         self._engines: dict[int, Engine] = {}

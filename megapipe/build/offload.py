@@ -26,4 +26,6 @@ def build_offload(plan: RunPlan, stages: Mapping[int, GPTStage], device: torch.d
 def row_offload(plan: RunPlan, offload: Offload, num_microbatches: int, pp_rank: int) -> RowOffload:
     """For the engine of one number of microbatches."""
     groups = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
-    return RowOffload.of(offload, row_moves(plan, num_microbatches, pp_rank), plan.schedule(num_microbatches).rows[pp_rank], groups)
+    return RowOffload.of(
+        offload, row_moves(plan, num_microbatches, pp_rank), plan.schedule(num_microbatches).rows[pp_rank], groups
+    )

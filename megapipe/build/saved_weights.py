@@ -12,7 +12,9 @@ from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.sharding.boxes import pieces
 
 
-def held_weights(buffers: Mapping[int, StageBuffers], groups: ProcessGroups, key: str = "weights") -> Iterator[tuple[bool, TensorBox]]:
+def held_weights(
+    buffers: Mapping[int, StageBuffers], groups: ProcessGroups, key: str = "weights"
+) -> Iterator[tuple[bool, TensorBox]]:
     """Every piece of a parameter on this rank but vocabulary padding: (of all ranks this one answers for it, box named `key`/parameter)."""
     for stage, stage_buffers in buffers.items():
         for buffer in stage_buffers.buffers:

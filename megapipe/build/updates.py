@@ -16,13 +16,17 @@ class RowUpdates:
     nothing here speaks to them. buffers: of the one stage that this rank holds. num_replicas: in its replica group.
     """
 
-    def __init__(self, buffers: StageBuffers, reducer: GradientReducer, optimizer: Optimizer, num_replicas: int) -> None:
+    def __init__(
+        self, buffers: StageBuffers, reducer: GradientReducer, optimizer: Optimizer, num_replicas: int
+    ) -> None:
         self._buffers, self._reducer, self._optimizer, self._num_replicas = buffers, reducer, optimizer, num_replicas
         self._versions = WeightVersions((), (0,), ())
         self._rates: tuple[float, float, float | None] = (0.0, 0.0, None)
         self._first = self._num_done = 0
 
-    def begin(self, versions: WeightVersions, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
+    def begin(
+        self, versions: WeightVersions, lr: float, weight_decay: float, decoupled_lr: float | None = None
+    ) -> None:
         """Before a row: version 0 is the newest that there is. The rates hold for all of its updates."""
         self._versions, self._rates = versions, (lr, weight_decay, decoupled_lr)
         self._first, self._num_done = self._buffers.newest, 0

@@ -64,7 +64,8 @@ def to_yaml(hardware: Hardware, machine: Machine, links: Sequence[MeasuredLink])
     measured, is_known = {link.name: link for link in links}, hardware_of(machine.device_name) is not None
     source = "that of the table of `megapipe plan --gpu`" if is_known else "assumed"
     origins = {
-        name: f"all-reduce over {measured[name].ranks} ranks" if name in measured else f"NOT measured: {source}" for name in (NODE, NETWORK)
+        name: f"all-reduce over {measured[name].ranks} ranks" if name in measured else f"NOT measured: {source}"
+        for name in (NODE, NETWORK)
     }
     shares = ", ".join(f"[{size}, {share:g}]" for size, share in hardware.gemm_shares)
     lines = [

@@ -49,14 +49,20 @@ def one_pipeline_rank(config: Config, world_size: int) -> Config:
         pipeline_rank_memory=None,
     )
     dp = max(1, world_size // parallel.tensor_model_parallel_size)
-    training = dataclasses.replace(config.training, global_batch_size=config.training.micro_batch_size * dp, rampup_batch_size=None)
+    training = dataclasses.replace(
+        config.training, global_batch_size=config.training.micro_batch_size * dp, rampup_batch_size=None
+    )
     optimizer = dataclasses.replace(config.optimizer, optimizer_post_validation=False)
     model = dataclasses.replace(config.model, num_layers=NUM_LAYERS)
     offload = OffloadConfig()  # copies run under other layers
-    return dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, offload=offload)
+    return dataclasses.replace(
+        config, model=model, parallel=parallel, training=training, optimizer=optimizer, offload=offload
+    )
 
 
-def profile_parts(plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> tuple[PartCost, PartCost, PartCost]:
+def profile_parts(
+    plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float
+) -> tuple[PartCost, PartCost, PartCost]:
     """(embedding, one layer, head), on the slowest rank of the world. plan: of `one_pipeline_rank`. seconds: for each of some ten figures.
 
     With full recompute a layer is timed without it and with it; the difference is its replay. Called by all ranks alike.

@@ -42,7 +42,9 @@ def _host_memory(has: Resources) -> int:
 
 def _told(found: Found, has: Resources, threads: int, environment: Environment) -> tuple[str, ...]:
     hosts = list(dict.fromkeys(found.hosts))
-    where = f"{environment.world_size} rank(s) at the same time on {environment.num_nodes} node(s), {', '.join(hosts[:8])}"
+    where = (
+        f"{environment.world_size} rank(s) at the same time on {environment.num_nodes} node(s), {', '.join(hosts[:8])}"
+    )
     on_cpu = f", {threads} thread(s) a rank" if found.device.type == "cpu" else ""
     lines = [
         f"measured by: {shlex.join(['megapipe', *sys.argv[1:]])}",
@@ -51,5 +53,7 @@ def _told(found: Found, has: Resources, threads: int, environment: Environment) 
     ]
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > max(_cores(has), environment.local_world_size * threads):
-        lines.append(f"BUSY: load {load:.1f} on {_cores(has):g} cores, so that these figures are lower than the machine's own")
+        lines.append(
+            f"BUSY: load {load:.1f} on {_cores(has):g} cores, so that these figures are lower than the machine's own"
+        )
     return tuple(lines)

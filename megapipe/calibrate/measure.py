@@ -43,9 +43,13 @@ def measure(environment: Environment, device: str, dtype: str | None, seconds: f
         torch.set_num_threads(environment.num_threads or 1)
     began = time.perf_counter()
     kind = dtype or DTYPES[world.device.type]
-    everyone = build_process_groups(Topology(dp=world.world_size), world.global_rank, world.backend, timeout_seconds).world
+    everyone = build_process_groups(
+        Topology(dp=world.world_size), world.global_rank, world.backend, timeout_seconds
+    ).world
     barrier(everyone)
     share = 1 - LINKS * environment.is_distributed
     rates = slowest(gather_objects(measure_rates(kind, Stopwatch(world.device), share * seconds), everyone))
     links = measure_links(world, environment.local_world_size, LINKS * seconds) if environment.is_distributed else []
-    return Found(world.device, kind, rates, tuple(links), tuple(gather_objects(host(), everyone)), time.perf_counter() - began)
+    return Found(
+        world.device, kind, rates, tuple(links), tuple(gather_objects(host(), everyone)), time.perf_counter() - began
+    )

@@ -61,12 +61,20 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
     sizes, kind = SIZES[stopwatch.device.type], TORCH_DTYPES[dtype]
     bench = _Bench(sizes, kind, stopwatch)
     gemms = bench.linears(SHARES * seconds)
-    peaks = {name: square_gemms(of, stopwatch, PEAKS * seconds / len(TORCH_DTYPES)) for name, of in TORCH_DTYPES.items()}
+    peaks = {
+        name: square_gemms(of, stopwatch, PEAKS * seconds / len(TORCH_DTYPES)) for name, of in TORCH_DTYPES.items()
+    }
     flops = {name: rate for name, rate in peaks.items() if rate is not None}
     if stopwatch.device.type == "cuda" and why_no_fp8(stopwatch.device) is None:
         flops[FP8] = fp8_gemms(stopwatch, PEAKS * seconds / len(TORCH_DTYPES))
     flops[dtype] = max(flops[dtype], *gemms.values())  # a share is of the best that was seen
-    return Rates(flops, gemms, bench.attention(ATTENTION * seconds), bench.memory(MEMORY * seconds), bench.pointwise(POINTWISE * seconds))
+    return Rates(
+        flops,
+        gemms,
+        bench.attention(ATTENTION * seconds),
+        bench.memory(MEMORY * seconds),
+        bench.pointwise(POINTWISE * seconds),
+    )
 
 
 def slowest(found: Sequence[Rates]) -> Rates:
@@ -141,7 +149,11 @@ class _Bench:
     def _linear_seconds(self, size: int, budget_seconds: float) -> float:
         """Forward, input gradient and weight gradient, in the layouts of memory that a linear has them in."""
         tokens = max(size, self._sizes.tokens)
-        x, weight, grad = self._random(tokens, size), self._random(WIDENING * size, size), self._random(tokens, WIDENING * size)
+        x, weight, grad = (
+            self._random(tokens, size),
+            self._random(WIDENING * size, size),
+            self._random(tokens, WIDENING * size),
+        )
         calls = (_call(F.linear, x, weight), _call(torch.mm, grad, weight), _call(torch.mm, grad.t(), x))
         return sum(self._stopwatch.seconds(call, budget_seconds / len(calls)) for call in calls)
 
@@ -180,7 +192,9 @@ class _Bench:
 
         with torch.no_grad():
             seconds = self._stopwatch.seconds(_call(torch.add, x, grad), budget_seconds / 3)
-        seconds += self._stopwatch.seconds(norm, budget_seconds / 3) + self._stopwatch.seconds(activation, budget_seconds / 3)
+        seconds += self._stopwatch.seconds(norm, budget_seconds / 3) + self._stopwatch.seconds(
+            activation, budget_seconds / 3
+        )
         passes = 3 + 2 * (2 + 3)  # addition; forward: in, out; backward: input, gradient, gradient of the input
         return passes * x.numel() * x.element_size() / seconds
 

@@ -38,6 +38,15 @@ def _link(link: Link) -> str:
 
 def as_data(hardware: Hardware, machine: Machine, found: Found) -> dict[str, Any]:
     """The file's keys, and under 'measured' how, with the links that were."""
-    links = {link.name: {"ranks": link.ranks, "all_reduce": vars(link.all_reduce), "message": vars(link.message)} for link in found.links}
-    values = vars(hardware) | {"node": vars(hardware.node), "network": vars(hardware.network), "flops": dict(hardware.flops)}
-    return values | {"measured": {"how": machine.told, "dtype": machine.dtype, "links": links, "seconds": found.seconds}}
+    links = {
+        link.name: {"ranks": link.ranks, "all_reduce": vars(link.all_reduce), "message": vars(link.message)}
+        for link in found.links
+    }
+    values = vars(hardware) | {
+        "node": vars(hardware.node),
+        "network": vars(hardware.network),
+        "flops": dict(hardware.flops),
+    }
+    return values | {
+        "measured": {"how": machine.told, "dtype": machine.dtype, "links": links, "seconds": found.seconds}
+    }

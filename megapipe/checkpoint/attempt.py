@@ -22,7 +22,14 @@ from typing import Any
 
 from megapipe.checkpoint.coverage import check_covered
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import CONFIG_NAME, LATEST_NAME, TOKENIZER_NAME, folder_name, open_folder, temporary_name
+from megapipe.checkpoint.folder import (
+    CONFIG_NAME,
+    LATEST_NAME,
+    TOKENIZER_NAME,
+    folder_name,
+    open_folder,
+    temporary_name,
+)
 from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedFile, SavedTensor
 from megapipe.checkpoint.retention import Retention, remove_old
 from megapipe.checkpoint.shard_file import WrittenBox, WrittenShard, shard_name, write_shard
@@ -121,12 +128,16 @@ class Attempt:
         except CheckpointError as error:
             return End(error=f"{error}{self._cleaned(temporary)}")
         except OSError as error:
-            return End(error=f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}{self._cleaned(temporary)}")
+            return End(
+                error=f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}{self._cleaned(temporary)}"
+            )
         try:
             self._move_latest()
             removed = remove_old(self.disk, self.root, self.keep, secrets.token_hex(8), self.step)
         except OSError as error:
-            return End(error=f"{self.final} is complete, but then {error.filename or self.root} failed: {_reason(error)}")
+            return End(
+                error=f"{self.final} is complete, but then {error.filename or self.root} failed: {_reason(error)}"
+            )
         return End(SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed))
 
     def _saved_before(self) -> SaveReport | None:
@@ -145,7 +156,9 @@ class Attempt:
     def _commit(self, temporary: Path, written: Sequence[Answer]) -> Manifest:
         errors = [answer for answer in written if isinstance(answer, str)]
         if errors:
-            raise CheckpointError(errors[0] + (f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else ""))
+            raise CheckpointError(
+                errors[0] + (f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else "")
+            )
         shards = [answer for answer in written if isinstance(answer, WrittenShard)]
         _check_seen(temporary, shards)
         files = {shard.name: shard.file for shard in shards} | self._write_extras(temporary)
@@ -204,7 +217,10 @@ def _merge(boxes: Sequence[WrittenBox]) -> dict[str, SavedTensor]:
         if len(kinds) > 1:
             raise CheckpointError(f"{name}: the ranks disagree about dtype and shape: {sorted(kinds)}")
         check_covered(name, members[0].shape, [member.saved.box for member in members])
-    return {name: SavedTensor(m[0].dtype, m[0].shape, tuple(member.saved for member in m)) for name, m in sorted(found.items())}
+    return {
+        name: SavedTensor(m[0].dtype, m[0].shape, tuple(member.saved for member in m))
+        for name, m in sorted(found.items())
+    }
 
 
 def _reason(error: OSError) -> str:

@@ -61,7 +61,9 @@ def compare(first: CheckpointFolder, second: CheckpointFolder) -> Iterator[Tenso
                 yield TensorComparison(name, shapes, dtypes, *_compare_values(name, (one, here), (other, there)))
 
 
-def _compare_values(name: str, first: tuple[ShardReader, SavedTensor], second: tuple[ShardReader, SavedTensor]) -> tuple[int, float, float]:
+def _compare_values(
+    name: str, first: tuple[ShardReader, SavedTensor], second: tuple[ShardReader, SavedTensor]
+) -> tuple[int, float, float]:
     num_equal, max_abs, max_rel = 0, 0.0, 0.0
     wide = torch.promote_types(DTYPES[first[1].dtype], DTYPES[second[1].dtype])
     for box in _chunks(first[1].shape):
@@ -87,9 +89,13 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 def _read(name: str, reader: ShardReader, saved: SavedTensor, box: Box) -> Tensor:
     target = TensorBox(name, saved.shape, box, torch.empty(box.num_elements, dtype=DTYPES[saved.dtype]))
-    copied = sum(reader.copy(Wanted(name, saved.dtype, other, [target])) for other in saved.boxes if other.box.intersect(box))
+    copied = sum(
+        reader.copy(Wanted(name, saved.dtype, other, [target])) for other in saved.boxes if other.box.intersect(box)
+    )
     if copied != box.num_elements:
-        raise CheckpointError(f"{name}: {box.num_elements - copied} elements from row {box.offset[0]} on are in no file")
+        raise CheckpointError(
+            f"{name}: {box.num_elements - copied} elements from row {box.offset[0]} on are in no file"
+        )
     return target.values
 
 

@@ -25,7 +25,9 @@ def saved_config(folder: CheckpointFolder) -> Config:
     """The configuration beside a checkpoint, model.vocab_size being the rows of its embedding: those that were trained, whether the run
     had them from --vocab-size or from its tokenizer. Raises CheckpointError."""
     config = _written(folder.path)
-    rows = next((saved.shape[0] for name, saved in folder.manifest.tensors.items() if name.endswith(f"/{EMBEDDING}")), None)
+    rows = next(
+        (saved.shape[0] for name, saved in folder.manifest.tensors.items() if name.endswith(f"/{EMBEDDING}")), None
+    )
     if rows is None:
         raise CheckpointError(f"{folder.path} holds no tensor {EMBEDDING}")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows, padded_vocab_size=None))

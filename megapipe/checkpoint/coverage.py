@@ -22,7 +22,9 @@ def check_covered(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> No
         still_open = [other for other in still_open if other.offset[0] + other.shape[0] > box.offset[0]]
         for other in still_open:
             if other.intersect(box) is not None:
-                raise CheckpointError(f"{name}: {_text(other)} and {_text(box)} overlap: two ranks hold the same elements as their own")
+                raise CheckpointError(
+                    f"{name}: {_text(other)} and {_text(box)} overlap: two ranks hold the same elements as their own"
+                )
         still_open.append(box)
     covered, size = sum(box.num_elements for box in boxes), math.prod(shape)
     if covered != size:

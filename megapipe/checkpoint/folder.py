@@ -56,7 +56,9 @@ def steps_in(root: Path) -> list[int]:
     """Steps that have a folder, complete or not, ascending."""
     if not root.is_dir():
         return []
-    return sorted(int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name)) and entry.is_dir())
+    return sorted(
+        int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name)) and entry.is_dir()
+    )
 
 
 def open_folder(path: Path) -> CheckpointFolder:
@@ -128,8 +130,13 @@ def clean_torn(root: Path) -> tuple[str, ...]:
         try:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         except OSError as error:
-            raise CheckpointError(f"{entry}, left by an interrupted save, cannot be removed: {error.strerror}") from None
-    return tuple(f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}" for entry in torn)
+            raise CheckpointError(
+                f"{entry}, left by an interrupted save, cannot be removed: {error.strerror}"
+            ) from None
+    return tuple(
+        f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}"
+        for entry in torn
+    )
 
 
 def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[str, ...]:

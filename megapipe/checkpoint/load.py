@@ -16,7 +16,9 @@ from megapipe.comm.groups import Group
 from megapipe.errors import CheckpointError, DamageError
 
 
-def load_tensors(folder: CheckpointFolder, wanted: Iterable[TensorBox], group: Group, *, may_round: bool = False) -> int:
+def load_tensors(
+    folder: CheckpointFolder, wanted: Iterable[TensorBox], group: Group, *, may_round: bool = False
+) -> int:
     """Fill `values` of every wanted box; called by all ranks of the group, each with its own. Returns the bytes filled on this rank.
 
     dtypes may widen (fp32 into fp64, bf16 into fp32); they narrow only where may_round says so.
@@ -47,7 +49,9 @@ def _load(folder: CheckpointFolder, wanted: list[TensorBox], may_round: bool) ->
         missing = sum(target.box.num_elements for target in targets) - copied.get(name, 0)
         if missing:
             shape = folder.manifest.tensors[name].shape
-            raise CheckpointError(f"{folder.path}: {name} of shape {list(shape)} ({math.prod(shape)} elements) lacks {missing}")
+            raise CheckpointError(
+                f"{folder.path}: {name} of shape {list(shape)} ({math.prod(shape)} elements) lacks {missing}"
+            )
     return sum(target.values.numel() * target.values.dtype.itemsize for target in wanted)
 
 
@@ -69,7 +73,9 @@ def _check(folder: CheckpointFolder, name: str, targets: list[TensorBox], may_ro
         raise CheckpointError(f"{folder.path} holds no tensor {name}")
     for target in targets:
         if target.shape != saved.shape:
-            raise CheckpointError(f"{folder.path}: {name} has shape {list(saved.shape)}, this model's has {list(target.shape)}")
+            raise CheckpointError(
+                f"{folder.path}: {name} has shape {list(saved.shape)}, this model's has {list(target.shape)}"
+            )
         if not may_round and torch.promote_types(DTYPES[saved.dtype], target.values.dtype) != target.values.dtype:
             raise CheckpointError(
                 f"{folder.path}: {name} was saved as {DTYPES[saved.dtype]}, which {target.values.dtype} does not hold exactly".replace(

@@ -93,11 +93,15 @@ class Manifest:
             if whole["format"] != FORMAT:
                 raise CheckpointError(f"{where} is not the manifest of a megapipe checkpoint")
             if whole["version"] != VERSION:
-                raise CheckpointError(f"{where} has format version {whole['version']}; this megapipe reads version {VERSION}")
+                raise CheckpointError(
+                    f"{where} has format version {whole['version']}; this megapipe reads version {VERSION}"
+                )
             content = whole["content"]
             found = zlib.crc32(_canonical(content).encode())
             if found != whole["crc32"]:
-                raise CheckpointError(f"{where} is damaged: its checksum is {found:08x}, it was written with {whole['crc32']:08x}")
+                raise CheckpointError(
+                    f"{where} is damaged: its checksum is {found:08x}, it was written with {whole['crc32']:08x}"
+                )
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from None
         return cls(
@@ -145,7 +149,9 @@ def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
 
 def _tensor_of(content: dict[str, Any]) -> SavedTensor:
     boxes = (
-        SavedBox(saved["file"], Box(tuple(saved["offset"]), tuple(saved["shape"])), saved["start"], tuple(saved["crc32"]))
+        SavedBox(
+            saved["file"], Box(tuple(saved["offset"]), tuple(saved["shape"])), saved["start"], tuple(saved["crc32"])
+        )
         for saved in content["boxes"]
     )
     return SavedTensor(content["dtype"], tuple(content["shape"]), tuple(boxes))

@@ -62,7 +62,11 @@ def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str
     """The account that a run goes on with from a checkpoint's state: its own, or that of the last rollback, if that came after it. None: of
     a checkpoint that knew of none."""
     before = rollbacks_before(state)
-    if rollbacks and rollbacks[-1].number > before and abandoned_by(rollbacks, int(state["training"]["step"]), before) is None:
+    if (
+        rollbacks
+        and rollbacks[-1].number > before
+        and abandoned_by(rollbacks, int(state["training"]["step"]), before) is None
+    ):
         return rollbacks[-1].account
     return state.get("account")
 

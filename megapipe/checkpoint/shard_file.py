@@ -72,7 +72,11 @@ def _header(tensors: Sequence[TensorBox]) -> tuple[bytes, list[int]]:
     position = 0
     for tensor in tensors:
         stop = position + tensor.values.numel() * tensor.values.dtype.itemsize
-        entry = {"dtype": DTYPE_NAMES[tensor.values.dtype], "shape": list(tensor.box.shape), "data_offsets": [position, stop]}
+        entry = {
+            "dtype": DTYPE_NAMES[tensor.values.dtype],
+            "shape": list(tensor.box.shape),
+            "data_offsets": [position, stop],
+        }
         name = f"{tensor.name}@{offset_text(tensor.box)}"
         if name in entries:
             raise ValueError(f"{name} is to be written twice by one rank")

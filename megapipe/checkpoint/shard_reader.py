@@ -20,7 +20,9 @@ from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.errors import DamageError
 from megapipe.sharding.boxes import Box, rectangles
 
-READ_BYTES = 1 << 24  # of one call, at least one block; the most memory that reading takes beside the tensors themselves
+READ_BYTES = (
+    1 << 24
+)  # of one call, at least one block; the most memory that reading takes beside the tensors themselves
 READS_AHEAD = 2
 ANNOUNCED_BYTES = 1 << 20
 
@@ -91,13 +93,17 @@ class ShardReader:
 
     def _reads(self, wanted: Wanted) -> Iterator[_Read]:
         item, block_bytes, saved = ITEM_BYTES[wanted.dtype], self._block_bytes, wanted.saved
-        common = tuple((target, box) for target in wanted.targets if (box := target.box.intersect(saved.box)) is not None)
+        common = tuple(
+            (target, box) for target in wanted.targets if (box := target.box.intersect(saved.box)) is not None
+        )
         blocks: set[int] = set()
         for _, box in common:
             first, last = _span(saved.box, box)
             blocks.update(range(first * item // block_bytes, (last * item - 1) // block_bytes + 1))
         for start, stop in _runs(sorted(blocks), self._blocks_at_once):
-            yield _Read(wanted, common, start, start * block_bytes, min(stop * block_bytes, saved.box.num_elements * item))
+            yield _Read(
+                wanted, common, start, start * block_bytes, min(stop * block_bytes, saved.box.num_elements * item)
+            )
 
     def _announce(self, read: _Read) -> None:
         """Have the kernel begin to read; it takes no more than about a mebibyte from one call."""
@@ -135,7 +141,10 @@ class ShardReader:
             return None
         row = math.prod(box.shape[1:])
         first = (saved.box.offset[0] - target.box.offset[0]) * row + elements[0]
-        low, high = ((box.offset[0] - saved.box.offset[0]) * row, (box.offset[0] - saved.box.offset[0] + box.shape[0]) * row)
+        low, high = (
+            (box.offset[0] - saved.box.offset[0]) * row,
+            (box.offset[0] - saved.box.offset[0] + box.shape[0]) * row,
+        )
         if elements[0] < low or elements[1] > high:
             return None
         return target.values[first : first + elements[1] - elements[0]]
@@ -218,5 +227,7 @@ def _read_fully(descriptor: int, into: memoryview, start: int, where: str) -> No
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], start + done)
         if count == 0:
-            raise DamageError(f"{where} is truncated: the file ends at byte {start + done}, the tensor at {start + len(into)}")
+            raise DamageError(
+                f"{where} is truncated: the file ends at byte {start + done}, the tensor at {start + len(into)}"
+            )
         done += count

@@ -28,7 +28,9 @@ class Staging:
         if self._memory.numel() < total:
             on_gpu = any(tensor.values.device.type == "cuda" for tensor in tensors)
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
-            self._memory = torch.zeros(total, dtype=torch.uint8, pin_memory=on_gpu)  # zeros: pages that are there, not promised
+            self._memory = torch.zeros(
+                total, dtype=torch.uint8, pin_memory=on_gpu
+            )  # zeros: pages that are there, not promised
 
     def copy(self, tensors: Sequence[TensorBox]) -> Callable[[], Sequence[TensorBox]]:
         """Copies of these boxes, to be asked for by who reads them. Tensors may be changed at once.

@@ -94,7 +94,11 @@ def newest_place(root: Path) -> tuple[int, int]:
 
 def no_progress(starts: Starts, root: Path, last_words: str | None) -> NoProgressError:
     """The error of a hopeless start. last_words: of the run before, if they are known."""
-    place = f"step {starts.step}, the newest complete checkpoint of {root}" if starts.step >= 0 else f"the beginning: {root} holds none"
+    place = (
+        f"step {starts.step}, the newest complete checkpoint of {root}"
+        if starts.step >= 0
+        else f"the beginning: {root} holds none"
+    )
     at = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in starts.times[:-1])
     last = f" The last one said: {last_words}" if last_words else ""
     return NoProgressError(

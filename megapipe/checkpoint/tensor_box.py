@@ -22,7 +22,9 @@ class TensorBox:
 
     def __post_init__(self) -> None:
         if self.values.numel() != self.box.num_elements or not self.values.is_contiguous():
-            raise ValueError(f"{self.name}: {tuple(self.values.shape)} values with strides {self.values.stride()} for {self.box}")
+            raise ValueError(
+                f"{self.name}: {tuple(self.values.shape)} values with strides {self.values.stride()} for {self.box}"
+            )
 
 
 def true_box(piece: Piece) -> Box | None:

@@ -63,9 +63,13 @@ def calibrate(arguments: Sequence[str], environment: Environment) -> int:
         if is_first:
             machine = machine_of(found, environment)
             hardware = write(
-                own.output, to_yaml(hardware_measured(own.name, machine, found.rates, found.links), machine, found.links), own.force
+                own.output,
+                to_yaml(hardware_measured(own.name, machine, found.rates, found.links), machine, found.links),
+                own.force,
             )
-            print(json.dumps(as_data(hardware, machine, found)) if own.json else as_text(hardware, machine, found.links))
+            print(
+                json.dumps(as_data(hardware, machine, found)) if own.json else as_text(hardware, machine, found.links)
+            )
             if not own.json:
                 print(f"written: {own.output}, for megapipe plan --hardware {own.output}")
     except KeyboardInterrupt:

@@ -21,16 +21,28 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "quickstart": Subcommand("from text on this machine to a small trained GPT, in minutes", "megapipe.cli.quickstart"),
     "pretrain": Subcommand("pretrain a GPT on this rank; the same as pretrain_gpt.py", "megapipe.cli.pretrain"),
     "launch": Subcommand("start a script on several ranks: torchrun without its tracebacks", "megapipe.cli.launch"),
-    "plan": Subcommand("show what a configuration will do on a number of ranks, without starting any", "megapipe.cli.plan"),
-    "explain": Subcommand("what a flag does, and what it costs a configuration in memory and time", "megapipe.cli.explain"),
-    "profile-layers": Subcommand("times of embedding, layers and head on this machine, for the cut", "megapipe.cli.profile_layers"),
-    "calibrate": Subcommand("what this machine and its links reach, as a hardware file for plan", "megapipe.cli.calibrate"),
+    "plan": Subcommand(
+        "show what a configuration will do on a number of ranks, without starting any", "megapipe.cli.plan"
+    ),
+    "explain": Subcommand(
+        "what a flag does, and what it costs a configuration in memory and time", "megapipe.cli.explain"
+    ),
+    "profile-layers": Subcommand(
+        "times of embedding, layers and head on this machine, for the cut", "megapipe.cli.profile_layers"
+    ),
+    "calibrate": Subcommand(
+        "what this machine and its links reach, as a hardware file for plan", "megapipe.cli.calibrate"
+    ),
     "schedule": Subcommand("draw, compare, check and simulate pipeline schedules", "megapipe.cli.schedule"),
-    "doctor": Subcommand("is this machine, or a whole allocation, fit: versions, interfaces, every group's links", "megapipe.cli.doctor"),
+    "doctor": Subcommand(
+        "is this machine, or a whole allocation, fit: versions, interfaces, every group's links", "megapipe.cli.doctor"
+    ),
     "status": Subcommand("what every rank of a run does now, and what it waits for", "megapipe.cli.status"),
     "progress": Subcommand("how far a run is: what job scripts ask", "megapipe.cli.progress"),
     "report": Subcommand("one HTML page that tells a run", "megapipe.cli.report"),
-    "verify": Subcommand("compare the grid with one plain process: pretrain --verify-grid", "megapipe.cli.pretrain", ("--verify-grid",)),
+    "verify": Subcommand(
+        "compare the grid with one plain process: pretrain --verify-grid", "megapipe.cli.pretrain", ("--verify-grid",)
+    ),
     "generate": Subcommand("texts from a trained model", "megapipe.cli.generate"),
     "evaluate": Subcommand("loss and perplexity of a trained model on a text or token file", "megapipe.cli.evaluate"),
     "preprocess": Subcommand("text to token files", "megapipe.cli.preprocess"),
@@ -56,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from megapipe.config.values import nearest
 
         print(
-            f"megapipe {words[0]}: there is no such subcommand{nearest(words[0], list(SUBCOMMANDS))}; see megapipe --help", file=sys.stderr
+            f"megapipe {words[0]}: there is no such subcommand{nearest(words[0], list(SUBCOMMANDS))}; see megapipe --help",
+            file=sys.stderr,
         )
         return 2
     code: int = importlib.import_module(chosen.module).main([*chosen.prefix, *words[1:]])

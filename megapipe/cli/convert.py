@@ -36,13 +36,21 @@ CONCERNS = {
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megapipe convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="megapipe convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("source", type=Path, help="folder to read")
     add("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load")
     add("--from", dest="source_format", choices=formats.READERS, help="what the source is (default: as it looks)")
-    add("--to", dest="target_format", choices=formats.WRITERS, help="what to write (default: megapipe, from megapipe hugging-face)")
+    add(
+        "--to",
+        dest="target_format",
+        choices=formats.WRITERS,
+        help="what to write (default: megapipe, from megapipe hugging-face)",
+    )
     add("--step", type=int, help="step of the source (default: the newest)")
     add("--dtype", choices=DTYPES, help="dtype of the weights (default: as they are)")
     add(
@@ -53,24 +61,46 @@ def build_parser() -> argparse.ArgumentParser:
     add("--print-config", action="store_true", help="print the source's configuration as YAML; convert nothing")
     reading = parser.add_argument_group("reading")
     reading.add_argument(
-        "--ignore-key", action="append", default=[], metavar="KEY", help="a key of config.json without a meaning for the model"
+        "--ignore-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key of config.json without a meaning for the model",
     )
     reading.add_argument(
-        "--seq-length", type=int, help="length to train a converted model with (default: that of its positions, at most 4096)"
+        "--seq-length",
+        type=int,
+        help="length to train a converted model with (default: that of its positions, at most 4096)",
     )
-    reading.add_argument("--vocab-size", type=int, help="true size of the vocabulary, where a Megatron checkpoint only says the padded one")
-    reading.add_argument("--config", type=Path, metavar="FILE", help="YAML that says what the model is, where a dcp folder has none")
+    reading.add_argument(
+        "--vocab-size",
+        type=int,
+        help="true size of the vocabulary, where a Megatron checkpoint only says the padded one",
+    )
+    reading.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML that says what the model is, where a dcp folder has none"
+    )
     reading.add_argument("--weights-only", action="store_true", help="leave optimizer state, step and schedules")
     writing = parser.add_argument_group("writing")
     writing.add_argument(
-        "--like", type=Path, metavar="FOLDER", help="take tokenizer files and ids of special tokens from a Hugging Face folder"
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="take tokenizer files and ids of special tokens from a Hugging Face folder",
     )
     writing.add_argument(
-        "--architecture", help="Hugging Face architecture to write (default: the one it came from, or the first that fits)"
+        "--architecture",
+        help="Hugging Face architecture to write (default: the one it came from, or the first that fits)",
     )
-    writing.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file, in GB (default: 5)")
-    writing.add_argument("--tensor-model-parallel-size", type=int, default=1, help="Megatron: tp of the ranks to write for")
-    writing.add_argument("--pipeline-model-parallel-size", type=int, default=1, help="Megatron: pp of the ranks to write for")
+    writing.add_argument(
+        "--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file, in GB (default: 5)"
+    )
+    writing.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, help="Megatron: tp of the ranks to write for"
+    )
+    writing.add_argument(
+        "--pipeline-model-parallel-size", type=int, default=1, help="Megatron: pp of the ranks to write for"
+    )
     writing.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
@@ -171,5 +201,7 @@ def _compare(snapshot: Snapshot, arguments: argparse.Namespace, source_format: s
     comparison = compare(snapshot, folder)
     print(comparison)
     if not comparison.agree:
-        raise CheckpointError("the conversion is wrong, or the model is not what its configuration says: do not use it, and report it")
+        raise CheckpointError(
+            "the conversion is wrong, or the model is not what its configuration says: do not use it, and report it"
+        )
     return 0

@@ -79,8 +79,13 @@ def _examine(arguments: Sequence[str], environment: Environment) -> int:
     wish = Wish(topology, placement, hardware, own.slow_factor, own.seconds)
     found = examine_allocation(wish, groups, environment, world.device)
     if environment.global_rank == 0:
-        layout = f"{topology.world_size} ranks, tp {topology.tp} x cp {topology.cp} x pp {topology.pp} x dp {topology.dp},"
-        print(json.dumps(allocation_json(found, hardware)) if own.json else allocation_text(found, hardware, layout), flush=True)
+        layout = (
+            f"{topology.world_size} ranks, tp {topology.tp} x cp {topology.cp} x pp {topology.pp} x dp {topology.dp},"
+        )
+        print(
+            json.dumps(allocation_json(found, hardware)) if own.json else allocation_text(found, hardware, layout),
+            flush=True,
+        )
     barrier(groups.world)  # the first rank to leave with another code than 0 has the launcher end the others
     return 0 if found.is_fine else 1
 
@@ -117,7 +122,9 @@ def _own_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if own.gpu and own.hardware:
         raise ConfigError("--gpu names a row of the table, --hardware a file in its place: give one of the two")
     if own.slow_factor <= 1:
-        raise ConfigError(f"--slow-factor {own.slow_factor:g} has to be above 1: as many times slower than its like is slow")
+        raise ConfigError(
+            f"--slow-factor {own.slow_factor:g} has to be above 1: as many times slower than its like is slow"
+        )
     for flag, value in (("--seconds", own.seconds), ("--timeout-seconds", own.timeout_seconds)):
         if value <= 0:
             raise ConfigError(f"{flag} {value:g} has to be above 0")

@@ -75,11 +75,15 @@ def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
         files = [IndexedFile(path) for path in paths]
         tokens = np.concatenate([_stream(file) for file in files])
         if len(tokens) and int(tokens.max()) >= vocab_size:
-            raise DataError(f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: another tokenizer made this file")
+            raise DataError(
+                f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: another tokenizer made this file"
+            )
         return tokens, None
     tokenizer = model.tokenizer
     if tokenizer is None:
-        raise ConfigError(f"{model.folder} was trained without a tokenizer: give --tokenizer-type and --tokenizer-model, or a token file")
+        raise ConfigError(
+            f"{model.folder} was trained without a tokenizer: give --tokenizer-type and --tokenizer-model, or a token file"
+        )
     ids: list[int] = []
     num_bytes = 0
     for record in read_records(find_files(paths)):
@@ -97,10 +101,14 @@ def _stream(file: IndexedFile) -> Any:
     return np.concatenate([file.read(number) for number in range(len(file))])
 
 
-def _print(model: SavedModel, loss: float, perplexity: float, num_tokens: int, bits_per_byte: float | None, as_json: bool) -> None:
+def _print(
+    model: SavedModel, loss: float, perplexity: float, num_tokens: int, bits_per_byte: float | None, as_json: bool
+) -> None:
     if as_json:
         row = {"loss": loss, "perplexity": perplexity, "num_tokens": num_tokens, "bits_per_byte": bits_per_byte}
         print(json.dumps(row | {"checkpoint": str(model.folder)}))
         return
     in_bytes = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits a byte of text"
-    print(f"{model.folder}: loss {loss:.4f} nats a token, perplexity {perplexity:.4g}{in_bytes}, over {num_tokens:,} tokens")
+    print(
+        f"{model.folder}: loss {loss:.4f} nats a token, perplexity {perplexity:.4g}{in_bytes}, over {num_tokens:,} tokens"
+    )

@@ -15,7 +15,9 @@ from typing import NoReturn
 
 from megapipe.errors import CommunicationError, MegapipeError
 
-OTHER_RANK_SECONDS = 4.0  # rank 0 may come to the same mistake later; longer than the launcher lets others live once a rank has failed
+OTHER_RANK_SECONDS = (
+    4.0  # rank 0 may come to the same mistake later; longer than the launcher lets others live once a rank has failed
+)
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 
@@ -31,7 +33,9 @@ def guarded(body: Callable[[], int], global_rank: int, world_size: int) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         if global_rank == 0:
-            print("interrupted; the last checkpoint is complete, what came after it is lost", file=sys.stderr, flush=True)
+            print(
+                "interrupted; the last checkpoint is complete, what came after it is lost", file=sys.stderr, flush=True
+            )
         return INTERRUPTED
     except Exception as error:
         _wait_for_others(error, global_rank, world_size)

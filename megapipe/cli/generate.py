@@ -34,15 +34,35 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_flags(parser)
     text = parser.add_argument_group("prompts")
-    text.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; may be given several times")
+    text.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; may be given several times"
+    )
     text.add_argument("--prompts-file", metavar="FILE", help="a prompt a line; in .jsonl the key `prompt`")
-    text.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts that go through the model at a time (default: 8)")
-    text.add_argument("--output", metavar="FILE", help="write JSON lines {prompt, text, num_tokens} instead of printing")
+    text.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="prompts that go through the model at a time (default: 8)",
+    )
+    text.add_argument(
+        "--output", metavar="FILE", help="write JSON lines {prompt, text, num_tokens} instead of printing"
+    )
     how = parser.add_argument_group("sampling")
     how.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default: 1)")
-    how.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K most likely tokens (default: 0, all)")
-    how.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the most likely that reach P together (default: 1)")
+    how.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default: 1)"
+    )
+    how.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="draw among the K most likely tokens (default: 0, all)"
+    )
+    how.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw among the most likely that reach P together (default: 1)",
+    )
     how.add_argument("--seed", type=int, default=1234, help="default: 1234")
     how.add_argument("--ignore-eod", action="store_true", help="go on after the end-of-document token")
     return parser
@@ -111,13 +131,17 @@ def _read_prompts(path: Path) -> list[str]:
         try:
             prompts.append(str(json.loads(line)["prompt"]))
         except (ValueError, KeyError, TypeError):
-            raise DataError(f"{path}, line {number}: expected a JSON object with the key `prompt`, got {line[:80]}") from None
+            raise DataError(
+                f"{path}, line {number}: expected a JSON object with the key `prompt`, got {line[:80]}"
+            ) from None
     return prompts
 
 
 def _required(model: SavedModel) -> Tokenizer:
     if model.tokenizer is None:
-        raise ConfigError(f"{model.folder} was trained without a tokenizer: give --tokenizer-type and --tokenizer-model")
+        raise ConfigError(
+            f"{model.folder} was trained without a tokenizer: give --tokenizer-type and --tokenizer-model"
+        )
     return model.tokenizer
 
 
@@ -126,7 +150,9 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokens if tokens or tokenizer.eod is None else [tokenizer.eod]  # an empty prompt begins a document
 
 
-def _streaming(tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]) -> tuple[Callable[[int, int], None], Callable[[], None]]:
+def _streaming(
+    tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]
+) -> tuple[Callable[[int, int], None], Callable[[], None]]:
     from megapipe.inference.streaming import TextStream
 
     def write(text: str) -> None:

@@ -14,9 +14,23 @@ from megapipe.errors import ConfigError
 
 # as torch.distributed.run of torch 2.13 has them, '-' for '_' accepted as there; a test compares
 VALUE_FLAGS = (
-    *("--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts"),
+    *(
+        "--nnodes",
+        "--nproc-per-node",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--rdzv-conf",
+        "--max-restarts",
+    ),
     *("--monitor-interval", "--start-method", "--event-log-handler", "--role", "--log-dir", "--redirects", "--tee"),
-    *("--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters", "--node-rank", "--master-addr"),
+    *(
+        "--local-ranks-filter",
+        "--duplicate-stdout-filters",
+        "--duplicate-stderr-filters",
+        "--node-rank",
+        "--master-addr",
+    ),
     *("--master-port", "--local-addr", "--logs-specs", "--numa-binding", "--signals-to-handle", "--shutdown-timeout"),
 )
 BARE_FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
@@ -93,14 +107,18 @@ def read_launch(arguments: Sequence[str]) -> Launch:
         if value is not None:
             flags[flag] = value
     flags |= {flag: "" for flag in BARE_FLAGS if found[flag]}
-    launch = Launch(flags, found["script"], tuple(found["arguments"]), slurm=found["--slurm"], dry_run=found["--dry-run"])
+    launch = Launch(
+        flags, found["script"], tuple(found["arguments"]), slurm=found["--slurm"], dry_run=found["--dry-run"]
+    )
     if found["--hosts"] is None:
         return launch
     hosts = expand_hosts(found["--hosts"])
     if "--nnodes" not in flags:
         launch = replace(launch, flags={"--nnodes": str(len(hosts))} | flags)
     if launch.num_nodes != len(hosts):
-        raise ConfigError(f"--hosts {found['--hosts']} names {len(hosts)} nodes, --nnodes says {launch.flags['--nnodes']}")
+        raise ConfigError(
+            f"--hosts {found['--hosts']} names {len(hosts)} nodes, --nnodes says {launch.flags['--nnodes']}"
+        )
     return replace(launch, hosts=hosts)
 
 
@@ -138,12 +156,22 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         parser.add_argument(*_spellings(flag), dest=flag, action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    known = [spelling for flag in (*VALUE_FLAGS, *BARE_FLAGS, *OWN_VALUE_FLAGS, *OWN_BARE_FLAGS) for spelling in _spellings(flag)]
+    known = [
+        spelling
+        for flag in (*VALUE_FLAGS, *BARE_FLAGS, *OWN_VALUE_FLAGS, *OWN_BARE_FLAGS)
+        for spelling in _spellings(flag)
+    ]
 
     def refuse(message: str) -> NoReturn:
-        unknown = next((word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None)
+        unknown = next(
+            (word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None
+        )
         if "required: script" in message:
-            hint = f": {unknown} is no flag of torchrun{nearest(unknown, known)}" if unknown else ": the script to run is missing"
+            hint = (
+                f": {unknown} is no flag of torchrun{nearest(unknown, known)}"
+                if unknown
+                else ": the script to run is missing"
+            )
             raise ConfigError(f"megapipe launch --dry-run [flags of torchrun] SCRIPT [flags of the script]{hint}")
         raise ConfigError(f"megapipe launch: {message}")
 

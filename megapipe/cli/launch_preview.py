@@ -28,10 +28,16 @@ def preview(arguments: Sequence[str]) -> str:
         raise ConfigError(f"megapipe launch: there is no script {launch.script}")
     num_ranks = launch.num_nodes * launch.ranks_per_node
     nodes = "1 node" if launch.num_nodes == 1 else f"{launch.num_nodes} nodes"
-    lines = [f"dry run: {num_ranks} rank{'s' * (num_ranks > 1)} on {nodes}, {launch.ranks_per_node} on each; nothing is started", ""]
+    lines = [
+        f"dry run: {num_ranks} rank{'s' * (num_ranks > 1)} on {nodes}, {launch.ranks_per_node} on each; nothing is started",
+        "",
+    ]
     lines += _slurm_commands(launch) if launch.slurm else _commands(launch)
     if Path(launch.script).name not in PRETRAINING:
-        lines += ["", f"{launch.script} is not pretrain_gpt.py: its grid is not known; rank r is on node r // {launch.ranks_per_node}"]
+        lines += [
+            "",
+            f"{launch.script} is not pretrain_gpt.py: its grid is not known; rank r is on node r // {launch.ranks_per_node}",
+        ]
         return "\n".join(lines)
     plan = _plan(launch, num_ranks)
     return "\n".join([*lines, "", *_grid(plan, launch), "", *_traffic(plan)])
@@ -64,7 +70,11 @@ def _commands(launch: Launch) -> Iterator[str]:
 
 def _slurm_commands(launch: Launch) -> Iterator[str]:
     script = Path(__file__).resolve().parents[2] / "launch" / "slurm" / "pretrain.sbatch"
-    options = [f"--nodes={launch.num_nodes}", f"--ntasks-per-node={launch.ranks_per_node}", f"--gpus-per-node={launch.ranks_per_node}"]
+    options = [
+        f"--nodes={launch.num_nodes}",
+        f"--ntasks-per-node={launch.ranks_per_node}",
+        f"--gpus-per-node={launch.ranks_per_node}",
+    ]
     nodes = [f"--nodelist={','.join(launch.hosts)}"] if launch.hosts else []
     yield "command; the job's log shows the srun that comes of it"
     yield "  " + shlex.join(["sbatch", *options, *nodes, str(script), *launch.script_arguments])
@@ -84,8 +94,12 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
     if not found:
         yield "traffic: none, every group has one rank"
         return
-    head = ("group", "ranks", "groups", "a rank sends") + (("groups on several nodes", "leaves a node") if several else ())
-    yield "traffic of a step, the most of any rank and of any node" + (", where rings follow the order of ranks" if several else "")
+    head = ("group", "ranks", "groups", "a rank sends") + (
+        ("groups on several nodes", "leaves a node") if several else ()
+    )
+    yield "traffic of a step, the most of any rank and of any node" + (
+        ", where rings follow the order of ranks" if several else ""
+    )
     yield from text_table([head, *(_row(group, several) for group in found)])
     if several:
         crossing = [NAMES.get(group.name, group.name) for group in found if group.crossing]

@@ -23,16 +23,26 @@ ESTIMATORS = ("megapipe", "megatron")
 
 # what a flag of the command line pins: its field, and the same of a layout
 PINS: dict[str, Callable[[Layout, Config], bool]] = {
-    "parallel.tensor_model_parallel_size": lambda layout, config: layout.tp == config.parallel.tensor_model_parallel_size,
-    "parallel.pipeline_model_parallel_size": lambda layout, config: layout.pp == config.parallel.pipeline_model_parallel_size,
+    "parallel.tensor_model_parallel_size": lambda layout, config: (
+        layout.tp == config.parallel.tensor_model_parallel_size
+    ),
+    "parallel.pipeline_model_parallel_size": lambda layout, config: (
+        layout.pp == config.parallel.pipeline_model_parallel_size
+    ),
     "parallel.pipeline_schedule": lambda layout, config: config.parallel.pipeline_schedule in ("auto", layout.schedule),
     "parallel.num_virtual_stages_per_pipeline_rank": lambda layout, config: (
         layout.chunks == (config.parallel.num_virtual_stages_per_pipeline_rank or 1)
     ),
     "training.micro_batch_size": lambda layout, config: layout.micro_batch_size == config.training.micro_batch_size,
-    "parallel.sequence_parallel": lambda layout, config: layout.tp == 1 or layout.sequence_parallel == config.parallel.sequence_parallel,
-    "parallel.use_distributed_optimizer": lambda layout, config: layout.distributed_optimizer == config.parallel.use_distributed_optimizer,
-    "parallel.pipeline_balance": lambda layout, config: layout.cut == config.parallel.pipeline_balance or layout.pp == 1,
+    "parallel.sequence_parallel": lambda layout, config: (
+        layout.tp == 1 or layout.sequence_parallel == config.parallel.sequence_parallel
+    ),
+    "parallel.use_distributed_optimizer": lambda layout, config: (
+        layout.distributed_optimizer == config.parallel.use_distributed_optimizer
+    ),
+    "parallel.pipeline_balance": lambda layout, config: (
+        layout.cut == config.parallel.pipeline_balance or layout.pp == 1
+    ),
     "recompute.recompute_granularity": lambda layout, config: (
         layout.recompute.recompute_granularity == config.recompute.recompute_granularity
     ),
@@ -123,13 +133,17 @@ def _own_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if own.gpus is None or own.gpus < 1:
         raise ConfigError("a search needs --gpus N, the number of accelerators, 1 or more")
     if any(word.split("=")[0] in ("--world-size", "--ranks-per-node") for word in rest):
-        raise ConfigError("--gpus N searches for a layout, --world-size N shows the one configured; give one of the two")
+        raise ConfigError(
+            "--gpus N searches for a layout, --world-size N shows the one configured; give one of the two"
+        )
     return own, rest
 
 
 def _hardware(own: argparse.Namespace) -> Hardware:
     if (own.gpu is None) == (own.hardware is None):
-        raise ConfigError("say what the accelerators are: either --gpu NAME of the table (such as h100), or --hardware FILE")
+        raise ConfigError(
+            "say what the accelerators are: either --gpu NAME of the table (such as h100), or --hardware FILE"
+        )
     return hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
 
 

@@ -16,7 +16,10 @@ from megapipe.errors import MegapipeError
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megapipe merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="megapipe merge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--input", nargs="+", required=True, help="file prefixes (without .bin/.idx), or directories")
     parser.add_argument("--output-prefix", "--output_prefix", required=True, help="prefix of the merged .bin/.idx")
@@ -27,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
     """Merge; returns the exit code."""
     arguments = build_parser().parse_args(argv)
     try:
-        prefixes = [prefix for name in arguments.input for prefix in (prefixes_in(name) if Path(name).is_dir() else [name])]
+        prefixes = [
+            prefix for name in arguments.input for prefix in (prefixes_in(name) if Path(name).is_dir() else [name])
+        ]
         merged = merge(prefixes, arguments.output_prefix)
     except MegapipeError as error:
         print(f"merge_datasets: {error}", file=sys.stderr)
@@ -35,5 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nmerge_datasets: interrupted; no file was written", file=sys.stderr)
         return 130
-    print(f"wrote {arguments.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as {merged.dtype}")
+    print(
+        f"wrote {arguments.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as {merged.dtype}"
+    )
     return 0

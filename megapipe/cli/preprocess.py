@@ -40,16 +40,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     text = parser.add_argument_group("text")
     text.add_argument(
-        "--input", nargs="+", required=True, help="files, patterns or directories; .jsonl/.json(.gz) hold JSON lines, others plain text"
+        "--input",
+        nargs="+",
+        required=True,
+        help="files, patterns or directories; .jsonl/.json(.gz) hold JSON lines, others plain text",
     )
-    text.add_argument("--json-keys", nargs="+", default=[TEXT_KEY], help="keys to tokenize, each to files of its own (default: text)")
     text.add_argument(
-        "--suffixes", nargs="+", default=[], help="in directories, only files whose name ends so, for example .py .md (default: all)"
+        "--json-keys", nargs="+", default=[TEXT_KEY], help="keys to tokenize, each to files of its own (default: text)"
     )
-    text.add_argument("--document-unit", choices=DOCUMENT_UNITS, default="file", help="what a document is in plain text (default: file)")
+    text.add_argument(
+        "--suffixes",
+        nargs="+",
+        default=[],
+        help="in directories, only files whose name ends so, for example .py .md (default: all)",
+    )
+    text.add_argument(
+        "--document-unit",
+        choices=DOCUMENT_UNITS,
+        default="file",
+        help="what a document is in plain text (default: file)",
+    )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
-    tokenizer.add_argument("--tokenizer-model", help="SentencePiece model, tokenizer.json, or a folder with one of them")
+    tokenizer.add_argument(
+        "--tokenizer-model", help="SentencePiece model, tokenizer.json, or a folder with one of them"
+    )
     tokenizer.add_argument("--vocab-size", type=int, help="for NullTokenizer")
     tokenizer.add_argument("--vocab-file", help="for GPT2BPETokenizer: vocabulary (JSON)")
     tokenizer.add_argument("--merge-file", help="for GPT2BPETokenizer: merges (text)")
@@ -57,7 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin/.idx")
     output.add_argument("--workers", type=int, default=1, help="tokenizing processes (default: 1)")
-    output.add_argument("--log-interval", type=int, help="without a terminal: a progress line every so many documents (default: none)")
+    output.add_argument(
+        "--log-interval", type=int, help="without a terminal: a progress line every so many documents (default: none)"
+    )
     return parser
 
 
@@ -72,7 +89,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"{flag}: {REFUSED[flag]}")
         if flag.startswith("--") and flag not in known:
             near = difflib.get_close_matches(flag, known, n=1)
-            raise ConfigError(f"{flag} is not a flag of this tool{f'; did you mean {near[0]}?' if near else ', see --help'}")
+            raise ConfigError(
+                f"{flag} is not a flag of this tool{f'; did you mean {near[0]}?' if near else ', see --help'}"
+            )
     try:
         return parser.parse_args(argv)
     except argparse.ArgumentError as error:
@@ -97,7 +116,9 @@ def run(argv: Sequence[str]) -> None:
     files = find_files(arguments.input, arguments.suffixes)
     plain = next((path for path in files if not is_json_lines(path)), None)
     if plain is not None and arguments.json_keys != [TEXT_KEY]:
-        raise ConfigError(f"--json-keys {' '.join(arguments.json_keys)}: {plain} is plain text, which has the key {TEXT_KEY!r} only")
+        raise ConfigError(
+            f"--json-keys {' '.join(arguments.json_keys)}: {plain} is plain text, which has the key {TEXT_KEY!r} only"
+        )
     counts = preprocess(
         read_records(files, arguments.document_unit),
         arguments.output_prefix,

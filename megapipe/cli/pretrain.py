@@ -97,7 +97,9 @@ def with_vocabulary(config: Config) -> Config:
             f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer {config.data.tokenizer_model}; "
             "leave it out"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)
+    )
 
 
 def _with_model_of_checkpoint(loaded: LoadedConfig) -> LoadedConfig:

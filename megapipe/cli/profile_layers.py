@@ -49,7 +49,9 @@ def _profile(arguments: list[str], environment: Environment) -> int:
     parser.add_argument("--seconds", type=float, default=1.0)
     own, flags = parser.parse_known_args(arguments)
     if own.output is None or not own.seconds > 0:
-        raise ConfigError("megapipe profile-layers needs --output FILE.json, and --seconds above 0 where they are given")
+        raise ConfigError(
+            "megapipe profile-layers needs --output FILE.json, and --seconds above 0 where they are given"
+        )
     config = with_vocabulary(load_config(["--plan", *flags], is_job=False).config)
 
     from megapipe.calibrate.layers import one_pipeline_rank, profile_parts
@@ -57,12 +59,17 @@ def _profile(arguments: list[str], environment: Environment) -> int:
     from megapipe.comm.groups import build_process_groups
     from megapipe.train.run import join
 
-    plan = resolve(one_pipeline_rank(config, environment.world_size), environment.world_size, environment.local_world_size)
+    plan = resolve(
+        one_pipeline_rank(config, environment.world_size), environment.world_size, environment.local_world_size
+    )
     world = join(plan, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     parts = profile_parts(plan, groups, world.device, own.seconds)
     if environment.global_rank == 0:
-        _write(own.output, LayerTimes(setting_of(plan.config), parts[0], (parts[1],), parts[2], _measured(str(world.device))))
+        _write(
+            own.output,
+            LayerTimes(setting_of(plan.config), parts[0], (parts[1],), parts[2], _measured(str(world.device))),
+        )
         print(_text(parts))
         print(f"written: {own.output}, for --pipeline-layer-times {own.output}")
     if world.world_size > 1:

@@ -51,4 +51,8 @@ def progress_line(arguments: Sequence[str]) -> str:
         found = find_checkpoint(Path(save))
     except CheckpointError as error:  # nothing but damage is no progress; what to do about it is the training's to say
         return f"step 0 of {total}, " + str(error).replace("\n", " ")
-    return f"step 0 of {total}, no checkpoint in {save} yet" if found is None else f"step {found.step} of {total}, {found.path}"
+    return (
+        f"step 0 of {total}, no checkpoint in {save} yet"
+        if found is None
+        else f"step {found.step} of {total}, {found.path}"
+    )

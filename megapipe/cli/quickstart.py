@@ -49,7 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"quickstart: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nquickstart: interrupted while preparing; the same command starts anew from what is complete", file=sys.stderr)
+        print(
+            "\nquickstart: interrupted while preparing; the same command starts anew from what is complete",
+            file=sys.stderr,
+        )
         return 130
 
 
@@ -73,7 +76,10 @@ def quickstart(arguments: list[str]) -> int:
     reached = steps_done(checkpoints)
     if code == 0 and reached >= done + wishes.steps:
         summarize(prepared, checkpoints, reached, time.monotonic() - began)
-        _say("report", f"{write_report(checkpoints)}: curves, plan and measured timeline, configuration; open it in any browser")
+        _say(
+            "report",
+            f"{write_report(checkpoints)}: curves, plan and measured timeline, configuration; open it in any browser",
+        )
     elif code == 0:
         _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command goes on from there")
     return code
@@ -102,19 +108,38 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.error = refuse  # type: ignore[method-assign]
-    parser.add_argument("--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)")
-    parser.add_argument("--out", metavar="DIR", default="runs/quickstart", help="where everything is put (default: runs/quickstart)")
-    parser.add_argument("--steps", metavar="N", type=int, default=DEFAULT_STEPS, help=f"steps of this run (default: {DEFAULT_STEPS})")
     parser.add_argument(
-        "--ranks", metavar="N", type=int, help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many as the grid has of the GPUs)"
+        "--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)"
     )
     parser.add_argument(
-        "--vocab-size", metavar="N", type=int, default=DEFAULT_VOCAB_SIZE, help=f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE})"
+        "--out", metavar="DIR", default="runs/quickstart", help="where everything is put (default: runs/quickstart)"
     )
     parser.add_argument(
-        "--megabytes", metavar="X", type=float, default=DEFAULT_MEGABYTES, help=f"text to use at most (default: {DEFAULT_MEGABYTES:g})"
+        "--steps", metavar="N", type=int, default=DEFAULT_STEPS, help=f"steps of this run (default: {DEFAULT_STEPS})"
     )
-    wishes, flags = parser.parse_known_args([word.replace("_", "-", 1) if word.startswith("--vocab_size") else word for word in arguments])
+    parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many as the grid has of the GPUs)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        metavar="N",
+        type=int,
+        default=DEFAULT_VOCAB_SIZE,
+        help=f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE})",
+    )
+    parser.add_argument(
+        "--megabytes",
+        metavar="X",
+        type=float,
+        default=DEFAULT_MEGABYTES,
+        help=f"text to use at most (default: {DEFAULT_MEGABYTES:g})",
+    )
+    wishes, flags = parser.parse_known_args(
+        [word.replace("_", "-", 1) if word.startswith("--vocab_size") else word for word in arguments]
+    )
     for name in ("steps", "megabytes"):
         if getattr(wishes, name) <= 0:
             raise ConfigError(f"--{name} {getattr(wishes, name)}: expected a number above 0")
@@ -131,10 +156,16 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     parallel = _config(configs, [*grid_flags, *flags]).parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_size == 1 and parallel.num_virtual_stages_per_pipeline_rank is not None:
-        grid_flags = (*grid_flags, "--num-virtual-stages-per-pipeline-rank", "none")  # one rank has no pipeline to interleave
+        grid_flags = (
+            *grid_flags,
+            "--num-virtual-stages-per-pipeline-rank",
+            "none",
+        )  # one rank has no pipeline to interleave
     needed = max(replica, asked_ranks or 0)
     if 0 < num_gpus < needed:
-        raise ConfigError(f"{needed} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make the grid smaller")
+        raise ConfigError(
+            f"{needed} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make the grid smaller"
+        )
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
     found = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
     return Grid(num_ranks, configs, grid_flags, f"{found}: {num_ranks} rank{'s' * (num_ranks > 1)}")
@@ -161,7 +192,9 @@ def steps_done(checkpoints: Path) -> int:
     return 0 if found is None else found.step
 
 
-def pretrain_arguments(prepared: Prepared, checkpoints: Path, configs: Sequence[Path], done: int, steps: int) -> list[str]:
+def pretrain_arguments(
+    prepared: Prepared, checkpoints: Path, configs: Sequence[Path], done: int, steps: int
+) -> list[str]:
     """What pretrain_gpt.py is told beside the grid: data, length, schedule, checkpoints, prompts."""
     total = done + steps
     settings = {
@@ -185,7 +218,13 @@ def pretrain_arguments(prepared: Prepared, checkpoints: Path, configs: Sequence[
 def profile_flags(done: int, steps: int) -> tuple[str, ...]:
     """Record two steps of the pipeline, for the report; early in the run, but not its first ones."""
     start = done + max(0, min(PROFILE_STEP, steps - 2))
-    return "--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(min(start + 2, done + steps))
+    return (
+        "--profile-pipeline",
+        "--profile-step-start",
+        str(start),
+        "--profile-step-end",
+        str(min(start + 2, done + steps)),
+    )
 
 
 def summarize(prepared: Prepared, checkpoints: Path, step: int, seconds: float) -> None:

@@ -64,13 +64,27 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     factory = functools.partial(build_tokenizer, TOKENIZER, str(tokenizer))
     workers = min(4, os.cpu_count() or 1)
     counts = preprocess(
-        read_records([folder / "corpus.jsonl"]), str(folder / "tokens"), factory, append_eod=True, num_workers=workers, progress=Progress()
+        read_records([folder / "corpus.jsonl"]),
+        str(folder / "tokens"),
+        factory,
+        append_eod=True,
+        num_workers=workers,
+        progress=Progress(),
     )
     num_tokens = sum(counts.tokens.values())
     entropy = validation_entropy(prefix)
     prompts = STDLIB_PROMPTS if corpus is None else prompts_from(documents)
-    print(f"== tokens: {num_tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats", flush=True)
-    facts = {"source": source, "documents": len(documents), "tokens": num_tokens, "entropy": entropy, "prompts": prompts}
+    print(
+        f"== tokens: {num_tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats",
+        flush=True,
+    )
+    facts = {
+        "source": source,
+        "documents": len(documents),
+        "tokens": num_tokens,
+        "entropy": entropy,
+        "prompts": prompts,
+    }
     partial = record.with_suffix(".partial")
     partial.write_text(json.dumps(facts), encoding="utf-8")
     os.replace(partial, record)  # last: the folder is complete

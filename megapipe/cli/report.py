@@ -26,7 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--output", metavar="FILE", type=Path, help=f"where to write it (default: RUN/{FILE_NAME})")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="also write the drawing of plan and measurement alone, as SVG")
+    parser.add_argument(
+        "--svg", metavar="FILE", type=Path, help="also write the drawing of plan and measurement alone, as SVG"
+    )
     options = parser.parse_args(list(arguments))
     try:
         path = write_report(options.run, options.output)

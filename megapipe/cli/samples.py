@@ -16,7 +16,9 @@ def print_samples(machines: Machines, data: RunData, writers: Writers) -> None:
     if not logging.sample_prompts:
         return
     if data.tokenizer is None:
-        raise ConfigError("--sample-prompts are texts: give the tokenizer that turns them into tokens with --tokenizer-type")
+        raise ConfigError(
+            "--sample-prompts are texts: give the tokenizer that turns them into tokens with --tokenizer-type"
+        )
     prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
     stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
     generator = Generator(machines, Sampling(temperature=0.8, top_k=40))

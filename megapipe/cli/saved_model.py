@@ -61,10 +61,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that say which model on which grid."""
     model = parser.add_argument_group("model")
     model.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, as pretraining's --save")
-    model.add_argument("--ckpt-step", type=int, metavar="N", help="step to load (default: the newest complete checkpoint)")
+    model.add_argument(
+        "--ckpt-step", type=int, metavar="N", help="step to load (default: the newest complete checkpoint)"
+    )
     model.add_argument("--dtype", choices=DTYPES, help="weights and activations (default: as the model was trained)")
     model.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one")
-    model.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the tokenizer saved with the checkpoint")
+    model.add_argument(
+        "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the tokenizer saved with the checkpoint"
+    )
     model.add_argument("--tokenizer-model", metavar="PATH", help="file or folder of that tokenizer")
     grid = parser.add_argument_group("grid; start the ranks with `megapipe launch` or torchrun")
     grid.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="TP", help="default: 1")
@@ -88,7 +92,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         raise ConfigError(str(error)) from None
 
 
-def open_model(arguments: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None) -> SavedModel:
+def open_model(
+    arguments: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
+) -> SavedModel:
     """The plan of a saved model on the ranks that were started. seq_length: instead of the trained one.
 
     Raises ConfigError, CheckpointError, DataError.
@@ -140,7 +146,9 @@ def run_on_all_ranks(name: str, body: Callable[[Environment], int]) -> int:
 def _of_length(model: ModelConfig, seq_length: int) -> ModelConfig:
     positions = model.max_position_embeddings or model.seq_length
     if not 1 <= seq_length <= positions:
-        raise ConfigError(f"--seq-length {seq_length} must lie in 1 .. {positions}, the positions that the model was trained for")
+        raise ConfigError(
+            f"--seq-length {seq_length} must lie in 1 .. {positions}, the positions that the model was trained for"
+        )
     return dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
 
 
@@ -151,4 +159,6 @@ def _tokenizer_flags(arguments: argparse.Namespace, saved: DataConfig, folder: P
     beside = folder / TOKENIZER_NAME
     model = arguments.tokenizer_model or (str(beside) if beside.exists() else saved.tokenizer_model)
     files = (None, None) if model is not None else (saved.vocab_file, saved.merge_file)
-    return DataConfig(tokenizer_type=saved.tokenizer_type, tokenizer_model=model, vocab_file=files[0], merge_file=files[1])
+    return DataConfig(
+        tokenizer_type=saved.tokenizer_type, tokenizer_model=model, vocab_file=files[0], merge_file=files[1]
+    )

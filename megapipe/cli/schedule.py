@@ -55,16 +55,23 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("names", nargs="*", metavar="NAME", help="which schedules (default: all)")
     else:
         parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; or give --csv")
-        parser.add_argument("--csv", type=Path, help="read the schedule from this file instead, one line a rank: 0F0,0F1,...")
         parser.add_argument(
-            "--placement", choices=tuple(_PLACEMENTS), help="of the stages in the CSV file (default: taken from its forwards)"
+            "--csv", type=Path, help="read the schedule from this file instead, one line a rank: 0F0,0F1,..."
+        )
+        parser.add_argument(
+            "--placement",
+            choices=tuple(_PLACEMENTS),
+            help="of the stages in the CSV file (default: taken from its forwards)",
         )
     shape = parser.add_argument_group("shape")
     shape.add_argument("-p", "--ranks", type=int, default=4, help="pipeline ranks (default: 4)")
     shape.add_argument("-m", "--microbatches", type=int, help="default: twice the ranks")
     shape.add_argument("-v", "--chunks", type=int, help="stages a rank (default: 2 where a schedule has several)")
     shape.add_argument(
-        "-g", "--group-size", type=int, help="microbatches that run through a chunk before the next chunk, at least the ranks"
+        "-g",
+        "--group-size",
+        type=int,
+        help="microbatches that run through a chunk before the next chunk, at least the ranks",
     )
     _add_costs(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -73,10 +80,16 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument("--trace", type=Path, help="write a trace for ui.perfetto.dev")
         parser.add_argument("--csv-out", type=Path, help="write the rows as CSV")
         parser.add_argument("--lowered", action="store_true", help="CSV with messages and reductions")
-        parser.add_argument("--width", type=int, help="pixels of the drawing, columns of the text (default: as needed, 160)")
+        parser.add_argument(
+            "--width", type=int, help="pixels of the drawing, columns of the text (default: as needed, 160)"
+        )
     if command == "check":
-        parser.add_argument("--send-depth", type=int, help="sends that a channel may have under way (default: find the least)")
-        parser.add_argument("--receive-depth", type=int, default=2, help="compute actions a receive is posted ahead (default: 2)")
+        parser.add_argument(
+            "--send-depth", type=int, help="sends that a channel may have under way (default: find the least)"
+        )
+        parser.add_argument(
+            "--receive-depth", type=int, default=2, help="compute actions a receive is posted ahead (default: 2)"
+        )
     return parser
 
 
@@ -86,23 +99,41 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--input-grad", type=float, default=1.0)
     costs.add_argument("--weight-grad", type=float, default=1.0)
     costs.add_argument(
-        "--costs", type=Path, help="CSV with columns forward,input_grad,weight_grad: one line a slice of the model, in order"
+        "--costs",
+        type=Path,
+        help="CSV with columns forward,input_grad,weight_grad: one line a slice of the model, in order",
     )
-    costs.add_argument("--rank-speeds", type=float, nargs="+", help="how fast each rank computes, 1: as the seconds say (mixed GPUs)")
-    costs.add_argument("--p2p", type=float, default=0.0, help="a message, from the end of an action to its use on the next rank")
-    costs.add_argument("--transfer", type=float, default=0.0, help="a message occupies its channel for so long, before --p2p")
+    costs.add_argument(
+        "--rank-speeds", type=float, nargs="+", help="how fast each rank computes, 1: as the seconds say (mixed GPUs)"
+    )
+    costs.add_argument(
+        "--p2p", type=float, default=0.0, help="a message, from the end of an action to its use on the next rank"
+    )
+    costs.add_argument(
+        "--transfer", type=float, default=0.0, help="a message occupies its channel for so long, before --p2p"
+    )
     costs.add_argument("--no-overlap", action="store_true", help="a rank stands still while it sends (for --transfer)")
-    costs.add_argument("--pair-share", type=float, default=1.0, help="an overlapped forward and backward, to their sum (DualPipe)")
+    costs.add_argument(
+        "--pair-share", type=float, default=1.0, help="an overlapped forward and backward, to their sum (DualPipe)"
+    )
     costs.add_argument("--optimizer", type=float, default=0.0, help="norm, update and gather after the last action")
-    costs.add_argument("--activation-bytes", type=float, default=0.0, help="of one microbatch in the layers of one rank")
-    costs.add_argument("--kept-for-weights", type=float, default=1.0, help="the part of it that stays between I and W, 0 to 1")
-    costs.add_argument("--memory-limit", type=float, action="append", help="of zb-auto, in microbatches (compare: may be repeated)")
+    costs.add_argument(
+        "--activation-bytes", type=float, default=0.0, help="of one microbatch in the layers of one rank"
+    )
+    costs.add_argument(
+        "--kept-for-weights", type=float, default=1.0, help="the part of it that stays between I and W, 0 to 1"
+    )
+    costs.add_argument(
+        "--memory-limit", type=float, action="append", help="of zb-auto, in microbatches (compare: may be repeated)"
+    )
 
 
 def _rank_speeds(arguments: argparse.Namespace) -> tuple[float, ...]:
     speeds = tuple(arguments.rank_speeds or ())
     if speeds and (len(speeds) != arguments.ranks or min(speeds) <= 0):
-        raise ConfigError(f"--rank-speeds {' '.join(map(str, speeds))}: give a number above 0 for each of the {arguments.ranks} ranks")
+        raise ConfigError(
+            f"--rank-speeds {' '.join(map(str, speeds))}: give a number above 0 for each of the {arguments.ranks} ranks"
+        )
     return speeds
 
 
@@ -133,9 +164,13 @@ def _read_slices(path: Path) -> tuple[Seconds, ...]:
             try:
                 slices.append(Seconds(*(float(line[column]) for column in columns)))
             except (KeyError, TypeError, ValueError):
-                raise ConfigError(f"{path}, line {number}: expected three numbers under the heading {','.join(columns)}") from None
+                raise ConfigError(
+                    f"{path}, line {number}: expected three numbers under the heading {','.join(columns)}"
+                ) from None
     if not slices:
-        raise ConfigError(f"{path} holds no costs; expected the heading {','.join(columns)} and a line a slice of the model")
+        raise ConfigError(
+            f"{path} holds no costs; expected the heading {','.join(columns)} and a line a slice of the model"
+        )
     return tuple(slices)
 
 
@@ -153,7 +188,11 @@ def _schedule(arguments: argparse.Namespace, model: Model) -> Schedule:
         if arguments.name is not None:
             raise ConfigError(f"both the name {arguments.name} and --csv {arguments.csv} were given; use one")
         text = arguments.csv.read_text(encoding="utf-8")
-        placement = _PLACEMENTS[arguments.placement](len(text.splitlines()), arguments.chunks or 2) if arguments.placement else None
+        placement = (
+            _PLACEMENTS[arguments.placement](len(text.splitlines()), arguments.chunks or 2)
+            if arguments.placement
+            else None
+        )
         return from_csv(text, arguments.csv.stem, placement)
     if arguments.name is None:
         raise ConfigError(f"which schedule? give a name ({', '.join(SCHEDULES)}) or --csv FILE")
@@ -237,7 +276,9 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
     lines = [
-        "  ".join(text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in cells
     ]
     lines += [f"{row.schedule.ljust(widths[0])}  refused: {row.reason}" for row in rows if isinstance(row, Refusal)]
@@ -269,7 +310,12 @@ def _check(arguments: argparse.Namespace) -> int:
         )
     ]
     if arguments.json:
-        summary = {"schedule": str(report.schedule), "valid": True, "num_actions": report.num_actions, "send_depth": report.send_depth}
+        summary = {
+            "schedule": str(report.schedule),
+            "valid": True,
+            "num_actions": report.num_actions,
+            "send_depth": report.send_depth,
+        }
         print(json.dumps({**summary, "is_synchronous": schedule.is_synchronous, "channels": channels}))
         return 0
     print(report)
@@ -277,7 +323,9 @@ def _check(arguments: argparse.Namespace) -> int:
         print("NOT synchronous: weights change while microbatches are under way")
     width = max((len(str(entry["channel"])) for entry in channels), default=0)
     for entry in channels:
-        print(f"  {str(entry['channel']).ljust(width)}  send depth {entry['least_send_depth']}, receives posted {entry['most_posted']}")
+        print(
+            f"  {str(entry['channel']).ljust(width)}  send depth {entry['least_send_depth']}, receives posted {entry['most_posted']}"
+        )
     return 0
 
 
@@ -285,7 +333,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
     model = _model(arguments)
     measures, timeline = measure(_schedule(arguments, model).compute_only(), model)
     ranks = [
-        {"pp_rank": rank, "work_seconds": work, "chained_idle_seconds": chained, "barrier_idle_seconds": barrier, "peak_live_chunks": peak}
+        {
+            "pp_rank": rank,
+            "work_seconds": work,
+            "chained_idle_seconds": chained,
+            "barrier_idle_seconds": barrier,
+            "peak_live_chunks": peak,
+        }
         for rank, (work, chained, barrier, peak) in enumerate(
             zip(
                 timeline.work_seconds,
@@ -307,4 +361,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"draw": _draw, "compare": _compare, "check": _check, "simulate": _simulate}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "draw": _draw,
+    "compare": _compare,
+    "check": _check,
+    "simulate": _simulate,
+}

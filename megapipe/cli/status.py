@@ -27,7 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--watch", metavar="SECONDS", type=float, help="show it again every so many seconds, until Ctrl-C")
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=float, help="show it again every so many seconds, until Ctrl-C"
+    )
     options = parser.parse_args(list(arguments))
     try:
         show(options.run, options.json)
@@ -48,7 +50,15 @@ def show(run: Path, as_json: bool) -> None:
     roster, sightings = read_folder(run)
     edges = {sighting.member.rank: waits_for(sighting, sightings, roster) for sighting in sightings if sighting.waits}
     if as_json:
-        print(json.dumps({"run": str(run), "time": time.time(), "ranks": [_as_dict(s, edges.get(s.member.rank, ())) for s in sightings]}))
+        print(
+            json.dumps(
+                {
+                    "run": str(run),
+                    "time": time.time(),
+                    "ranks": [_as_dict(s, edges.get(s.member.rank, ())) for s in sightings],
+                }
+            )
+        )
         return
     print("\n".join([summary(run.name, sightings), *table(sightings, edges)]), flush=True)
 

@@ -18,11 +18,18 @@ from megapipe.tokenizers.train import train_sentencepiece
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megapipe train-tokenizer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="megapipe train-tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--input", required=True, help="directory of text files, text file, or JSON lines with texts under the key text")
+    parser.add_argument(
+        "--input", required=True, help="directory of text files, text file, or JSON lines with texts under the key text"
+    )
     parser.add_argument("--output", required=True, help="the model file to write")
-    parser.add_argument("--vocab-size", "--vocab_size", type=int, default=8192, help="pieces, special tokens included (default: 8192)")
+    parser.add_argument(
+        "--vocab-size", "--vocab_size", type=int, default=8192, help="pieces, special tokens included (default: 8192)"
+    )
     parser.add_argument("--megabytes", type=float, default=4.0, help="text to train on at most (default: 4)")
     return parser
 

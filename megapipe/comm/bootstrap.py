@@ -30,7 +30,9 @@ class World:
     timeout_seconds: float
 
 
-def start(environment: Environment, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto") -> World:
+def start(
+    environment: Environment, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto"
+) -> World:
     """Choose backend and device, and meet the other ranks; a world of one meets nobody.
 
     backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu', 'cuda'.
@@ -47,7 +49,9 @@ def start(environment: Environment, backend: str = "auto", timeout_seconds: floa
             )
     elif environment.world_size > 1:
         _meet(environment, chosen, timeout_seconds)
-    return World(environment.global_rank, environment.world_size, environment.local_rank, chosen, place, timeout_seconds)
+    return World(
+        environment.global_rank, environment.world_size, environment.local_rank, chosen, place, timeout_seconds
+    )
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
@@ -57,7 +61,9 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
         raise ConfigError("--distributed-backend nccl needs GPUs and torch sees none; use gloo")
     if kind == "cpu":
         if backend == "nccl":
-            raise ConfigError("--distributed-backend nccl moves tensors of GPUs, but --device is cpu; use gloo or --device cuda")
+            raise ConfigError(
+                "--distributed-backend nccl moves tensors of GPUs, but --device is cpu; use gloo or --device cuda"
+            )
         return "gloo", torch.device("cpu")
     if kind != "cuda":
         raise ConfigError(f"--device {device!r} is none of auto, cpu, cuda")
@@ -93,7 +99,9 @@ def _meet(environment: Environment, backend: str, timeout_seconds: float) -> Non
     except ValueError as error:
         raise ConfigError(f"{me} cannot find the others: {error}; start it with torchrun") from error
     except OSError as error:
-        raise CommunicationError(f"{me} cannot listen at {place}: {error.strerror}; set MASTER_PORT to a port that is free") from error
+        raise CommunicationError(
+            f"{me} cannot listen at {place}: {error.strerror}; set MASTER_PORT to a port that is free"
+        ) from error
     except RuntimeError as error:
         raise CommunicationError(
             f"{me} could not join the others at {place} over {backend} (time-out {timeout_seconds:g} s): {error}"
@@ -108,7 +116,9 @@ def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         return fresh_store(store, rank, world_size, timeout_seconds)
-    return meeting_store(environment.master_addr, environment.master_port, world_size, rank == 0, timeout_seconds, environment.num_nodes)
+    return meeting_store(
+        environment.master_addr, environment.master_port, world_size, rank == 0, timeout_seconds, environment.num_nodes
+    )
 
 
 def _keep_to_one_interface(environment: Environment) -> None:

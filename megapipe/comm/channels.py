@@ -39,7 +39,9 @@ Path = tuple[int, str, int]  # (boundary, kind, direction)
 CHANNEL_BITS, FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS = 11, 8, 1, 11
 DECLARATION_BYTES = 256
 
-Moment = tuple[int, int]  # nanoseconds of this rank's clock: a send began (twice); or the wait for a message began and ended
+Moment = tuple[
+    int, int
+]  # nanoseconds of this rank's clock: a send began (twice); or the wait for a message began and ended
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class PendingSend:
 class PendingReceive:
     """A posted receive."""
 
-    def __init__(self, channel: Channel, tensors: tuple[Tensor, ...], handles: list[Any], headers: list[_Header], start_ns: int) -> None:
+    def __init__(
+        self, channel: Channel, tensors: tuple[Tensor, ...], handles: list[Any], headers: list[_Header], start_ns: int
+    ) -> None:
         self._channel = channel
         self._tensors = tensors
         self._handles = handles
@@ -120,7 +124,8 @@ class _Form:
 
     def fits(self, tensors: tuple[Tensor, ...]) -> bool:
         return len(tensors) == len(self.messages) and all(
-            tensor.shape == message.shape and tensor.dtype is message.dtype for tensor, message in zip(tensors, self.messages, strict=True)
+            tensor.shape == message.shape and tensor.dtype is message.dtype
+            for tensor, message in zip(tensors, self.messages, strict=True)
         )
 
 
@@ -175,7 +180,9 @@ class Channel:
         self._in_flight: deque[PendingSend] = deque()
         self._word = str(self).encode()
         self.moments: list[Moment] | None = None  # of this rank's messages, where somebody wants to know them
-        self.mark: Callable[[], int] = perf_counter_ns  # the clock of moments; pipeline.device_clock.EventClock's on a GPU
+        self.mark: Callable[[], int] = (
+            perf_counter_ns  # the clock of moments; pipeline.device_clock.EventClock's on a GPU
+        )
 
     def __str__(self) -> str:
         route = (self.boundary, self.boundary + 1) if self.kind == "activation" else (self.boundary + 1, self.boundary)
@@ -185,7 +192,9 @@ class Channel:
         """Start to send one message; returns at once. The tensors must not be changed before the send is complete."""
         self._check_end("send", sends=True)
         if any(not isinstance(tensor, Tensor) for tensor in tensors):
-            raise ValueError(f"{self}: a message holds tensors, got {tuple(type(tensor).__name__ for tensor in tensors)}")
+            raise ValueError(
+                f"{self}: a message holds tensors, got {tuple(type(tensor).__name__ for tensor in tensors)}"
+            )
         while self._in_flight and (self._in_flight[0].done() or len(self._in_flight) == self.max_in_flight):
             self._in_flight.popleft().wait()
         start_ns = perf_counter_ns()
@@ -273,7 +282,9 @@ class Channel:
         operation = self._handle.send if self.sends else self._handle.recv
         try:
             if travels_through_host(self._handle, tensor):
-                return HostCopies([tensor], 0 if self.sends else 1, lambda copy: operation([copy], self._handle_peer, tag))
+                return HostCopies(
+                    [tensor], 0 if self.sends else 1, lambda copy: operation([copy], self._handle_peer, tag)
+                )
             return operation([tensor], self._handle_peer, tag)
         except RuntimeError as error:
             raise self._failed(error, perf_counter_ns(), (tensor,)) from error
@@ -292,7 +303,9 @@ class Channel:
 
     def _check_end(self, operation: str, sends: bool) -> None:
         if self.sends != sends:
-            raise ScheduleError(f"global rank {self._group.global_rank} cannot {operation} {self}: it is the other end of that channel")
+            raise ScheduleError(
+                f"global rank {self._group.global_rank} cannot {operation} {self}: it is the other end of that channel"
+            )
 
 
 class Channels(Mapping[Path, Channel]):
@@ -302,14 +315,18 @@ class Channels(Mapping[Path, Channel]):
         self._channels = channels
 
     @classmethod
-    def build(cls, placement: Placement, pp: Group, device: torch.device | str = "cpu", max_in_flight: int | None = None) -> Channels:
+    def build(
+        cls, placement: Placement, pp: Group, device: torch.device | str = "cpu", max_in_flight: int | None = None
+    ) -> Channels:
         """The channels of this rank's pipeline; called by all ranks of the world at one time (NCCL makes communicators here).
 
         placement: which pp_rank holds which stage. pp: this rank's pipeline. A boundary inside one rank has no channel. For
         max_in_flight see Channel. Raises ScheduleError if the placement is for another number of ranks or has more paths than tags.
         """
         if placement.num_ranks != pp.size:
-            raise ScheduleError(f"the placement is for {placement.num_ranks} pipeline ranks, the group {pp} has {pp.size}")
+            raise ScheduleError(
+                f"the placement is for {placement.num_ranks} pipeline ranks, the group {pp} has {pp.size}"
+            )
         most = (1 << CHANNEL_BITS) // (len(KINDS) * len(placement.directions))
         if placement.num_stages - 1 > most:
             raise ScheduleError(f"{placement.num_stages} stages: channels count at most {most} boundaries")

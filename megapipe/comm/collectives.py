@@ -44,7 +44,9 @@ class Work:
 
     __slots__ = ("_error", "_group", "_handle", "_kept", "_name", "_number", "_start_ns", "_traced")
 
-    def __init__(self, handle: Any, name: str, group: Group, start_ns: int, kept: tuple[Tensor, ...] = (), number: int = 0) -> None:
+    def __init__(
+        self, handle: Any, name: str, group: Group, start_ns: int, kept: tuple[Tensor, ...] = (), number: int = 0
+    ) -> None:
         self._number = number  # among the group's, where it has a heart
         self._handle = handle
         self._name = name
@@ -97,7 +99,11 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = F
     _check_contiguous("all_reduce", group, tensor)
     reduction = REDUCTIONS[op]
     return _run(
-        "all_reduce", group, (tensor,), async_op, lambda tensor: dist.all_reduce(tensor, reduction, group=group.handle, async_op=True)
+        "all_reduce",
+        group,
+        (tensor,),
+        async_op,
+        lambda tensor: dist.all_reduce(tensor, reduction, group=group.handle, async_op=True),
     )
 
 
@@ -133,7 +139,11 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, async_op: bool = Fa
     """tensor: replaced by that of the group's rank `source`."""
     _check_contiguous("broadcast", group, tensor)
     return _run(
-        "broadcast", group, (tensor,), async_op, lambda tensor: dist.broadcast(tensor, group=group.handle, group_src=source, async_op=True)
+        "broadcast",
+        group,
+        (tensor,),
+        async_op,
+        lambda tensor: dist.broadcast(tensor, group=group.handle, group_src=source, async_op=True),
     )
 
 
@@ -213,7 +223,11 @@ def _content(tensor: Tensor, length: int) -> bytes:
 
 
 def _device_of(group: Group) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group.handle) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group.handle) == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[..., Any]) -> Work:
@@ -261,7 +275,9 @@ def _copied(output: Tensor, tensor: Tensor, name: str, group: Group) -> Work:
 
 
 def _failed(name: str, group: Group, tensors: tuple[Tensor, ...], start_ns: int, error: Exception) -> Exception:
-    what = name if not tensors else f"{name} of {str(tensors[-1].dtype).removeprefix('torch.')}{list(tensors[-1].shape)}"
+    what = (
+        name if not tensors else f"{name} of {str(tensors[-1].dtype).removeprefix('torch.')}{list(tensors[-1].shape)}"
+    )
     who = f"global rank {group.global_rank} in group {group}"
     return communication_error(what, who, error, (perf_counter_ns() - start_ns) / 1e9, group.timeout_seconds)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from megapipe.errors import CommunicationError
 
 TIMED_OUT = ("timed out", "timeout", "time out")
-LOST = ("closed by peer", "connection reset", "broken pipe", "connection refused", "connection was closed", "remote process")
+LOST = (
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "connection was closed",
+    "remote process",
+)
 
 
 def communication_error(
@@ -24,4 +31,6 @@ def communication_error(
         )
     else:
         meaning = "the backend refused it"
-    return CommunicationError(f"{what} failed on {who} after {waited_seconds:.1f} s: {meaning}. The backend says: {said}")
+    return CommunicationError(
+        f"{what} failed on {who} after {waited_seconds:.1f} s: {meaning}. The backend says: {said}"
+    )

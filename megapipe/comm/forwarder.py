@@ -13,7 +13,10 @@ from typing import Any
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PASSED_ON_AS = {signal.SIGHUP: signal.SIGTERM}  # a closed terminal: save and leave
 MOST_INTERRUPTS = 2  # the ranks know what the first two mean: save and leave, leave now; the third kills
-STARTING_SECONDS, REPEAT_SECONDS = 60.0, 1.0  # ranks may still be importing when asked to save: for so long they are asked again
+STARTING_SECONDS, REPEAT_SECONDS = (
+    60.0,
+    1.0,
+)  # ranks may still be importing when asked to save: for so long they are asked again
 
 
 class InterruptedBeforeStart(Exception):
@@ -42,7 +45,9 @@ class Forwarder:
         """Ranks are being started; their process ids go into the list. Signals wait until all of them are there."""
         process_ids: list[int] = []
         self._starting = True
-        handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which ranks inherit: by default it kills one that has no handler yet
+        handler = signal.signal(
+            signal.SIGUSR1, signal.SIG_IGN
+        )  # which ranks inherit: by default it kills one that has no handler yet
         try:
             yield process_ids
         finally:
@@ -56,7 +61,12 @@ class Forwarder:
     def repeat(self) -> None:
         """Ask again ranks that were asked to save before they could know what that means."""
         now = time.monotonic()
-        if self._repeated_at is not None and self._ranks and now < self._ready_at and now - self._repeated_at >= REPEAT_SECONDS:
+        if (
+            self._repeated_at is not None
+            and self._ranks
+            and now < self._ready_at
+            and now - self._repeated_at >= REPEAT_SECONDS
+        ):
             self._repeated_at = now
             self._pass_on(signal.SIGUSR1)
 
@@ -82,7 +92,9 @@ class Forwarder:
             raise InterruptedBeforeStart
         self.received = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT
-        self._pass_on(signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else PASSED_ON_AS.get(self.received, self.received))
+        self._pass_on(
+            signal.SIGKILL if self._num_interrupts > MOST_INTERRUPTS else PASSED_ON_AS.get(self.received, self.received)
+        )
 
     def _pass_on(self, passed_on: signal.Signals) -> None:
         for process_id in self._ranks:

@@ -38,7 +38,9 @@ class Group:
     nccl: NcclSettings | None = field(default=None, repr=False)
 
     @classmethod
-    def alone(cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None) -> Group:
+    def alone(
+        cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None
+    ) -> Group:
         """A group of one: needs no torch.distributed."""
         return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),), heart)
 

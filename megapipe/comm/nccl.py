@@ -55,7 +55,9 @@ class NcclSettings:
         for name, value in self.variables.items():
             there = value_for_libraries(name)
             if there is not None and there != value:
-                raise ConfigError(f"--nccl-settings {name}={value}, but the environment sets {name}={there}: say it in one place")
+                raise ConfigError(
+                    f"--nccl-settings {name}={value}, but the environment sets {name}={there}: say it in one place"
+                )
         set_for_libraries(**self.variables)
         # both names: torch 2.9 renamed them and kept the old ones
         set_for_libraries(
@@ -98,5 +100,7 @@ def read_communicators(path: Path) -> dict[str, dict[str, int | str]]:
             if expected is None:
                 raise ConfigError(f"{flag}: {kind}.{key} is no key; there are {', '.join(COMMUNICATOR_KEYS)}")
             if type(value) is not expected:
-                raise ConfigError(f"{flag}: {kind}.{key} is {value!r}; expected {'a whole number' if expected is int else 'a text'}")
+                raise ConfigError(
+                    f"{flag}: {kind}.{key} is {value!r}; expected {'a whole number' if expected is int else 'a text'}"
+                )
     return found

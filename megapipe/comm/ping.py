@@ -12,7 +12,9 @@ from megapipe.comm.channels import FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS
 from megapipe.comm.failures import communication_error
 from megapipe.comm.groups import Group
 
-TAG = ((1 << 10) - 1) << FINGERPRINT_BITS + HEADER_BITS + NUMBER_BITS  # the last boundary's: no channel of a pipeline this long is in use
+TAG = (
+    (1 << 10) - 1
+) << FINGERPRINT_BITS + HEADER_BITS + NUMBER_BITS  # the last boundary's: no channel of a pipeline this long is in use
 
 
 def round_trips(
@@ -51,5 +53,7 @@ def round_trips(
                 dist.send(message, group=group.handle, group_dst=peer, tag=TAG)
     except RuntimeError as error:
         who = f"global rank {group.global_rank} with global rank {group.ranks[peer]} in group {group}"
-        raise communication_error("a ping-pong", who, error, (perf_counter_ns() - started) / 1e9, group.timeout_seconds) from error
+        raise communication_error(
+            "a ping-pong", who, error, (perf_counter_ns() - started) / 1e9, group.timeout_seconds
+        ) from error
     return trips[1:]

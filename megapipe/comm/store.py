@@ -14,7 +14,9 @@ import torch.distributed as dist
 from megapipe.machine.interfaces import address_towards, interface_of, interfaces
 
 
-def meeting_store(host: str, port: int, world_size: int, is_server: bool, timeout_seconds: float, num_nodes: int) -> dist.TCPStore:
+def meeting_store(
+    host: str, port: int, world_size: int, is_server: bool, timeout_seconds: float, num_nodes: int
+) -> dist.TCPStore:
     """The store at an address, once all are there. is_server: it is kept by this process.
 
     Raises OSError where the port is taken, RuntimeError (torch's DistError) where the others do not come.
@@ -52,7 +54,9 @@ def _listening(host: str, port: int, num_nodes: int) -> socket.socket:
     address = listening_address(host, num_nodes)
     if not address:
         dual = socket.has_dualstack_ipv6()
-        return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=4096)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=4096
+        )
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=4096)
 

@@ -37,7 +37,9 @@ def is_too_long(num_bytes: int, measured: Times, budget_seconds: float) -> bool:
     return median(measured[largest]) * num_bytes / largest > MOST_BUDGETS * budget_seconds
 
 
-def time_collective(name: str, group: Group, sizes: Sequence[int], budget_seconds: float, device: torch.device) -> Times:
+def time_collective(
+    name: str, group: Group, sizes: Sequence[int], budget_seconds: float, device: torch.device
+) -> Times:
     """Of the slowest rank, for each repeat. name: all_reduce, reduce_scatter or all_gather. sizes: ascending, bytes of the whole buffer.
 
     Called by all ranks of the group, all of which get the same. Raises CommunicationError.
@@ -52,7 +54,9 @@ def time_collective(name: str, group: Group, sizes: Sequence[int], budget_second
     return found
 
 
-def time_messages(group: Group, source: int, target: int, sizes: Sequence[int], budget_seconds: float, device: torch.device) -> Times:
+def time_messages(
+    group: Group, source: int, target: int, sizes: Sequence[int], budget_seconds: float, device: torch.device
+) -> Times:
     """Of messages in one direction, each until its receipt of 8 bytes is back; on rank `source` of the group, {} elsewhere.
 
     source, target: ranks of the group; others return at once. Raises CommunicationError.
@@ -65,7 +69,9 @@ def time_messages(group: Group, source: int, target: int, sizes: Sequence[int], 
         return line.send_all(sizes, budget_seconds) if group.rank == source else line.answer_all()
     except RuntimeError as error:
         who = f"global rank {group.global_rank} with global rank {group.ranks[line.peer]} in group {group}"
-        raise communication_error("a timed message", who, error, perf_counter() - began, group.timeout_seconds) from error
+        raise communication_error(
+            "a timed message", who, error, perf_counter() - began, group.timeout_seconds
+        ) from error
 
 
 class _Line:

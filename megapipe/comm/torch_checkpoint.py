@@ -38,7 +38,9 @@ class _LazyPlanner(DefaultSavePlanner):
 
     _written: Tensor | None = None
 
-    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._unread = {name: leaf for name, leaf in self.state_dict.items() if isinstance(leaf, Unread)}
         shown = {name: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for name, leaf in self._unread.items()}
@@ -50,7 +52,9 @@ class _LazyPlanner(DefaultSavePlanner):
             return super().lookup_object(index)
         if self._written is not None:
             self._written.untyped_storage().resize_(0)
-        self._written = unread.detach().clone(memory_format=torch.contiguous_format)  # a copy, for others may hold what was read
+        self._written = unread.detach().clone(
+            memory_format=torch.contiguous_format
+        )  # a copy, for others may hold what was read
         return self._written
 
 

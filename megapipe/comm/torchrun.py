@@ -21,7 +21,12 @@ from typing import Any, NoReturn
 import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
@@ -56,9 +61,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     known = [flag for action in parser._actions for flag in action.option_strings]
 
     def refuse(message: str) -> NoReturn:
-        unknown = next((word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None)
+        unknown = next(
+            (word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), None
+        )
         if "training_script" in message:
-            hint = f": {unknown} is no flag of torchrun{nearest(unknown, known)}" if unknown else ": the script to run is missing"
+            hint = (
+                f": {unknown} is no flag of torchrun{nearest(unknown, known)}"
+                if unknown
+                else ": the script to run is missing"
+            )
             raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]{hint}")
         raise ConfigError(f"megapipe launch: {message}")
 
@@ -118,12 +129,18 @@ def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = 
     own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     rank, code = next(iter((own or exit_codes).items()))
     if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
-        return Outcome(128 + received, f"ended by {received.name} before the ranks could save; what was saved earlier stays", rank)
+        return Outcome(
+            128 + received, f"ended by {received.name} before the ranks could save; what was saved earlier stays", rank
+        )
     if code < 0:
         name = signal.Signals(-code).name
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-        return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}. All ranks were ended; what is saved stays", rank)
-    return Outcome(code, "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were ended", rank)
+        return Outcome(
+            128 - code, f"rank {rank} was killed by {name}{hint}. All ranks were ended; what is saved stays", rank
+        )
+    return Outcome(
+        code, "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were ended", rank
+    )
 
 
 def free_port() -> int:
@@ -170,7 +187,9 @@ class _Agent(LocalElasticAgent):
         self._forwarder.repeat()
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
-            outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, self._forwarder.received)
+            outcome = outcome_of(
+                {rank: failure.exitcode for rank, failure in result.failures.items()}, self._forwarder.received
+            )
             if self._forwarder.received is not None or outcome.exit_code in FINAL:
                 self._remaining_restarts = 0
             else:
@@ -225,12 +244,16 @@ class _Static(StaticTCPRendezvous):
     """torch's static rendezvous, with a store of ours."""
 
     def __init__(self, of: StaticTCPRendezvous) -> None:
-        super().__init__(of.master_addr, of.master_port, of.rank, of.world_size, of.run_id, int(of.timeout.total_seconds()))
+        super().__init__(
+            of.master_addr, of.master_port, of.rank, of.world_size, of.run_id, int(of.timeout.total_seconds())
+        )
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             seconds = self.timeout.total_seconds()
-            self._store = meeting_store(self.master_addr, self.master_port, self.world_size, self.rank == 0, seconds, self.world_size)
+            self._store = meeting_store(
+                self.master_addr, self.master_port, self.world_size, self.rank == 0, seconds, self.world_size
+            )
         return super().next_rendezvous()
 
 

@@ -49,7 +49,9 @@ class Tracer:
         """Give all events the times of the device; waits for the last of them. Nothing to do without a clock."""
         if self.clock is not None:
             time_of = self.clock.time_of
-            self.events[:] = [event._replace(start_ns=time_of(event.start_ns), end_ns=time_of(event.end_ns)) for event in self.events]
+            self.events[:] = [
+                event._replace(start_ns=time_of(event.start_ns), end_ns=time_of(event.end_ns)) for event in self.events
+            ]
 
     def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
         """Record one event; it ends now unless end_ns is given. May be called from a backend's thread."""

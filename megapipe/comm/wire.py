@@ -55,7 +55,9 @@ def _packed(value: Any) -> Any:
     for name, (types, packed, _) in _BUILT_IN.items():
         if isinstance(value, types):
             return _tagged(name, packed(value))
-    raise TypeError(f"a {kind.__module__}.{kind.__qualname__} does not travel between ranks: send numbers, texts or a frozen dataclass")
+    raise TypeError(
+        f"a {kind.__module__}.{kind.__qualname__} does not travel between ranks: send numbers, texts or a frozen dataclass"
+    )
 
 
 def _unpacked(value: Any) -> Any:

@@ -22,7 +22,9 @@ TOKENIZER_TYPES = (
 class DataConfig:
     """`data_path` and friends are blends: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX PREFIX ... (one epoch of each)."""
 
-    data_path: tuple[str, ...] | None = option(None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...")
+    data_path: tuple[str, ...] | None = option(
+        None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
+    )
     split: str | None = option(None, "shares of --data-path for training, validation and test", derived="969,30,1")
     train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
     valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")

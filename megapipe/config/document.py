@@ -6,7 +6,14 @@ from collections.abc import Iterable
 
 from megapipe.config.fields import ConfigField, all_fields, section_types
 from megapipe.config.flags import REQUEST_HELP, default_text
-from megapipe.config.megatron_flags import ALREADY_SO, CLASSES, DELIBERATE_DIFFERENCES, REFUSED, SUPPORTED, megatron_flags
+from megapipe.config.megatron_flags import (
+    ALREADY_SO,
+    CLASSES,
+    DELIBERATE_DIFFERENCES,
+    REFUSED,
+    SUPPORTED,
+    megatron_flags,
+)
 from megapipe.config.values import expected_range
 
 HEAD = """# Flags
@@ -44,19 +51,28 @@ def field_row(field: ConfigField) -> tuple[str, ...]:
     """Flags, meaning, unit and default of a field."""
     option = field.option
     meaning = "; ".join(
-        filter(None, (option.help, "one of " + ", ".join(option.choices) if option.choices else "", expected_range(option)))
+        filter(
+            None, (option.help, "one of " + ", ".join(option.choices) if option.choices else "", expected_range(option))
+        )
     )
     return flag_words(field), meaning, option.unit, default_text(field).removeprefix("default: ")
 
 
 def flags_document() -> str:
     """The whole page."""
-    parts = [HEAD, "## Requests\n", table(("flag", "meaning"), [(f"`{name}`*", text) for name, text in REQUEST_HELP.items()])]
+    parts = [
+        HEAD,
+        "## Requests\n",
+        table(("flag", "meaning"), [(f"`{name}`*", text) for name, text in REQUEST_HELP.items()]),
+    ]
     for section in section_types():
         rows = [field_row(field) for field in all_fields() if field.section == section]
         parts += [f"## {section}\n", table(("flags", "meaning", "unit", "default"), rows)]
     differences = [(f"`{d.flag}`", d.megatron, d.here, d.reason) for d in DELIBERATE_DIFFERENCES]
-    parts += ["## Where megapipe differs from Megatron on purpose\n", table(("flag", "Megatron", "here", "why"), differences)]
+    parts += [
+        "## Where megapipe differs from Megatron on purpose\n",
+        table(("flag", "Megatron", "here", "why"), differences),
+    ]
     rows_of = {kind: [row for row in megatron_flags().values() if row.kind == kind] for kind in CLASSES}
     counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in rows_of.items())
     refused = [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows_of[REFUSED]]
@@ -66,7 +82,10 @@ def flags_document() -> str:
         "### Supported\n",
         table(("flag", "field"), [(f"`{row.name}`", f"`{row.note}`") for row in rows_of[SUPPORTED]]),
         "### Already so here: accepted\n",
-        table(("flag", "values", "why"), [(f"`{row.name}`", ", ".join(row.accepts), row.note) for row in rows_of[ALREADY_SO]]),
+        table(
+            ("flag", "values", "why"),
+            [(f"`{row.name}`", ", ".join(row.accepts), row.note) for row in rows_of[ALREADY_SO]],
+        ),
         "### Refused, with what to do instead\n\nA refused flag is accepted where its value is Megatron's default.\n",
         table(
             ("flag", "default", "instead"),

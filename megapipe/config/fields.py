@@ -84,7 +84,11 @@ def all_fields() -> tuple[ConfigField, ...]:
     for section, section_type in section_types().items():
         annotations = typing.get_type_hints(section_type)
         for field in dataclasses.fields(section_type):
-            found.append(ConfigField(section, field.name, kind_of(annotations[field.name]), field.default, field.metadata["option"]))
+            found.append(
+                ConfigField(
+                    section, field.name, kind_of(annotations[field.name]), field.default, field.metadata["option"]
+                )
+            )
     return tuple(found)
 
 

@@ -145,9 +145,13 @@ def rank_number(text: str | None) -> int | None:
 def refuse_imagined_world(requests: Requests) -> None:
     """Raises ConfigError where a world that is not started is asked for, but not its plan."""
     if requests.ranks_per_node is not None and requests.world_size is None:
-        raise ConfigError("--ranks-per-node belongs to --world-size N; a world that is started says itself how many ranks its nodes have")
+        raise ConfigError(
+            "--ranks-per-node belongs to --world-size N; a world that is started says itself how many ranks its nodes have"
+        )
     if requests.rank is not None and not requests.dry_run:
-        raise ConfigError("--rank says which rank a dry run counts: add --dry-run; ranks that train get their numbers from the launcher")
+        raise ConfigError(
+            "--rank says which rank a dry run counts: add --dry-run; ranks that train get their numbers from the launcher"
+        )
     if requests.dry_run and (requests.plan or requests.verify_grid is not None):
         raise ConfigError("--dry-run prints the plan and counts beside it; leave --plan and --verify-grid out")
     if requests.world_size is not None and not (requests.plan or requests.print_config or requests.dry_run):
@@ -212,7 +216,11 @@ class CollectFlag(argparse.Action):
     """Appends a GivenFlag to `given`."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
     ) -> None:
         field, flag = field_flags()[str(option_string)]
         texts = () if flag.value is not TAKES_VALUE else (values,) if isinstance(values, str) else tuple(values)

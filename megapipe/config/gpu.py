@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from megapipe.config.option import Flag, option
 
 CUDA_GRAPH_IMPLS = ("none", "local")
-NCCL_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "replicas", "model", "embedding", "kv")  # the world is there before them
+NCCL_GROUPS = (
+    "tp",
+    "cp",
+    "pp",
+    "dp",
+    "dp_cp",
+    "replicas",
+    "model",
+    "embedding",
+    "kv",
+)  # the world is there before them
 
 
 @dataclass(frozen=True)
@@ -18,10 +28,13 @@ class GpuConfig:
         None, "NCCL's own variables, set on every rank before it starts: NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5 ..."
     )
     nccl_communicator_config_path: str | None = option(
-        None, "YAML file: for a kind of group (tp, pp, dp, ...) cga_cluster_size, min_ctas, max_ctas, net_name of its communicators"
+        None,
+        "YAML file: for a kind of group (tp, pp, dp, ...) cga_cluster_size, min_ctas, max_ctas, net_name of its communicators",
     )
     high_priority_stream_groups: tuple[str, ...] = option(
-        ("pp",), "kinds of groups whose NCCL kernels go before others: short messages that a pipeline waits for", choices=NCCL_GROUPS
+        ("pp",),
+        "kinds of groups whose NCCL kernels go before others: short messages that a pipeline waits for",
+        choices=NCCL_GROUPS,
     )
     cuda_graph_impl: str = option(
         "none",
@@ -32,8 +45,10 @@ class GpuConfig:
     cuda_graph_warmup_steps: int = option(3, "steps that run before the graphs are recorded", unit="steps", at_least=1)
     nvtx_ranges: bool = option(False, "name every action (3B7) and phase for Nsight Systems")
     record_memory_history: bool = option(
-        False, "record the CUDA allocator's history, written to --memory-snapshot-path when memory runs out and at the end"
+        False,
+        "record the CUDA allocator's history, written to --memory-snapshot-path when memory runs out and at the end",
     )
     memory_snapshot_path: str = option(
-        "snapshot.pickle", "the allocator's history, for pytorch.org/memory_viz; a rank's number is put before the ending"
+        "snapshot.pickle",
+        "the allocator's history, for pytorch.org/memory_viz; a rank's number is put before the ending",
     )

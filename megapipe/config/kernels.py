@@ -33,5 +33,6 @@ class KernelsConfig:
         choices=OPTIMIZER_IMPLS,
     )
     compile_pointwise: bool = option(
-        False, "torch.compile for what stands between the linears: activations and the casts of fp8; the first step compiles"
+        False,
+        "torch.compile for what stands between the linears: activations and the casts of fp8; the first step compiles",
     )

@@ -124,13 +124,20 @@ def require(loaded: LoadedConfig) -> None:
 def settings_of_flag(given: GivenFlag) -> list[Setting]:
     """What one flag of the command line sets."""
     name = given.flag.name
-    value = read_value(given.field, given.texts if given.field.kind.many else given.texts[0], name) if given.texts else given.flag.value
+    value = (
+        read_value(given.field, given.texts if given.field.kind.many else given.texts[0], name)
+        if given.texts
+        else given.flag.value
+    )
     return settings_of(given.field, given.flag, value, f"flag {name}", name)
 
 
 def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject: str) -> list[Setting]:
     """The flag's own field and those that it also sets."""
-    others = [Setting(fields_by_key()[f"{field.section}.{name}"], constant, origin, subject) for name, constant in flag.also_sets]
+    others = [
+        Setting(fields_by_key()[f"{field.section}.{name}"], constant, origin, subject)
+        for name, constant in flag.also_sets
+    ]
     return [Setting(field, value, origin, subject, flag.only_from), *others]
 
 
@@ -176,7 +183,9 @@ def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigFiel
         return None, Flag(name)
     names = [field.name for field in all_fields() if entry.section in (None, field.section)]
     every = [field.name for field in all_fields()] + [flag[2:].replace("-", "_") for flag in field_flags()]
-    raise ConfigError(f"{subject} is no key{nearest(entry.key, names) or nearest(entry.key, every)}; --help lists all names")
+    raise ConfigError(
+        f"{subject} is no key{nearest(entry.key, names) or nearest(entry.key, every)}; --help lists all names"
+    )
 
 
 def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str, subject: str) -> list[Setting]:

@@ -90,16 +90,28 @@ class Difference:
 
 
 DELIBERATE_DIFFERENCES = (
-    Difference("--distributed-backend", "nccl", "auto", "gloo where there is no GPU, so that the same script runs anywhere"),
+    Difference(
+        "--distributed-backend", "nccl", "auto", "gloo where there is no GPU, so that the same script runs anywhere"
+    ),
     Difference("--exit-signal-handler", "off", "on", "a job that is asked to leave saves first"),
     Difference("--eval-interval", "none", "1000", "training is evaluated unless --eval-iters is 0"),
     Difference(
-        "--num-query-groups", "1, and unused without --group-query-attention", "acts alone", "a number that is given is never ignored"
+        "--num-query-groups",
+        "1, and unused without --group-query-attention",
+        "acts alone",
+        "a number that is given is never ignored",
     ),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
-    Difference("--transformer-impl", "transformer_engine", "local", "Transformer Engine is installed apart, and runs on GPUs alone"),
-    Difference("--recompute-modules", "core_attn by way of none", "core_attn", "the same, said openly; activation is ours"),
+    Difference(
+        "--transformer-impl",
+        "transformer_engine",
+        "local",
+        "Transformer Engine is installed apart, and runs on GPUs alone",
+    ),
+    Difference(
+        "--recompute-modules", "core_attn by way of none", "core_attn", "the same, said openly; activation is ours"
+    ),
     Difference(
         "--window-size",
         "LEFT,RIGHT without the token itself",
@@ -112,9 +124,15 @@ DELIBERATE_DIFFERENCES = (
 def differences_text() -> str:
     """The table of deliberate differences, for the start of a run and the documents."""
     width = max(len(difference.flag) for difference in DELIBERATE_DIFFERENCES)
-    return "\n".join(f"{d.flag:<{width}}  {d.here} (Megatron: {d.megatron}): {d.reason}" for d in DELIBERATE_DIFFERENCES)
+    return "\n".join(
+        f"{d.flag:<{width}}  {d.here} (Megatron: {d.megatron}): {d.reason}" for d in DELIBERATE_DIFFERENCES
+    )
 
 
 def differences_line() -> str:
     """The deliberate differences in one line, for the start of a run."""
-    return "unlike Megatron's: " + ", ".join(f"{d.flag} {d.here}" for d in DELIBERATE_DIFFERENCES) + " (docs/flags.md says why)"
+    return (
+        "unlike Megatron's: "
+        + ", ".join(f"{d.flag} {d.here}" for d in DELIBERATE_DIFFERENCES)
+        + " (docs/flags.md says why)"
+    )

@@ -42,14 +42,23 @@ class ModelConfig:
         derived="num-attention-heads",
         more_flags=(
             Flag(
-                "--group-query-attention", value=1, only_from=(None,), help="grouped query attention; one group unless --num-query-groups"
+                "--group-query-attention",
+                value=1,
+                only_from=(None,),
+                help="grouped query attention; one group unless --num-query-groups",
             ),
         ),
     )
-    kv_channels: int | None = option(None, "width of one attention head", at_least=1, derived="hidden-size / num-attention-heads")
+    kv_channels: int | None = option(
+        None, "width of one attention head", at_least=1, derived="hidden-size / num-attention-heads"
+    )
     seq_length: int = option(128, "training sequence length", unit="tokens", at_least=1, required=True)
-    max_position_embeddings: int | None = option(None, "length of the position table", unit="tokens", at_least=1, derived="seq-length")
-    vocab_size: int | None = option(None, "true size of the vocabulary", unit="tokens", at_least=1, derived="the tokenizer's")
+    max_position_embeddings: int | None = option(
+        None, "length of the position table", unit="tokens", at_least=1, derived="seq-length"
+    )
+    vocab_size: int | None = option(
+        None, "true size of the vocabulary", unit="tokens", at_least=1, derived="the tokenizer's"
+    )
     padded_vocab_size: int | None = option(
         None,
         "rows of the embedding table",
@@ -57,7 +66,9 @@ class ModelConfig:
         at_least=1,
         derived="vocab-size rounded up to a multiple of make-vocab-size-divisible-by x tp",
     )
-    make_vocab_size_divisible_by: int = option(128, "the padded vocabulary is a multiple of this times tp", unit="tokens", at_least=1)
+    make_vocab_size_divisible_by: int = option(
+        128, "the padded vocabulary is a multiple of this times tp", unit="tokens", at_least=1
+    )
 
     position_embedding_type: str = option(
         "learned_absolute",
@@ -88,8 +99,12 @@ class ModelConfig:
             ),
         ),
     )
-    rope_low_freq_factor: float = option(1.0, "llama3 scaling: below original length / this, a wavelength is left alone", above=0)
-    rope_high_freq_factor: float = option(4.0, "llama3 scaling: above original length / this, a wavelength is fully scaled", above=0)
+    rope_low_freq_factor: float = option(
+        1.0, "llama3 scaling: below original length / this, a wavelength is left alone", above=0
+    )
+    rope_high_freq_factor: float = option(
+        4.0, "llama3 scaling: above original length / this, a wavelength is fully scaled", above=0
+    )
     rope_original_max_position_embeddings: int = option(
         8192, "llama3 and yarn scaling: length the frequencies were trained for", unit="tokens", at_least=1
     )
@@ -100,7 +115,9 @@ class ModelConfig:
 
     normalization: str = option("LayerNorm", "normalization layer", choices=NORMALIZATIONS)
     norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0)
-    layernorm_zero_centered_gamma: bool = option(False, "norm weights are stored as gamma - 1", flag="--apply-layernorm-1p")
+    layernorm_zero_centered_gamma: bool = option(
+        False, "norm weights are stored as gamma - 1", flag="--apply-layernorm-1p"
+    )
     activation: str = option(
         "gelu_tanh",
         "activation of the MLP (gelu is the erf form)",
@@ -118,7 +135,9 @@ class ModelConfig:
     )
     add_bias_linear: bool = option(True, "biases in the linear layers", off_flag="--disable-bias-linear")
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
-    untie_embeddings_and_output_weights: bool = option(False, "output layer with its own weight instead of the word embedding's")
+    untie_embeddings_and_output_weights: bool = option(
+        False, "output layer with its own weight instead of the word embedding's"
+    )
     qk_layernorm: bool = option(False, "normalize each head's queries and keys")
     window_size: int | None = option(
         None,
@@ -133,9 +152,15 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = option(
         False, "attention logits and softmax in at least fp32 (an explicit attention instead of a flash kernel)"
     )
-    hidden_dropout: float = option(0.1, "dropout after the embedding, attention and MLP", unit="probability", at_least=0, below=1)
-    attention_dropout: float = option(0.1, "dropout of attention probabilities", unit="probability", at_least=0, below=1)
-    init_method_std: float = option(0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0)
+    hidden_dropout: float = option(
+        0.1, "dropout after the embedding, attention and MLP", unit="probability", at_least=0, below=1
+    )
+    attention_dropout: float = option(
+        0.1, "dropout of attention probabilities", unit="probability", at_least=0, below=1
+    )
+    init_method_std: float = option(
+        0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
+    )
 
     def head_size(self) -> int:
         """Width of one attention head: kv-channels, or hidden-size / num-attention-heads."""

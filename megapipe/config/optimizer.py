@@ -20,8 +20,12 @@ class OptimizerConfig:
     lr: float | None = option(None, "highest learning rate", above=0, required=True)
     min_lr: float = option(0.0, "lowest learning rate after warm-up", at_least=0)
     lr_decay_style: str = option("linear", "shape of the decay", choices=LR_DECAY_STYLES)
-    lr_decay_iters: int | None = option(None, "steps over which it decays", unit="steps", at_least=1, derived="train-iters")
-    lr_decay_samples: int | None = option(None, "sequences over which it decays", unit="sequences", at_least=1, derived="train-samples")
+    lr_decay_iters: int | None = option(
+        None, "steps over which it decays", unit="steps", at_least=1, derived="train-iters"
+    )
+    lr_decay_samples: int | None = option(
+        None, "sequences over which it decays", unit="sequences", at_least=1, derived="train-samples"
+    )
     lr_warmup_fraction: float | None = option(None, "warm-up as a share of the decay length", at_least=0, at_most=1)
     lr_warmup_iters: int = option(0, "steps of linear warm-up", unit="steps", at_least=0)
     lr_warmup_samples: int = option(0, "sequences of linear warm-up", unit="sequences", at_least=0)
@@ -30,8 +34,12 @@ class OptimizerConfig:
     lr_wsd_decay_iters: int | None = option(None, "WSD: steps of the last phase", unit="steps", at_least=1)
     lr_wsd_decay_samples: int | None = option(None, "WSD: sequences of the last phase", unit="sequences", at_least=1)
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (none on vectors and biases)", at_least=0)
-    start_weight_decay: float | None = option(None, "weight decay at the first step of a ramp", at_least=0, derived="weight-decay")
-    end_weight_decay: float | None = option(None, "weight decay at the last step of a ramp", at_least=0, derived="weight-decay")
+    start_weight_decay: float | None = option(
+        None, "weight decay at the first step of a ramp", at_least=0, derived="weight-decay"
+    )
+    end_weight_decay: float | None = option(
+        None, "weight decay at the last step of a ramp", at_least=0, derived="weight-decay"
+    )
     weight_decay_incr_style: str = option("constant", "shape of the weight-decay ramp", choices=WEIGHT_DECAY_STYLES)
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
@@ -42,15 +50,21 @@ class OptimizerConfig:
         False,
         "pipelines: no barrier between steps; each rank updates at once, and a clip or overflow that turns out to be due rolls the update "
         "back and makes it again, to the same bits. Keeps a copy of gradients, master weights and moments of each rank's shards",
-        more_flags=(Flag("--enable-optimizer-post-validation", value=True, help="same, as in the zero-bubble fork of Megatron"),),
+        more_flags=(
+            Flag("--enable-optimizer-post-validation", value=True, help="same, as in the zero-bubble fork of Megatron"),
+        ),
     )
     optimizer_cpu_offload: bool = option(
         False,
         "master weights and moments lie in the host's memory and are updated by its cores: each step gradients travel to the host and new "
         "weights back",
     )
-    decoupled_lr: float | None = option(None, "highest learning rate of embedding and output layer", above=0, derived="lr")
-    decoupled_min_lr: float | None = option(None, "lowest learning rate of embedding and output layer", at_least=0, derived="min-lr")
+    decoupled_lr: float | None = option(
+        None, "highest learning rate of embedding and output layer", above=0, derived="lr"
+    )
+    decoupled_min_lr: float | None = option(
+        None, "lowest learning rate of embedding and output layer", at_least=0, derived="min-lr"
+    )
     override_opt_param_scheduler: bool = option(
         False,
         "on resuming, the schedules of this configuration win over the checkpoint's",

@@ -34,7 +34,8 @@ class ParallelConfig:
         None, "layers per chunk: another way to give the number of chunks", unit="layers", at_least=1
     )
     pipeline_model_parallel_layout: str | None = option(
-        None, "which layers each stage holds: E embedding, t layer, L loss, | stage border, *n and (...)*n repeat: 'Et*3|(tt|)*29,L'"
+        None,
+        "which layers each stage holds: E embedding, t layer, L loss, | stage border, *n and (...)*n repeat: 'Et*3|(tt|)*29,L'",
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers on the first pipeline rank; the rest is cut evenly", unit="layers", at_least=0
@@ -86,8 +87,12 @@ class ParallelConfig:
         at_least=1,
         derived="pp with zb-auto",
     )
-    pipeline_receive_depth: int = option(1, "receives posted ahead of the action that waits for them", unit="messages", at_least=1)
-    sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; without tp it changes nothing")
+    pipeline_receive_depth: int = option(
+        1, "receives posted ahead of the action that waits for them", unit="messages", at_least=1
+    )
+    sequence_parallel: bool = option(
+        False, "norms and dropout work on 1/tp of the sequence; without tp it changes nothing"
+    )
     tp_comm_overlap: bool = option(
         False,
         "cut the tensor-parallel collectives of a linear that have no other GEMM beside them into chunks, each under the GEMM of its "
@@ -106,7 +111,9 @@ class ParallelConfig:
         more_flags=(Flag("--no-tp-comm-overlap-rs", value=False, help="same as --disable-tp-comm-overlap-rs"),),
     )
     tp_comm_overlap_chunks: int = option(4, "with --tp-comm-overlap: chunks of a collective", unit="chunks", at_least=2)
-    use_distributed_optimizer: bool = option(False, "each data-parallel rank holds 1/dp of master weights and moments (ZeRO-1)")
+    use_distributed_optimizer: bool = option(
+        False, "each data-parallel rank holds 1/dp of master weights and moments (ZeRO-1)"
+    )
     overlap_grad_reduce: bool = option(False, "reduce gradients bucket by bucket under the remaining backward")
     overlap_param_gather: bool = option(False, "gather updated parameters bucket by bucket under the next forward")
     overlap_p2p_comm: bool = option(
@@ -116,7 +123,11 @@ class ParallelConfig:
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
     ddp_bucket_size: int | None = option(
-        None, "parameters in one gradient bucket", unit="parameters", at_least=1, derived="max(40,000,000, 1,000,000 x dp)"
+        None,
+        "parameters in one gradient bucket",
+        unit="parameters",
+        at_least=1,
+        derived="max(40,000,000, 1,000,000 x dp)",
     )
     rank_order: str = option(
         "tp-cp-dp-pp",
@@ -124,7 +135,9 @@ class ParallelConfig:
         more_flags=(Flag("--use-tp-pp-dp-mapping", value="tp-cp-pp-dp", help="same as --rank-order tp-cp-pp-dp"),),
     )
     allow_tp_across_nodes: bool = option(False, "let a tensor-parallel group span nodes")
-    distributed_backend: str = option("auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=DISTRIBUTED_BACKENDS)
+    distributed_backend: str = option(
+        "auto", "communication library; auto: nccl on GPUs, gloo on CPUs", choices=DISTRIBUTED_BACKENDS
+    )
     hang_timeout_seconds: float = option(
         120.0,
         "a rank that stands still for longer in one action or wait ends the run, with a report of who waits for whom; it has to be "
@@ -132,4 +145,6 @@ class ParallelConfig:
         unit="seconds",
         at_least=0,
     )
-    distributed_timeout_minutes: float = option(10.0, "a collective that waits longer than this ends the job", unit="minutes", above=0)
+    distributed_timeout_minutes: float = option(
+        10.0, "a collective that waits longer than this ends the job", unit="minutes", above=0
+    )

@@ -44,10 +44,16 @@ class PrecisionConfig:
         choices=FP8_RECIPES,
     )
     fp8_margin: int = option(0, "fp8: scales are divided by 2 to this power", at_least=0)
-    fp8_amax_history_len: int = option(1, "fp8, delayed: steps whose largest values are remembered", unit="steps", at_least=1)
+    fp8_amax_history_len: int = option(
+        1, "fp8, delayed: steps whose largest values are remembered", unit="steps", at_least=1
+    )
     fp8_amax_compute_algo: str = option(
         "most_recent", "fp8, delayed: the scale follows the last of them or the largest", choices=FP8_AMAX_ALGORITHMS
     )
     first_last_layers_bf16: bool = option(False, "fp8: some first and last layers of the model stay in --dtype")
-    num_layers_at_start_in_bf16: int = option(1, "how many at the start, with --first-last-layers-bf16", unit="layers", at_least=0)
-    num_layers_at_end_in_bf16: int = option(1, "how many at the end, with --first-last-layers-bf16", unit="layers", at_least=0)
+    num_layers_at_start_in_bf16: int = option(
+        1, "how many at the start, with --first-last-layers-bf16", unit="layers", at_least=0
+    )
+    num_layers_at_end_in_bf16: int = option(
+        1, "how many at the end, with --first-last-layers-bf16", unit="layers", at_least=0
+    )

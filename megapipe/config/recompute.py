@@ -19,7 +19,9 @@ class RecomputeConfig:
         None,
         "what is recomputed: some modules of every layer, or whole layers; unset: nothing",
         choices=RECOMPUTE_GRANULARITIES,
-        more_flags=(Flag("--recompute-activations", value="selective", help="same as --recompute-granularity selective"),),
+        more_flags=(
+            Flag("--recompute-activations", value="selective", help="same as --recompute-granularity selective"),
+        ),
     )
     recompute_method: str | None = option(
         None,
@@ -28,6 +30,9 @@ class RecomputeConfig:
     )
     recompute_num_layers: int | None = option(None, "full: N of the method", unit="layers", at_least=1)
     recompute_keep_attention: bool = option(
-        False, "full: keep what a fused attention kernel returns (output and log-sum-exp), so that the backward does not run it again"
+        False,
+        "full: keep what a fused attention kernel returns (output and log-sum-exp), so that the backward does not run it again",
     )
-    recompute_modules: tuple[str, ...] = option(("core_attn",), "selective: modules that are recomputed", choices=RECOMPUTE_MODULES)
+    recompute_modules: tuple[str, ...] = option(
+        ("core_attn",), "selective: modules that are recomputed", choices=RECOMPUTE_MODULES
+    )

@@ -14,10 +14,18 @@ class TrainingConfig:
     """How much is trained on what batch, when it is evaluated and when it stops."""
 
     micro_batch_size: int = option(
-        1, "sequences that go through the model at once on one data-parallel rank", unit="sequences", at_least=1, required=True
+        1,
+        "sequences that go through the model at once on one data-parallel rank",
+        unit="sequences",
+        at_least=1,
+        required=True,
     )
     global_batch_size: int | None = option(
-        None, "sequences in one step over all data-parallel ranks", unit="sequences", at_least=1, derived="micro-batch-size x dp"
+        None,
+        "sequences in one step over all data-parallel ranks",
+        unit="sequences",
+        at_least=1,
+        derived="micro-batch-size x dp",
     )
     rampup_batch_size: tuple[int, int, int] | None = option(
         None,
@@ -35,7 +43,9 @@ class TrainingConfig:
     eval_iters: int = option(100, "batches in one evaluation; 0: none", unit="batches", at_least=0)
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0)
     deterministic_mode: bool = option(False, "only kernels that give the same bits in every run")
-    label_smoothing: float = option(0.0, "share of the target spread over the vocabulary", unit="probability", at_least=0, below=1)
+    label_smoothing: float = option(
+        0.0, "share of the target spread over the vocabulary", unit="probability", at_least=0, below=1
+    )
     z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
     cross_entropy_chunk_size: int | None = option(
         None,
@@ -44,7 +54,9 @@ class TrainingConfig:
         unit="tokens",
         at_least=1,
     )
-    calculate_per_token_loss: bool = option(False, "average over the tokens of the global batch instead of over each microbatch first")
+    calculate_per_token_loss: bool = option(
+        False, "average over the tokens of the global batch instead of over each microbatch first"
+    )
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop at a NaN or infinite loss or gradient", off_flag="--no-check-for-nan-in-loss-and-grad"
     )
@@ -55,10 +67,14 @@ class TrainingConfig:
         at_least=1,
     )
     spike_threshold: float = option(
-        8.0, "robust standard deviations above the median of --spike-window steps that make a step spike, in logarithms", above=0
+        8.0,
+        "robust standard deviations above the median of --spike-window steps that make a step spike, in logarithms",
+        above=0,
     )
     spike_steps: int = option(3, "steps in a row that have to spike", unit="steps", at_least=1)
-    spike_window: int = option(100, "steps that a step is compared with; nothing is judged before half of them", unit="steps", at_least=8)
+    spike_window: int = option(
+        100, "steps that a step is compared with; nothing is judged before half of them", unit="steps", at_least=8
+    )
     spike_limit: int = option(3, "rollbacks in all; the next spike ends the run", unit="rollbacks", at_least=1)
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,

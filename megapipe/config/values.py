@@ -44,7 +44,9 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     if kind.optional and len(items) == 1 and not literal and items[0].lower() in NONE_WORDS:
         return None
     if kind.length is not None and len(items) != kind.length:
-        raise ConfigError(f"{subject} {' '.join(items)}: expected {kind.length} values, got {len(items)} ({option.help})")
+        raise ConfigError(
+            f"{subject} {' '.join(items)}: expected {kind.length} values, got {len(items)} ({option.help})"
+        )
     return tuple(read_scalar(kind.scalar, option, item, subject) for item in items)
 
 
@@ -59,7 +61,9 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
     else:
         value = read_number(scalar, text)
     if value is None:
-        raise ConfigError(f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}")
+        raise ConfigError(
+            f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}"
+        )
     trouble = out_of_bounds(option, value)
     if trouble:
         raise ConfigError(f"{subject} {raw}: {trouble}")
@@ -81,7 +85,12 @@ def read_number(scalar: type, text: str) -> int | float | None:
 
 def expected_range(option: Option) -> str:
     """The option's range in words: 'at least 1 and below 2', or nothing."""
-    limits = (("at least", option.at_least), ("above", option.above), ("at most", option.at_most), ("below", option.below))
+    limits = (
+        ("at least", option.at_least),
+        ("above", option.above),
+        ("at most", option.at_most),
+        ("below", option.below),
+    )
     return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
 
 

@@ -52,7 +52,9 @@ def read_entries(text: str, name: str) -> list[Entry]:
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{name}: expected lines of `key: value`, in sections {', '.join(section_types())} or without")
+        raise ConfigError(
+            f"{name}: expected lines of `key: value`, in sections {', '.join(section_types())} or without"
+        )
     entries: list[Entry] = []
     for key, value, where in pairs(root, name):
         if isinstance(value, yaml.MappingNode):

@@ -60,7 +60,9 @@ class StoredTensor:
                 values[_inside(common, wanted)] = self._load(stored)[_inside(common, stored.box)]
                 copied += common.num_elements
         if copied != wanted.num_elements:
-            raise CheckpointError(f"{self.folder}: {self.name} has {copied} of the {wanted.num_elements} elements at {list(wanted.offset)}")
+            raise CheckpointError(
+                f"{self.folder}: {self.name} has {copied} of the {wanted.num_elements} elements at {list(wanted.offset)}"
+            )
         return values
 
     def _load(self, stored: StoredBox) -> Tensor:
@@ -114,7 +116,9 @@ def _load(path: Path, name: str, start: int, num_bytes: int) -> Any:
         raise CheckpointError(f"{path}: {name} cannot be read: {first_line(error)}") from None
 
 
-def _tensor(folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]) -> StoredTensor:
+def _tensor(
+    folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]
+) -> StoredTensor:
     boxes = []
     for chunk in fields["chunks"]:
         box = Box(tuple(_state(chunk)["offsets"]), tuple(_state(chunk)["sizes"]))

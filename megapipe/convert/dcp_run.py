@@ -34,8 +34,19 @@ from megapipe.sharding.spec import ParamSpec
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}  # our key -> torch.optim's
 STEP = "step"  # of torch's Adam, a tensor per parameter
 MODEL, STATE, TRAIN = "model.", "optimizer.state.", "train_state."
-THEIRS = ("optimizer.param_groups", "lr_scheduler", "dataloader")  # a program's own, that flags of the run that goes on say anew
-SECTIONS = ("optimizer", "random", "schedules", "account", "spikes", "global_batch_size")  # of a manifest's state, under train_state
+THEIRS = (
+    "optimizer.param_groups",
+    "lr_scheduler",
+    "dataloader",
+)  # a program's own, that flags of the run that goes on say anew
+SECTIONS = (
+    "optimizer",
+    "random",
+    "schedules",
+    "account",
+    "spikes",
+    "global_batch_size",
+)  # of a manifest's state, under train_state
 STEP_FOLDER = re.compile(r"step[-_]?(\d+)")
 
 
@@ -96,7 +107,9 @@ def read(root: Path, step: int | None = None, config_file: Path | None = None, w
     """
     folder = find(root, step)
     if folder is None:
-        raise CheckpointError(f"{root} holds no checkpoint of torch.distributed.checkpoint" + ("" if step is None else f" of step {step}"))
+        raise CheckpointError(
+            f"{root} holds no checkpoint of torch.distributed.checkpoint" + ("" if step is None else f" of step {step}")
+        )
     stored, values = read_folder(folder)
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""
     config = _config(folder, config_file, stored, prefix)
@@ -116,7 +129,14 @@ def read(root: Path, step: int | None = None, config_file: Path | None = None, w
     if not weights_only:
         remarks = _fill_state(folder, state, stored, values, config, [spec.name for spec in specs] if keys else [])
     tokenizer = folder / TOKENIZER_NAME
-    return Snapshot(config, tensors, state, own.files_in(tokenizer), own.extra_settings(tokenizer / own.HUGGING_FACE_CONFIG), remarks)
+    return Snapshot(
+        config,
+        tensors,
+        state,
+        own.files_in(tokenizer),
+        own.extra_settings(tokenizer / own.HUGGING_FACE_CONFIG),
+        remarks,
+    )
 
 
 def _config(folder: Path, given: Path | None, stored: Mapping[str, StoredTensor], prefix: str) -> Config:
@@ -141,7 +161,9 @@ def _has_moment(stored: Mapping[str, StoredTensor], theirs: str) -> bool:
     return any(name.startswith(STATE) and name.endswith(f".{theirs}") for name in stored)
 
 
-def _places(specs: tuple[ParamSpec, ...], prefix: str, keys: Mapping[str, str]) -> Iterator[tuple[str, str, str, ParamSpec]]:
+def _places(
+    specs: tuple[ParamSpec, ...], prefix: str, keys: Mapping[str, str]
+) -> Iterator[tuple[str, str, str, ParamSpec]]:
     """(our key, parameter, their name, its spec) of all tensors."""
     for spec in specs:
         yield "master", spec.name, prefix + spec.name, spec
@@ -154,7 +176,9 @@ def _lazy(folder: Path, stored: Mapping[str, StoredTensor], name: str, spec: Par
         raise CheckpointError(f"{folder} lacks the tensor {name}, which its configuration asks for")
     entry = stored[name]
     if entry.shape != spec.shape:
-        raise CheckpointError(f"{folder}: {name} has shape {list(entry.shape)}, its configuration asks for {list(spec.shape)}")
+        raise CheckpointError(
+            f"{folder}: {name} has shape {list(entry.shape)}, its configuration asks for {list(spec.shape)}"
+        )
     return LazyTensor(spec.shape, entry.dtype, partial(entry.read, Box((0,) * len(spec.shape), spec.shape)))
 
 
@@ -165,10 +189,16 @@ def _check_tied(folder: Path, head: StoredTensor, embedding: LazyTensor) -> None
 
 def _check_left(folder: Path, names: Set[str], passed_over: tuple[str, ...]) -> None:
     passed_over += (TRAIN, *THEIRS)
-    left = sorted(name for name in names if not name.startswith(passed_over) and not (name.startswith(STATE) and name.endswith(f".{STEP}")))
+    left = sorted(
+        name
+        for name in names
+        if not name.startswith(passed_over) and not (name.startswith(STATE) and name.endswith(f".{STEP}"))
+    )
     if left:
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise CheckpointError(f"{folder}: the tensor {left[0]}{more} has no place in the model that its configuration describes")
+        raise CheckpointError(
+            f"{folder}: the tensor {left[0]}{more} has no place in the model that its configuration describes"
+        )
 
 
 def _fill_state(
@@ -228,7 +258,11 @@ def _complete(position: dict[str, Any], updates: int | None, config: Config) -> 
         position["skipped_steps"] = 0 if updates is None else max(0, position["step"] - updates)
     if position["consumed_samples"] is None:
         position["consumed_samples"] = 0
-        remarks = (f"there is no {TRAIN}consumed_samples: data and schedules start from their beginning",) if position["step"] else ()
+        remarks = (
+            (f"there is no {TRAIN}consumed_samples: data and schedules start from their beginning",)
+            if position["step"]
+            else ()
+        )
     if position["consumed_tokens"] is None:
         position["consumed_tokens"] = position["consumed_samples"] * config.model.seq_length
     return remarks

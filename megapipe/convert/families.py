@@ -28,7 +28,9 @@ NOT_THE_MODEL = (
     "attention_softmax_in_fp32",
     "init_method_std",
 )
-LONGEST_SEQUENCE = 4096  # training length of a converted model whose positions reach further, until --seq-length says otherwise
+LONGEST_SEQUENCE = (
+    4096  # training length of a converted model whose positions reach further, until --seq-length says otherwise
+)
 ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
 OF_SCALING = {
     "rope_scaling_factor": ("linear", "llama3", "yarn"),
@@ -81,7 +83,9 @@ class Family:
         read = meaning(self.read(theirs))
         for name, value in vars(model).items():
             if name not in NOT_THE_MODEL and getattr(read, name) != value:
-                raise ConfigError(f"{self.architecture} cannot express model.{name} {value} (it would be {getattr(read, name)})")
+                raise ConfigError(
+                    f"{self.architecture} cannot express model.{name} {value} (it would be {getattr(read, name)})"
+                )
         return theirs
 
 
@@ -115,7 +119,12 @@ def _llama_parts(max_positions: int, *more: Part) -> tuple[Part, ...]:
         Key("intermediate_size", "ffn_hidden_size", derived=ModelConfig.feed_forward_size),
         Key("num_hidden_layers", "num_layers"),
         Key("num_attention_heads", "num_attention_heads"),
-        Key("num_key_value_heads", "num_query_groups", lambda theirs: theirs["num_attention_heads"], derived=ModelConfig.query_groups),
+        Key(
+            "num_key_value_heads",
+            "num_query_groups",
+            lambda theirs: theirs["num_attention_heads"],
+            derived=ModelConfig.query_groups,
+        ),
         Key("max_position_embeddings", "max_position_embeddings", max_positions),
         Key("rms_norm_eps", "norm_epsilon", 1e-6),
         Key("hidden_act", "activation", "silu", ACTIVATION),
@@ -127,7 +136,9 @@ def _llama_parts(max_positions: int, *more: Part) -> tuple[Part, ...]:
     )
 
 
-LLAMA_BIASES = Together(("attention_bias", "mlp_bias"), "add_bias_linear", "here all linear layers have biases, or none")
+LLAMA_BIASES = Together(
+    ("attention_bias", "mlp_bias"), "add_bias_linear", "here all linear layers have biases, or none"
+)
 NO_BIAS = Fixed("attention_bias", False, "Qwen's output projection has no bias here")
 
 FAMILIES: dict[str, Family] = {

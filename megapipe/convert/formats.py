@@ -47,7 +47,9 @@ def _read_megatron(source: Path, wishes: Wishes) -> Snapshot:
 
 
 def _write_megatron(snapshot: Snapshot, target: Path, wishes: Wishes) -> str:
-    folder = megatron_write.write(snapshot, target, megatron_write.Grid(wishes.tp, wishes.pp, wishes.transformer_engine))
+    folder = megatron_write.write(
+        snapshot, target, megatron_write.Grid(wishes.tp, wishes.pp, wishes.transformer_engine)
+    )
     return f"{folder}: in Megatron --load {target} --finetune --ckpt-format torch"
 
 
@@ -79,7 +81,9 @@ LOOKS: dict[str, Callable[[Path], bool]] = {
 def guess(folder: Path) -> str:
     """The format that a folder looks like. Raises CheckpointError."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; give one with a checkpoint of megapipe, Megatron or torch, or a Hugging Face model")
+        raise CheckpointError(
+            f"{folder} is no folder; give one with a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"
+        )
     for name, looks in LOOKS.items():
         if looks(folder):
             return name

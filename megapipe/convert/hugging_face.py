@@ -99,7 +99,12 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, mos
 
 
 def _write_files(
-    disk: Disk, folder: Path, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], files: Iterable[Path], most_bytes: int
+    disk: Disk,
+    folder: Path,
+    tensors: Mapping[str, LazyTensor],
+    config: Mapping[str, Any],
+    files: Iterable[Path],
+    most_bytes: int,
 ) -> None:
     groups = cut_into_files(tensors, most_bytes)
     names = file_names(len(groups))
@@ -155,13 +160,17 @@ def _with_prefix(found: dict[str, LazyTensor], family: Family, placed: tuple[Pla
     return {name if name in whole or name == HEAD else family.prefix + name: tensor for name, tensor in found.items()}
 
 
-def _check_complete(folder: Path, family: Family, placed: tuple[Placed, ...], found: Mapping[str, LazyTensor], tied: bool) -> None:
+def _check_complete(
+    folder: Path, family: Family, placed: tuple[Placed, ...], found: Mapping[str, LazyTensor], tied: bool
+) -> None:
     wanted = {name for entry in placed for name in entry.theirs}
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {missing[0]}{_more(missing)}, which its {CONFIG} asks for")
     passed_over = {HEAD} if tied else set()
-    foreign = sorted(name for name in found.keys() - wanted - passed_over if not name.endswith(family.buffers or ("\0",)))
+    foreign = sorted(
+        name for name in found.keys() - wanted - passed_over if not name.endswith(family.buffers or ("\0",))
+    )
     if foreign:
         raise CheckpointError(
             f"{folder}: the tensor {foreign[0]}{_more(foreign)} has no place in {family.architecture} as {CONFIG} describes it"
@@ -174,7 +183,9 @@ def _more(names: list[str]) -> str:
 
 def _check_tied(folder: Path, head: LazyTensor, embedding: LazyTensor) -> None:
     if head.shape != embedding.shape or not torch.equal(head.detach(), embedding.detach()):
-        raise CheckpointError(f"{folder}: {HEAD} differs from the word embedding, but {CONFIG} says tie_word_embeddings")
+        raise CheckpointError(
+            f"{folder}: {HEAD} differs from the word embedding, but {CONFIG} says tie_word_embeddings"
+        )
 
 
 def _join(folder: Path, entry: Placed, found: Mapping[str, LazyTensor]) -> LazyTensor:
@@ -183,10 +194,14 @@ def _join(folder: Path, entry: Placed, found: Mapping[str, LazyTensor]) -> LazyT
         if part.shape != shape:
             raise CheckpointError(f"{folder}: {name} has shape {list(part.shape)}, {CONFIG} asks for {list(shape)}")
         if part.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{folder}: {name} is quantized or of an integer dtype; convert the unquantized weights")
+            raise CheckpointError(
+                f"{folder}: {name} is quantized or of an integer dtype; convert the unquantized weights"
+            )
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
-        raise CheckpointError(f"{folder}: {', '.join(entry.theirs)} become one tensor, {entry.spec.name}, but have several dtypes")
+        raise CheckpointError(
+            f"{folder}: {', '.join(entry.theirs)} become one tensor, {entry.spec.name}, but have several dtypes"
+        )
     return LazyTensor(entry.spec.shape, dtypes.pop(), _Parts(entry.layout, parts).read)
 
 
@@ -196,7 +211,8 @@ def _split(entry: Placed, whole: LazyTensor) -> dict[str, LazyTensor]:
 
     shapes = entry.layout.shapes(entry.spec.shape)
     return {
-        name: LazyTensor(shape, whole.dtype, partial(part, n)) for n, (name, shape) in enumerate(zip(entry.theirs, shapes, strict=True))
+        name: LazyTensor(shape, whole.dtype, partial(part, n))
+        for n, (name, shape) in enumerate(zip(entry.theirs, shapes, strict=True))
     }
 
 

@@ -48,7 +48,9 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     optimizer = None if weights_only else _optimizer(folder, common, stored, others)
     keys = {MASTER: ""} if optimizer is None else _optimizer_keys(stored)
     specs = model_specs(unpadded(config.model), sequence_parallel=False)
-    tensors = {f"{key}/{spec.name}": _lazy(folder, stored, prefix, spec) for spec in specs for key, prefix in keys.items()}
+    tensors = {
+        f"{key}/{spec.name}": _lazy(folder, stored, prefix, spec) for spec in specs for key, prefix in keys.items()
+    }
     placed = {_find(folder, stored, prefix, spec)[0].name for spec in specs for prefix in ("", *keys.values())}
     passed_over = () if optimizer is not None else ("optimizer.",)
     left = sorted(name for name in stored.keys() - placed if not name.startswith(passed_over) and not _is_extra(name))
@@ -71,7 +73,9 @@ def _is_extra(name: str) -> bool:
     return any(end in name for end in NOT_WEIGHTS)
 
 
-def _find(folder: Path, stored: Mapping[str, StoredTensor], prefix: str, spec: ParamSpec) -> tuple[StoredTensor, int | None]:
+def _find(
+    folder: Path, stored: Mapping[str, StoredTensor], prefix: str, spec: ParamSpec
+) -> tuple[StoredTensor, int | None]:
     """The stored tensor of a parameter, and its place in a stack of layers; None where it stands alone."""
     candidates: list[tuple[str, int | None]] = [(spec.name, None)]
     if isinstance(spec.owner, int):
@@ -115,7 +119,9 @@ def _optimizer(
         )
     content = common.get("optimizer")
     if not isinstance(content, Mapping) or 0 in content:
-        raise CheckpointError(f"{folder}: the optimizer is a chain of several, which cannot be converted; convert with --weights-only")
+        raise CheckpointError(
+            f"{folder}: the optimizer is a chain of several, which cannot be converted; convert with --weights-only"
+        )
     inner = content.get("optimizer", content)
     steps = {int(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
     if "common_step" in inner.get("state", {}):

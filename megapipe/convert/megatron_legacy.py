@@ -79,7 +79,9 @@ def _stages(
             stages[number * pp + place[0]].append(Chunk(folders[place] / MODEL_FILE, tensors))
     if any(len(members) != tp for members in stages):
         counts = [len(members) for members in stages]
-        raise CheckpointError(f"{folders[0, 0].parent} holds {counts} tensor-parallel ranks of its stages, not {tp} of each")
+        raise CheckpointError(
+            f"{folders[0, 0].parent} holds {counts} tensor-parallel ranks of its stages, not {tp} of each"
+        )
     return stages
 
 
@@ -103,7 +105,10 @@ def _models(path: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         models = [content["model"]]
     else:
         models = [
-            content[name] for name in sorted((key for key in content if re.fullmatch(r"model\d+", str(key))), key=lambda n: int(n[5:]))
+            content[name]
+            for name in sorted(
+                (key for key in content if re.fullmatch(r"model\d+", str(key))), key=lambda n: int(n[5:])
+            )
         ]
     if not models:
         raise CheckpointError(f"{path / MODEL_FILE} holds no model")

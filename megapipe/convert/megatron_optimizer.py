@@ -47,7 +47,9 @@ def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Mappin
         for place, (index, (chunk, name)) in enumerate(zip(group["params"], members, strict=True)):
             state = inner["state"].get(index)
             if state is None or any(key not in state for key in MOMENTS):
-                raise CheckpointError(f"{path}: the optimizer has no {' and '.join(MOMENTS)} of {name}; only Adam's state can be converted")
+                raise CheckpointError(
+                    f"{path}: the optimizer has no {' and '.join(MOMENTS)} of {name}; only Adam's state can be converted"
+                )
             tensors = {key: state[key] for key in MOMENTS}
             if masters is not None:
                 tensors[MASTER] = masters[number][place]
@@ -70,14 +72,18 @@ def read_distributed(
     for number, weights in enumerate(chunks):
         buffers = state.get(number, {})
         if len(buffers) != 1:
-            raise CheckpointError(f"{path}: chunk {number} has {len(buffers)} buffers of gradients; one dtype can be converted")
+            raise CheckpointError(
+                f"{path}: chunk {number} has {len(buffers)} buffers of gradients; one dtype can be converted"
+            )
         (buffer,) = buffers.values()
         found.append(_unflatten(path, buffer, weights))
     steps = {int(group["step"]) for group in optimizer["optimizer"]["param_groups"] if group.get("step") is not None}
     return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
 
 
-def _members(path: Path, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Mapping[str, Tensor]]) -> Iterator[list[tuple[int, str]]]:
+def _members(
+    path: Path, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Mapping[str, Tensor]]
+) -> Iterator[list[tuple[int, str]]]:
     """The (chunk, name) of each group's parameters in order."""
     left = [(chunk, name) for chunk, weights in enumerate(chunks) for name in weights]
     has_decoupled = any(group.get("is_decoupled_lr", False) for group in groups)
@@ -115,7 +121,9 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Mapping[str, Tens
 
 
 def _views(buffer: Tensor, weights: Mapping[str, Tensor], starts: Mapping[str, int]) -> dict[str, Tensor]:
-    return {name: buffer[start : start + weights[name].numel()].view(weights[name].shape) for name, start in starts.items()}
+    return {
+        name: buffer[start : start + weights[name].numel()].view(weights[name].shape) for name, start in starts.items()
+    }
 
 
 def _orders(weights: Mapping[str, Tensor]) -> Iterator[dict[str, int]]:
@@ -141,14 +149,20 @@ def _starts(weights: Mapping[str, Tensor], names: Iterable[str], apart: tuple[st
 
 def _fitting(path: Path, name: str, key: str, tensor: Tensor, weight: Tensor) -> Tensor:
     if tensor.shape != weight.shape:
-        raise CheckpointError(f"{path}: the optimizer's {key} of {name} has shape {list(tensor.shape)}, the weight {list(weight.shape)}")
+        raise CheckpointError(
+            f"{path}: the optimizer's {key} of {name} has shape {list(tensor.shape)}, the weight {list(weight.shape)}"
+        )
     if key == MASTER and not torch.equal(tensor.to(weight.dtype), weight):
-        raise CheckpointError(f"{path}: the optimizer's master of {name} is not its weight: the order of its parameters is another one")
+        raise CheckpointError(
+            f"{path}: the optimizer's master of {name} is not its weight: the order of its parameters is another one"
+        )
     return tensor
 
 
 def one_step(path: Path, steps: set[int]) -> int:
     """The number of updates, if all parameters have made the same. Raises CheckpointError."""
     if len(steps) != 1:
-        raise CheckpointError(f"{path}: the optimizer's parameters have made different numbers of updates: {sorted(steps)}")
+        raise CheckpointError(
+            f"{path}: the optimizer's parameters have made different numbers of updates: {sorted(steps)}"
+        )
     return steps.pop()

@@ -22,7 +22,10 @@ from megapipe.sharding.model_specs import WORD_EMBEDDING, model_specs
 from megapipe.sharding.spec import ParamSpec
 
 # Transformer Engine keeps a norm's weights in the linear that follows it
-FUSED_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.", "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
 NOT_WEIGHTS = ("_extra_state",)  # of Transformer Engine: fp8 scales, empty without
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 HEAD = "output_layer.weight"
@@ -71,7 +74,9 @@ class Ranks:
         found: dict[str, LazyTensor] = {}
         for spec in model_specs(padded, sequence_parallel=False):
             if spec.name not in located:
-                raise CheckpointError(f"{self.chunks[0][0].path.parent.parent} lacks the tensor {spec.name}, which its args ask for")
+                raise CheckpointError(
+                    f"{self.chunks[0][0].path.parent.parent} lacks the tensor {spec.name}, which its args ask for"
+                )
             stage, name = located.pop(spec.name)
             for key, theirs in keys.items():
                 parts = [self._part(chunk, theirs, name) for chunk in self.chunks[stage]]
@@ -95,7 +100,9 @@ class Ranks:
                 located.setdefault(ours, (stage, name))
             first += members[0].num_layers()
         if first != num_layers:
-            raise CheckpointError(f"{self.chunks[0][0].path.parent.parent} holds {first} layers, its args say num_layers {num_layers}")
+            raise CheckpointError(
+                f"{self.chunks[0][0].path.parent.parent} holds {first} layers, its args say num_layers {num_layers}"
+            )
         return located
 
     def _part(self, chunk: Chunk, key: str, name: str) -> Tensor:
@@ -119,11 +126,15 @@ class Ranks:
             stage, name = located.pop(HEAD)
             for copy, first in zip(self.chunks[stage], self.chunks[0], strict=True):
                 if not torch.equal(copy.tensors[WEIGHTS][name], first.tensors[WEIGHTS][WORD_EMBEDDING]):
-                    raise CheckpointError(f"{copy.path}: {name} differs from the word embedding, to which args say it is tied")
+                    raise CheckpointError(
+                        f"{copy.path}: {name} differs from the word embedding, to which args say it is tied"
+                    )
         if located:
             stage, name = next(iter(located.values()))
             more = f" (and {len(located) - 1} more)" if len(located) > 1 else ""
-            raise CheckpointError(f"{self.chunks[stage][0].path}: the tensor {name}{more} has no place in the model that its args describe")
+            raise CheckpointError(
+                f"{self.chunks[stage][0].path}: the tensor {name}{more} has no place in the model that its args describe"
+            )
 
 
 def _with_rows(model: ModelConfig, padded_vocab_size: int) -> ModelConfig:

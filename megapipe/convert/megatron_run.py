@@ -12,12 +12,19 @@ from megapipe.convert.snapshot import LazyTensor, Snapshot, fresh_state
 
 
 def run_snapshot(
-    config: Config, tensors: Mapping[str, LazyTensor], args: Mapping[str, Any], content: Mapping[str, Any], optimizer: OptimizerState | None
+    config: Config,
+    tensors: Mapping[str, LazyTensor],
+    args: Mapping[str, Any],
+    content: Mapping[str, Any],
+    optimizer: OptimizerState | None,
 ) -> Snapshot:
     """The Snapshot of tensors under our names; without an optimizer, of a model at step 0. content: of a file, for what is no tensor."""
     state = fresh_state(config.precision.dtype)
     if optimizer is not None:
-        step, samples = int(content.get("iteration", args.get("iteration", 0))), int(args.get("consumed_train_samples") or 0)
+        step, samples = (
+            int(content.get("iteration", args.get("iteration", 0))),
+            int(args.get("consumed_train_samples") or 0),
+        )
         state["training"] = {
             "step": step,
             "consumed_samples": samples,

@@ -46,7 +46,12 @@ class Activation:
     keys: tuple[str, ...] = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 
     def read(self, theirs: Settings) -> dict[str, Any]:
-        words = {"swiglu": "swiglu", "squared_relu": "squared_relu", "openai_gelu": "gelu_tanh", "bias_gelu_fusion": "gelu_tanh"}
+        words = {
+            "swiglu": "swiglu",
+            "squared_relu": "squared_relu",
+            "openai_gelu": "gelu_tanh",
+            "bias_gelu_fusion": "gelu_tanh",
+        }
         return {"activation": next((ours for key, ours in words.items() if theirs.get(key)), "gelu")}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -83,10 +88,16 @@ class RopeScaling:
     def read(self, theirs: Settings) -> dict[str, Any]:
         linear, llama3 = theirs.get(self.keys[0]), theirs.get(self.keys[1])
         if linear and llama3:
-            raise ConfigError(f"{self.keys[0]} and {self.keys[1]} together cannot be expressed: one scaling at a time here")
+            raise ConfigError(
+                f"{self.keys[0]} and {self.keys[1]} together cannot be expressed: one scaling at a time here"
+            )
         if linear:
             return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
-        return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(theirs.get(self.keys[2]) or 8.0)} if llama3 else {}
+        return (
+            {"rope_scaling_type": "llama3", "rope_scaling_factor": float(theirs.get(self.keys[2]) or 8.0)}
+            if llama3
+            else {}
+        )
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         factor = model.rope_scaling_factor
@@ -146,7 +157,10 @@ SAME_NAME = {  # args with the name and meaning of our field, and what they are 
 }
 DERIVED = {"kv_channels": ModelConfig.head_size, "ffn_hidden_size": ModelConfig.feed_forward_size}
 MODEL_PARTS: tuple[Part, ...] = (
-    *(Key(name, name) for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")),
+    *(
+        Key(name, name)
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+    ),
     Key("ffn_hidden_size", "ffn_hidden_size", derived=ModelConfig.feed_forward_size),
     *(Key(name, name, default, derived=DERIVED.get(name)) for name, default in SAME_NAME.items()),
     Key("apply_layernorm_1p", "layernorm_zero_centered_gamma", False),
@@ -181,7 +195,9 @@ def read_config(args: Settings, vocab_size: int | None) -> Config:
     model = ModelConfig(**fields, vocab_size=true)
     dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     optimizer = OptimizerConfig(**_given(args, OPTIMIZER))
-    config = Config(model, training=TrainingConfig(**_given(args, TRAINING)), optimizer=optimizer, precision=PrecisionConfig(dtype))
+    config = Config(
+        model, training=TrainingConfig(**_given(args, TRAINING)), optimizer=optimizer, precision=PrecisionConfig(dtype)
+    )
     check(config)
     return config
 
@@ -236,18 +252,29 @@ def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int,
     model = config.model
     args: dict[str, Any] = {}
     for part in MODEL_PARTS:
-        args |= part.write(dataclasses.replace(model, max_position_embeddings=model.max_position_embeddings or model.seq_length))
+        args |= part.write(
+            dataclasses.replace(model, max_position_embeddings=model.max_position_embeddings or model.seq_length)
+        )
     args |= {"padded_vocab_size": padded_vocab_size, "vocab_size": model.vocab_size}
     read, plain = meaning(read_config(args, model.vocab_size).model), meaning(model)
     for name, value in vars(plain).items():
         if name not in NOT_THE_MODEL and getattr(read, name) != value:
-            raise ConfigError(f"Megatron's args cannot express model.{name} {value} (it would be {getattr(read, name)})")
+            raise ConfigError(
+                f"Megatron's args cannot express model.{name} {value} (it would be {getattr(read, name)})"
+            )
     dtype = config.precision.dtype
-    args |= {"bf16": dtype == "bf16", "fp16": dtype == "fp16", "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    args |= {
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+    }
     args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
     args |= {name: getattr(config.training, name) for name in TRAINING.split()}
     training = state["training"]
-    consumed = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ())).place(training["consumed_samples"])
+    consumed = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ())).place(
+        training["consumed_samples"]
+    )
     args |= {"iteration": training["step"], "consumed_train_samples": consumed, "consumed_valid_samples": 0}
     args |= {"skipped_train_samples": consumed - training["consumed_samples"]}
     return args | {

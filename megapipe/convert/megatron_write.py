@@ -48,9 +48,13 @@ def write(snapshot: Snapshot, root: Path, grid: Grid) -> Path:
     config = snapshot.config
     model = resolve_model(dataclasses.replace(config.model, padded_vocab_size=None), grid.tp)
     if model.num_layers % grid.pp:
-        raise ConfigError(f"--pipeline-model-parallel-size {grid.pp} does not divide the {model.num_layers} layers of the model")
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {grid.pp} does not divide the {model.num_layers} layers of the model"
+        )
     if model.query_groups() % grid.tp:
-        raise ConfigError(f"--tensor-model-parallel-size {grid.tp} does not divide {model.query_groups()} query groups, as Megatron needs")
+        raise ConfigError(
+            f"--tensor-model-parallel-size {grid.tp} does not divide {model.query_groups()} query groups, as Megatron needs"
+        )
     assert model.padded_vocab_size is not None
     args = write_args(config, snapshot.state, model.padded_vocab_size, grid.tp, grid.pp)
     args["transformer_impl"] = "transformer_engine" if grid.transformer_engine else "local"
@@ -71,7 +75,9 @@ class _Stream:
         pass
 
 
-def _write_ranks(disk: Disk, folder: Path, snapshot: Snapshot, specs: tuple[ParamSpec, ...], args: dict[str, Any], grid: Grid) -> None:
+def _write_ranks(
+    disk: Disk, folder: Path, snapshot: Snapshot, specs: tuple[ParamSpec, ...], args: dict[str, Any], grid: Grid
+) -> None:
     per_stage = args["num_layers"] // grid.pp
     for pp_rank in range(grid.pp):
         layers = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
@@ -91,7 +97,9 @@ def _write_ranks(disk: Disk, folder: Path, snapshot: Snapshot, specs: tuple[Para
             del weights, content
 
 
-def _weights(snapshot: Snapshot, specs: tuple[ParamSpec, ...], first_layer: int, tp_rank: int, grid: Grid) -> dict[str, Tensor | None]:
+def _weights(
+    snapshot: Snapshot, specs: tuple[ParamSpec, ...], first_layer: int, tp_rank: int, grid: Grid
+) -> dict[str, Tensor | None]:
     """One rank's tensors by Megatron's names, layers numbered from 0."""
     whole = snapshot.weights
     found: dict[str, Tensor | None] = {}
@@ -107,7 +115,11 @@ def _weights(snapshot: Snapshot, specs: tuple[ParamSpec, ...], first_layer: int,
         found[name] = cut(spec, whole[spec.name].detach(), tp_rank, grid.tp)
     if grid.transformer_engine:
         numbers = {spec.owner - first_layer for spec in specs if isinstance(spec.owner, int)}
-        found |= {f"decoder.layers.{number}.{module}._extra_state": None for number in sorted(numbers) for module in EMPTY_STATE}
+        found |= {
+            f"decoder.layers.{number}.{module}._extra_state": None
+            for number in sorted(numbers)
+            for module in EMPTY_STATE
+        }
     return found
 
 

@@ -50,7 +50,9 @@ def place(rows: Sequence[Row], model: ModelConfig, architecture: str) -> tuple[P
     return tuple(placed)
 
 
-def _both(ours: str, theirs: str | Sequence[str], layout: MakeLayout = same, bias_layout: MakeLayout = same) -> Iterator[Row]:
+def _both(
+    ours: str, theirs: str | Sequence[str], layout: MakeLayout = same, bias_layout: MakeLayout = same
+) -> Iterator[Row]:
     """Rows of a module's weight and bias."""
     modules = (theirs,) if isinstance(theirs, str) else tuple(theirs)
     for kind, how in (("weight", layout), ("bias", bias_layout)):
@@ -62,7 +64,9 @@ OURS, LLAMA, GPT2 = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}", f"transf
 LLAMA_ROWS = (
     Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     *_both(f"{OURS}.input_layernorm", f"{LLAMA}.input_layernorm"),
-    *_both(f"{OURS}.self_attention.linear_qkv", [f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"], separate_qkv, separate_qkv),
+    *_both(
+        f"{OURS}.self_attention.linear_qkv", [f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"], separate_qkv, separate_qkv
+    ),
     *_both(f"{OURS}.self_attention.q_layernorm", f"{LLAMA}.self_attn.q_norm"),
     *_both(f"{OURS}.self_attention.k_layernorm", f"{LLAMA}.self_attn.k_norm"),
     *_both(f"{OURS}.self_attention.linear_proj", f"{LLAMA}.self_attn.o_proj"),

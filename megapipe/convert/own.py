@@ -53,13 +53,17 @@ def read(path: Path, step: int | None = None) -> Snapshot:
     tensors = {}
     for name, saved in folder.manifest.tensors.items():
         key, parameter = name.split("/", 1)
-        tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved))
+        tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(
+            saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved)
+        )
     config, state = saved_config(folder), folder.manifest.state
     account = account_of(state, read_rollbacks(folder.path.parent))
     if account is not None:
         state = state | {"account": account}
     tokenizer = folder.path / TOKENIZER_NAME
-    return Snapshot(config, tensors, state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks)
+    return Snapshot(
+        config, tensors, state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks
+    )
 
 
 def write(snapshot: Snapshot, root: Path) -> SaveReport:
@@ -72,7 +76,9 @@ def write(snapshot: Snapshot, root: Path) -> SaveReport:
     ]
     state = json.loads(json.dumps(snapshot.state))
     tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
-    config = _with_tokenizer(snapshot.config, set(tokenizer), root.resolve() / folder_name(snapshot.step) / TOKENIZER_NAME)
+    config = _with_tokenizer(
+        snapshot.config, set(tokenizer), root.resolve() / folder_name(snapshot.step) / TOKENIZER_NAME
+    )
     return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))
 
 
@@ -90,7 +96,11 @@ def _with_tokenizer(config: Config, names: set[str], folder: Path) -> Config:
 
 def _read(folder: CheckpointFolder, name: str, saved: SavedTensor) -> Tensor:
     values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-    load_tensors(folder, [TensorBox(name, saved.shape, Box((0,) * len(saved.shape), saved.shape), values.view(-1))], Group.alone("world"))
+    load_tensors(
+        folder,
+        [TensorBox(name, saved.shape, Box((0,) * len(saved.shape), saved.shape), values.view(-1))],
+        Group.alone("world"),
+    )
     return values
 
 

@@ -45,8 +45,13 @@ def first_line(error: Exception) -> str:
 def load_pickled(path: Path) -> dict[Any, Any]:
     """The dictionary that torch.save wrote; tensors stay on disk until they are looked at. Raises CheckpointError naming the file."""
     try:
-        foreign = [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name != "argparse.Namespace"]
-        allowed: list[Any] = [argparse.Namespace, *((type(name.rpartition(".")[2], (StandIn,), {}), name) for name in foreign)]
+        foreign = [
+            name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name != "argparse.Namespace"
+        ]
+        allowed: list[Any] = [
+            argparse.Namespace,
+            *((type(name.rpartition(".")[2], (StandIn,), {}), name) for name in foreign),
+        ]
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:

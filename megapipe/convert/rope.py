@@ -63,7 +63,11 @@ class Rope:
         if kind not in TYPES:
             raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(TYPES)}")
         ours, keys = TYPES[kind]
-        fields: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
+        fields: dict[str, Any] = {
+            "position_embedding_type": "rope",
+            "rotary_base": float(base),
+            "rope_scaling_type": ours,
+        }
         if kind == "yarn":
             scaling = _plain_yarn(scaling, theirs)
         for key, (name, default) in keys.items():
@@ -89,10 +93,14 @@ def _plain_yarn(scaling: dict[str, Any], theirs: Settings) -> dict[str, Any]:
     """YaRN's keys without those that say what is so anyway. Raises ConfigError if they say something else."""
     scaling.setdefault(LENGTH, theirs.get("max_position_embeddings"))
     if scaling.pop("truncate", True) is not True:
-        raise ConfigError("rope_type yarn: truncate false cannot be expressed: the ramp starts and ends at whole pairs of channels here")
+        raise ConfigError(
+            "rope_type yarn: truncate false cannot be expressed: the ramp starts and ends at whole pairs of channels here"
+        )
     given = scaling.pop("attention_factor", None)
     if given is not None:
         plain = 0.1 * math.log(scaling["factor"]) + 1.0
         if scaling.get("mscale") or scaling.get("mscale_all_dim") or not math.isclose(given, plain, rel_tol=1e-9):
-            raise ConfigError(f"rope_type yarn: attention_factor {given} cannot be expressed: here it is 0.1 ln(factor) + 1 = {plain}")
+            raise ConfigError(
+                f"rope_type yarn: attention_factor {given} cannot be expressed: here it is 0.1 ln(factor) + 1 = {plain}"
+            )
     return scaling

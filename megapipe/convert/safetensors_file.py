@@ -39,11 +39,15 @@ def _lazy(path: Path, name: str, shape: tuple[int, ...], dtype_name: str) -> Laz
                 tensor: torch.Tensor = file.get_tensor(name)
                 return tensor
         except KeyError:
-            raise CheckpointError(f"{path}: tensor {name} has dtype {dtype_name}, not one of {', '.join(DTYPES)}") from None
+            raise CheckpointError(
+                f"{path}: tensor {name} has dtype {dtype_name}, not one of {', '.join(DTYPES)}"
+            ) from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from None
 
-    return LazyTensor(shape, DTYPES.get(dtype_name, torch.uint8), read)  # uint8: no weights; refused by whoever wants it as such
+    return LazyTensor(
+        shape, DTYPES.get(dtype_name, torch.uint8), read
+    )  # uint8: no weights; refused by whoever wants it as such
 
 
 def cut_into_files(tensors: Mapping[str, LazyTensor], most_bytes: int) -> list[dict[str, LazyTensor]]:
@@ -66,7 +70,11 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> 
     position = 0
     for name, tensor in tensors.items():
         stop = position + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, stop]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
         position = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -72,14 +72,20 @@ class Snapshot:
     @property
     def weights(self) -> dict[str, LazyTensor]:
         """The weights alone, by parameter name."""
-        return {name.removeprefix("master/"): tensor for name, tensor in self.tensors.items() if name.startswith("master/")}
+        return {
+            name.removeprefix("master/"): tensor for name, tensor in self.tensors.items() if name.startswith("master/")
+        }
 
     def cast(self, dtype: torch.dtype) -> Snapshot:
         """Weights in another dtype; moments stay as they are."""
-        tensors = {name: tensor.to(dtype) if name.startswith("master/") else tensor for name, tensor in self.tensors.items()}
+        tensors = {
+            name: tensor.to(dtype) if name.startswith("master/") else tensor for name, tensor in self.tensors.items()
+        }
         precision = dataclasses.replace(self.config.precision, dtype=DTYPE_NAMES[dtype])
         config = dataclasses.replace(self.config, precision=precision)
-        return dataclasses.replace(self, tensors=tensors, config=config, state=self.state | {"precision": DTYPE_NAMES[dtype]})
+        return dataclasses.replace(
+            self, tensors=tensors, config=config, state=self.state | {"precision": DTYPE_NAMES[dtype]}
+        )
 
     def with_seq_length(self, seq_length: int) -> Snapshot:
         """To be trained with another length of sequences. Raises ConfigError where the model's positions do not reach so far."""
@@ -97,4 +103,11 @@ def fresh_state(precision: str) -> dict[str, Any]:
     """The manifest's state of weights that no run of ours has trained."""
     training = {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "skipped_steps": 0}
     grid = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "chunks": 1}
-    return {"training": training, "optimizer": None, "random": None, "schedules": None, "precision": precision, "grid": grid}
+    return {
+        "training": training,
+        "optimizer": None,
+        "random": None,
+        "schedules": None,
+        "precision": precision,
+        "grid": grid,
+    }

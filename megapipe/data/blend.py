@@ -48,7 +48,11 @@ class BlendedDataset:
             dataset_index, sample_index = blend_indices(self.weights, size)
             return {"dataset_index": dataset_index, "sample_index": sample_index}
 
-        arrays = build() if self._cache is None else self._cache.arrays("blend", {"weights": self.weights, "size": size}, build)
+        arrays = (
+            build()
+            if self._cache is None
+            else self._cache.arrays("blend", {"weights": self.weights, "size": size}, build)
+        )
         return arrays["dataset_index"], arrays["sample_index"]
 
     def grow(self, size: int) -> None:

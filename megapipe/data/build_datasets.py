@@ -82,7 +82,11 @@ def _synthetic(request: DatasetRequest, part: int) -> SyntheticDataset | None:
     if request.vocab_size is None:
         raise ConfigError("--mock-data needs the vocabulary size: give --vocab-size or a tokenizer")
     num_samples = request.num_samples[part]
-    return SyntheticDataset(num_samples, request.seq_length, request.vocab_size, request.seed, part) if num_samples else None
+    return (
+        SyntheticDataset(num_samples, request.seq_length, request.vocab_size, request.seed, part)
+        if num_samples
+        else None
+    )
 
 
 def _build_part(
@@ -112,7 +116,10 @@ def _build_part(
         weights = normalize(blend.weights)
         shares = [math.ceil(num_samples * weight) for weight in weights]
         buffers = [math.ceil(share * (1 + SURPLUS)) for share in shares]
-        members = [_member(request, part, files[prefix], bookend, asked) for prefix, asked in zip(blend.prefixes, buffers, strict=True)]
+        members = [
+            _member(request, part, files[prefix], bookend, asked)
+            for prefix, asked in zip(blend.prefixes, buffers, strict=True)
+        ]
         size = sum(shares)
     cache = IndexCache.at(request.data_cache_path, blend.prefixes[0])
     return BlendedDataset(members, weights, size, cache=cache, names=[member.file.prefix for member in members])
@@ -124,10 +131,14 @@ def _one_epoch(request: DatasetRequest, file: IndexedFile, bookend: tuple[float,
     if not file.lengths[first:last].any():
         return None
     cache = IndexCache.at(request.data_cache_path, file.prefix)
-    return GPTDataset(file, (first, last), num_samples=None, seq_length=request.seq_length, seed=request.seed, cache=cache)
+    return GPTDataset(
+        file, (first, last), num_samples=None, seq_length=request.seq_length, seed=request.seed, cache=cache
+    )
 
 
-def _member(request: DatasetRequest, part: int, file: IndexedFile, bookend: tuple[float, float], num_samples: int) -> GPTDataset:
+def _member(
+    request: DatasetRequest, part: int, file: IndexedFile, bookend: tuple[float, float], num_samples: int
+) -> GPTDataset:
     first, last = sequence_range(bookend, len(file))
     if first == last:
         raise DataError(
@@ -135,4 +146,6 @@ def _member(request: DatasetRequest, part: int, file: IndexedFile, bookend: tupl
             f"holds none of them, but samples are asked of it; give it a larger share, or ask for none (--split with 0, --eval-iters 0)"
         )
     cache = IndexCache.at(request.data_cache_path, file.prefix)
-    return GPTDataset(file, (first, last), num_samples=num_samples, seq_length=request.seq_length, seed=request.seed, cache=cache)
+    return GPTDataset(
+        file, (first, last), num_samples=num_samples, seq_length=request.seq_length, seed=request.seed, cache=cache
+    )

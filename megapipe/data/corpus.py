@@ -16,8 +16,13 @@ from pathlib import Path
 from megapipe.data.text_source import is_json_lines, read_records
 from megapipe.errors import ConfigError, DataError
 
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib"}) | frozenset(
-    {"encodings", "pydoc_data"}  # tables of characters and generated text, a fifth of the whole, which teach nothing about code
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "node_modules", "test", "tests", "idlelib"}
+) | frozenset(
+    {
+        "encodings",
+        "pydoc_data",
+    }  # tables of characters and generated text, a fifth of the whole, which teach nothing about code
 )
 SUFFIX_NAMES = "py pyi txt md rst tex html css js ts c h cc cpp hpp cu java go rs rb sh sql toml yaml yml csv"
 TEXT_SUFFIXES = frozenset(f".{name}" for name in SUFFIX_NAMES.split())
@@ -25,7 +30,9 @@ PIECE_CHARACTERS = 4000  # a single long text is cut into documents of about thi
 MIN_DOCUMENTS = 20  # fewer cannot be split into train and valid
 
 
-def corpus_documents(source: str | Path | None = None, max_megabytes: float | None = None, *, include_tests: bool = False) -> list[str]:
+def corpus_documents(
+    source: str | Path | None = None, max_megabytes: float | None = None, *, include_tests: bool = False
+) -> list[str]:
     """Documents of a directory tree (one a text file), a JSON-lines file (one a line, key "text"), a text file (cut at blank lines into
     pieces), or of Python's standard library (None), up to `max_megabytes` of them.
 

@@ -72,7 +72,11 @@ class IndexCache:
 def source_stamp(prefix: str) -> dict[str, Any]:
     """What tells one state of a pair of token files from another: place, sizes, modification times."""
     stats = [os.stat(path) for path in (bin_path(prefix), idx_path(prefix))]
-    return {"prefix": os.path.realpath(prefix), "bytes": [s.st_size for s in stats], "mtime_ns": [s.st_mtime_ns for s in stats]}
+    return {
+        "prefix": os.path.realpath(prefix),
+        "bytes": [s.st_size for s in stats],
+        "mtime_ns": [s.st_mtime_ns for s in stats],
+    }
 
 
 @contextlib.contextmanager
@@ -94,7 +98,9 @@ def _store(entry: Path, text: str, arrays: Arrays) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         with open(partial / "description.json", "w") as file:
-            json.dump({"description": text, "arrays": {name: list(values.shape) for name, values in arrays.items()}}, file)
+            json.dump(
+                {"description": text, "arrays": {name: list(values.shape) for name, values in arrays.items()}}, file
+            )
             file.flush()
             os.fsync(file.fileno())
         os.rename(partial, entry)

@@ -34,7 +34,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
+    code: np.dtype(name)
+    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 CHECK_BLOCK = 1 << 20  # sequences checked at a time, so that opening a huge file needs no second copy of its index
@@ -65,7 +66,9 @@ class IndexedFile:
         self.prefix = str(prefix)
         index = _map(idx_path(prefix), self.prefix)
         self.dtype, num_sequences, num_starts = _read_header(index, idx_path(prefix))
-        self.lengths, self.offsets, self.documents, self.modes = _read_tables(index, num_sequences, num_starts, idx_path(prefix))
+        self.lengths, self.offsets, self.documents, self.modes = _read_tables(
+            index, num_sequences, num_starts, idx_path(prefix)
+        )
         self._bin = _map(bin_path(prefix), self.prefix)
         self._check_tables()
 
@@ -90,7 +93,9 @@ class IndexedFile:
         length = int(self.lengths[sequence])
         count = length - start if count is None else count
         if start < 0 or count < 0 or start + count > length:
-            raise DataError(f"{self.prefix}: tokens {start}..{start + count} asked of sequence {sequence}, which has {length}")
+            raise DataError(
+                f"{self.prefix}: tokens {start}..{start + count} asked of sequence {sequence}, which has {length}"
+            )
         return np.frombuffer(self._bin, self.dtype, count, int(self.offsets[sequence]) + start * self.dtype.itemsize)
 
     def is_contiguous(self) -> bool:
@@ -121,10 +126,14 @@ class IndexedFile:
         starts = self.documents
         if not len(starts) or starts[0] != 0 or starts[-1] != num_sequences:
             seen = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
-            raise DataError(f"{idx}: document starts must run from 0 to the number of sequences, {num_sequences}, but hold {seen}")
+            raise DataError(
+                f"{idx}: document starts must run from 0 to the number of sequences, {num_sequences}, but hold {seen}"
+            )
         falls = np.flatnonzero(np.diff(starts) < 0)
         if len(falls):
-            raise DataError(f"{idx}: document {falls[0] + 1} starts at sequence {starts[falls[0] + 1]}, before the one preceding it")
+            raise DataError(
+                f"{idx}: document {falls[0] + 1} starts at sequence {starts[falls[0] + 1]}, before the one preceding it"
+            )
 
 
 def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
@@ -134,25 +143,35 @@ def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
                 return b""  # an empty file cannot be mapped
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise DataError(f"no token file {path} (a data path is the prefix {prefix!r} that .bin and .idx are added to)") from None
+        raise DataError(
+            f"no token file {path} (a data path is the prefix {prefix!r} that .bin and .idx are added to)"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
 def _read_header(index: mmap.mmap | bytes, path: Path) -> tuple[np.dtype[Any], int, int]:
     if len(index) < HEADER.size:
-        raise DataError(f"{path} has {len(index)} bytes, less than the {HEADER.size} of the header: it is truncated or not a token index")
+        raise DataError(
+            f"{path} has {len(index)} bytes, less than the {HEADER.size} of the header: it is truncated or not a token index"
+        )
     magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
     if magic != MAGIC:
-        raise DataError(f"{path} starts with {magic!r} instead of {MAGIC!r}: it is not a token index of Megatron's format")
+        raise DataError(
+            f"{path} starts with {magic!r} instead of {MAGIC!r}: it is not a token index of Megatron's format"
+        )
     if version != VERSION:
         raise DataError(f"{path} has format version {version}; only version {VERSION} is known")
     if code not in DTYPES:
-        raise DataError(f"{path} has dtype code {code}; known codes are {', '.join(f'{c} ({d})' for c, d in DTYPES.items())}")
+        raise DataError(
+            f"{path} has dtype code {code}; known codes are {', '.join(f'{c} ({d})' for c, d in DTYPES.items())}"
+        )
     return DTYPES[code], num_sequences, num_starts
 
 
-def _read_tables(index: mmap.mmap | bytes, num_sequences: int, num_starts: int, path: Path) -> tuple[Array, Array, Array, Array | None]:
+def _read_tables(
+    index: mmap.mmap | bytes, num_sequences: int, num_starts: int, path: Path
+) -> tuple[Array, Array, Array, Array | None]:
     plain = HEADER.size + 12 * num_sequences + 8 * num_starts
     if len(index) not in (plain, plain + num_sequences):
         state = "truncated" if len(index) < plain else "damaged"
@@ -194,13 +213,17 @@ class IndexedWriter:
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._partial[0], "wb", buffering=1 << 20)  # noqa: SIM115 (closed by commit or abort)
         except OSError as error:
-            raise DataError(f"cannot write token files {prefix}.bin/.idx: {error.strerror} ({error.filename})") from None
+            raise DataError(
+                f"cannot write token files {prefix}.bin/.idx: {error.strerror} ({error.filename})"
+            ) from None
 
     @property
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
-    def add_document(self, tokens: Array | list[int], lengths: list[int] | None = None, modes: list[int] | None = None) -> None:
+    def add_document(
+        self, tokens: Array | list[int], lengths: list[int] | None = None, modes: list[int] | None = None
+    ) -> None:
         """Append one document: its tokens, back to back, and the length of each of its sequences (default: one sequence).
 
         Raises DataError if a token does not fit the dtype or the lengths do not add up.
@@ -212,7 +235,9 @@ class IndexedWriter:
                 f"{self.prefix}: document {self.num_documents} has {len(values)} tokens, but its sequences add up to {sum(lengths)}"
             )
         if (self._modes is not None) != (modes is not None) or (modes is not None and len(modes) != len(lengths)):
-            raise DataError(f"{self.prefix}: a multimodal file needs one mode a sequence, a plain one none (document {self.num_documents})")
+            raise DataError(
+                f"{self.prefix}: a multimodal file needs one mode a sequence, a plain one none (document {self.num_documents})"
+            )
         self._bin.write(self._checked(values).tobytes())
         self._lengths.extend(lengths)
         if self._modes is not None and modes is not None:
@@ -225,7 +250,9 @@ class IndexedWriter:
         if values.dtype != self.dtype and self.dtype.kind in "iu" and len(values):
             limits, low, high = np.iinfo(self.dtype), values.min(), values.max()
             if low < limits.min or high > limits.max:
-                raise DataError(f"{self.prefix}: token {low if low < limits.min else high} does not fit into {self.dtype}")
+                raise DataError(
+                    f"{self.prefix}: token {low if low < limits.min else high} does not fit into {self.dtype}"
+                )
         return values.astype(self.dtype)
 
     def append(self, file: IndexedFile) -> None:
@@ -235,7 +262,9 @@ class IndexedWriter:
                 f"{file.prefix} holds {file.dtype}, but the files before it {self.dtype}: token files of one dtype only can be merged"
             )
         if (file.modes is not None) != (self._modes is not None):
-            raise DataError(f"{file.prefix} is {'' if file.modes is not None else 'not '}multimodal, unlike the files before it")
+            raise DataError(
+                f"{file.prefix} is {'' if file.modes is not None else 'not '}multimodal, unlike the files before it"
+            )
         if file.is_contiguous():
             self._bin.write(file.raw())
         else:
@@ -284,7 +313,9 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.commit()
         else:

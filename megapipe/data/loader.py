@@ -36,7 +36,9 @@ class Loader:
     read. What goes wrong in a thread is raised where its batch is asked for.
     """
 
-    def __init__(self, dataset: TokenDataset, rules: DocumentRules | None = None, *, num_workers: int = 0, name: str = "train") -> None:
+    def __init__(
+        self, dataset: TokenDataset, rules: DocumentRules | None = None, *, num_workers: int = 0, name: str = "train"
+    ) -> None:
         self.dataset = dataset
         self.rules = rules if rules is not None else DocumentRules()
         self.name = name
@@ -101,7 +103,9 @@ class Loader:
         try:
             samples = np.stack([self.dataset[i] for i in sample_ids])
         except OSError as error:
-            raise DataError(f"samples {start} to {start + count - 1} of the {self.name} data cannot be read: {error}") from error
+            raise DataError(
+                f"samples {start} to {start + count - 1} of the {self.name} data cannot be read: {error}"
+            ) from error
         return Batch.of(samples, sample_ids, self.rules)
 
     def close(self) -> None:

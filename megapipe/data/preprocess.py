@@ -98,7 +98,10 @@ def preprocess(
     counts = Counts(tokens=dict.fromkeys(keys, 0))
     begin = time.monotonic()
     with ExitStack() as stack:
-        writers = {key: stack.enter_context(IndexedWriter(output_prefix(prefix, key), token_dtype(encoder.vocab_size))) for key in keys}
+        writers = {
+            key: stack.enter_context(IndexedWriter(output_prefix(prefix, key), token_dtype(encoder.vocab_size)))
+            for key in keys
+        }
         for encoded in _encode_all(records, encoder_factory, tuple(keys), append_eod, num_workers):
             _write(encoded, writers, counts)
             counts.seconds = time.monotonic() - begin
@@ -144,7 +147,9 @@ def _encode_all(
     """Batches in the order of the records, with a bounded number of them in the workers."""
     # spawn: a fork would inherit locks of the threads that some tokenizers start
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_worker, initargs=(factory, keys, append_eod))
+    pool = ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_start_worker, initargs=(factory, keys, append_eod)
+    )
     pending: deque[Future[Encoded]] = deque()
     try:
         for batch in _batches(records):
@@ -155,7 +160,9 @@ def _encode_all(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise DataError("a tokenizing worker died (out of memory? --workers takes fewer of them); no file was written") from None
+        raise DataError(
+            "a tokenizing worker died (out of memory? --workers takes fewer of them); no file was written"
+        ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -202,7 +209,9 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
                 raise DataError(f"{record.origin}: {error}") from None
             if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
-                raise DataError(f"{record.origin}: token {bad} lies outside of the vocabulary of {encoder.vocab_size} tokens")
+                raise DataError(
+                    f"{record.origin}: token {bad} lies outside of the vocabulary of {encoder.vocab_size} tokens"
+                )
             if ids and append_eod and encoder.eod is not None:
                 ids.append(encoder.eod)
             tokens[key].append(np.array(ids, dtype=dtype))

@@ -31,7 +31,9 @@ class EpochPlan:
 def plan_epochs(num_tokens: int, num_samples: int, seq_length: int) -> EpochPlan:
     """num_tokens: of one epoch. num_samples: asked for. Raises DataError if there are no tokens at all."""
     if num_tokens < 1:
-        raise DataError(f"{num_samples} samples of {seq_length} tokens are asked of a part of the data that holds no token")
+        raise DataError(
+            f"{num_samples} samples of {seq_length} tokens are asked of a part of the data that holds no token"
+        )
     num_epochs = max(1, -(-(num_samples * seq_length + 1) // num_tokens))
     total = (num_epochs * num_tokens - 1) // seq_length
     before_last = ((num_epochs - 1) * num_tokens - 1) // seq_length
@@ -66,7 +68,9 @@ class SampleIndex:
         return np.stack([places, starts - before], axis=1)
 
 
-def build_sample_index(lengths: Array, first_sequence: int, num_samples: int, seq_length: int, seed: int) -> SampleIndex:
+def build_sample_index(
+    lengths: Array, first_sequence: int, num_samples: int, seq_length: int, seed: int
+) -> SampleIndex:
     """lengths: tokens of each sequence of the split, which starts at `first_sequence` of the file.
 
     One numpy RandomState(seed) shuffles the documents first and the samples second.
@@ -79,7 +83,9 @@ def build_sample_index(lengths: Array, first_sequence: int, num_samples: int, se
     return SampleIndex(documents, ends, _shuffled_samples(plan, random), seq_length)
 
 
-def _shuffled_documents(num_sequences: int, first_sequence: int, plan: EpochPlan, random: np.random.RandomState) -> Array:
+def _shuffled_documents(
+    num_sequences: int, first_sequence: int, plan: EpochPlan, random: np.random.RandomState
+) -> Array:
     dtype = np.int32 if first_sequence + num_sequences <= np.iinfo(np.int32).max else np.int64
     epoch = np.arange(first_sequence, first_sequence + num_sequences, dtype=dtype)
     parts = []

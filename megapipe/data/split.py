@@ -57,7 +57,9 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
     """
     values = [str(value).strip() for value in values]
     if not values or not all(values):
-        raise ConfigError(f"{flag} needs at least one file prefix: PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...")
+        raise ConfigError(
+            f"{flag} needs at least one file prefix: PREFIX, PREFIX PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ..."
+        )
     numbers = [_number(value) for value in values[::2]]
     if len(values) % 2 == 1 or all(number is None for number in numbers):
         if len(values) > 1 and any(_number(value) is not None for value in values):
@@ -67,7 +69,9 @@ def parse_blend(values: Sequence[str], flag: str = "--data-path") -> Blend:
         return Blend(tuple(values), None)
     weights = [number for number in numbers if number is not None]
     if len(weights) != len(numbers):
-        raise ConfigError(f"{flag} {' '.join(values)}: some files have a weight and some have none; give WEIGHT PREFIX for every file")
+        raise ConfigError(
+            f"{flag} {' '.join(values)}: some files have a weight and some have none; give WEIGHT PREFIX for every file"
+        )
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or sum(weights) <= 0:
         raise ConfigError(f"{flag}: weights {weights} must be non-negative and not all zero")
     return Blend(tuple(values[1::2]), tuple(weights))

@@ -39,7 +39,9 @@ class Record:
         try:
             text = self.content.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{self.origin}: byte {error.start} is not UTF-8 ({self.content[error.start : error.start + 4]!r})") from None
+            raise DataError(
+                f"{self.origin}: byte {error.start} is not UTF-8 ({self.content[error.start : error.start + 4]!r})"
+            ) from None
         if not self.is_json:
             return [text]
         try:
@@ -55,7 +57,9 @@ class Record:
         for key in keys:
             if not isinstance(value.get(key), str):
                 found = (
-                    f"{type(value[key]).__name__} under {key!r}" if key in value else f"the keys {', '.join(map(repr, value)) or 'none'}"
+                    f"{type(value[key]).__name__} under {key!r}"
+                    if key in value
+                    else f"the keys {', '.join(map(repr, value)) or 'none'}"
                 )
                 raise DataError(f"{self.origin} has no text under the key {key!r} (it has {found}); see --json-keys")
         texts: list[str] = [value[key] for key in keys]
@@ -73,7 +77,11 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path
     for name in inputs:
         path = Path(name)
         if path.is_dir():
-            hidden_free = (p for p in sorted(path.rglob("*")) if not any(part.startswith(".") for part in p.relative_to(path).parts))
+            hidden_free = (
+                p
+                for p in sorted(path.rglob("*"))
+                if not any(part.startswith(".") for part in p.relative_to(path).parts)
+            )
             files.extend(p for p in hidden_free if p.is_file() and (not suffixes or p.name.endswith(tuple(suffixes))))
         elif path.exists():
             files.append(path)

@@ -82,12 +82,18 @@ class StageBuffers:
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions
-        self.buffers = tuple(FlatBuffer(layout, self.device, param_dtype, grad_dtype, num_versions) for layout in layouts)
+        self.buffers = tuple(
+            FlatBuffer(layout, self.device, param_dtype, grad_dtype, num_versions) for layout in layouts
+        )
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # notified an unknown number of times in one microbatch
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]] = []  # where the versions of each stand
+        self._places: list[
+            tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]
+        ] = []  # where the versions of each stand
         self._main_grads: dict[str, Tensor] = {}
-        self._made: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}  # by `materialize`: versions and slot, None without a slot
+        self._made: dict[
+            str, tuple[tuple[nn.Parameter, ...], Any]
+        ] = {}  # by `materialize`: versions and slot, None without a slot
         self._slot_of = {slot.spec.name: (buffer, slot) for buffer, slot in self._slots()}
         for buffer, slot in self._slots():
             if buffer.has_gradients:
@@ -125,7 +131,9 @@ class StageBuffers:
         for _, slot in self._slots():
             values = draw(slot.spec)
             if values.shape != slot.shape:
-                raise ValueError(f"{slot.spec.name}: drawn values have shape {tuple(values.shape)}, its slot {slot.shape}")
+                raise ValueError(
+                    f"{slot.spec.name}: drawn values have shape {tuple(values.shape)}, its slot {slot.shape}"
+                )
             self.parameter(slot.spec.name).copy_(values)
 
     def materialize(
@@ -156,7 +164,9 @@ class StageBuffers:
                 assert lender is not None
                 lender._lend(name, places)
                 continue
-            versions = tuple(nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions))
+            versions = tuple(
+                nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions)
+            )
             self._places += [(owner._parameters, attribute, versions) for owner, attribute in places]
             slot = None
             if self._main_grads and old.requires_grad:
@@ -184,7 +194,9 @@ class StageBuffers:
             if isinstance(slots, dict) and slot is not None:
                 slots[attribute] = slot
 
-    def _install_slots(self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None) -> tuple[int, Any]:
+    def _install_slots(
+        self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None
+    ) -> tuple[int, Any]:
         """Give the submodules that accumulate by hand one common slot; returns how many they are, and the slot."""
         found = [(getattr(owner, "slots", None), attribute) for owner, attribute in places]
         by_hand = [(slots, attribute) for slots, attribute in found if isinstance(slots, dict)]
@@ -214,7 +226,11 @@ class StageBuffers:
     def _check(self, module: nn.Module, lent: Mapping[str, tuple[tuple[nn.Parameter, ...], Any]]) -> None:
         wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         held = {slot.spec.name: slot.shape for _, slot in self._slots()}
-        held |= {name: tuple(versions[0].shape) for name, (versions, _) in lent.items() if name in wanted and name not in held}
+        held |= {
+            name: tuple(versions[0].shape)
+            for name, (versions, _) in lent.items()
+            if name in wanted and name not in held
+        }
         if wanted.keys() != held.keys():
             raise ValueError(
                 f"only in the module: {sorted(wanted.keys() - held.keys())}; only in the buffers: {sorted(held.keys() - wanted.keys())}"

@@ -9,7 +9,9 @@ from torch import Tensor
 
 LANES = 2048  # words summed side by side before the lanes are weighed
 WORD_BYTES = 8
-FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; 2^64 over the golden ratio, which spreads the weights of neighbouring lanes
+FACTOR = 0x9E3779B97F4A7C15 - (
+    1 << 64
+)  # odd; 2^64 over the golden ratio, which spreads the weights of neighbouring lanes
 
 
 def checksum(values: Tensor) -> Tensor:

@@ -83,7 +83,9 @@ class Copies:
         found = []
         for group in self._groups:
             held = list(self._by_parameter(group))
-            sums = self._gathered(torch.stack([checksum(one.values) for one in held]) if held else self._nothing(), group)
+            sums = self._gathered(
+                torch.stack([checksum(one.values) for one in held]) if held else self._nothing(), group
+            )
             unlike = [i for i in range(len(held)) if (sums[:, i] != sums[0, i]).any()]
             if unlike:
                 suspects = _suspects([tuple(row) for row in sums[:, unlike].tolist()])
@@ -118,7 +120,9 @@ class Copies:
             for buffer in buffers.buffers:
                 for slot in buffer.layout.slots:
                     for version, whole in enumerate(buffer.versions):
-                        words = f"{slot.spec.name} of stage {stage}" + (f", version {version}" if len(buffer.versions) > 1 else "")
+                        words = f"{slot.spec.name} of stage {stage}" + (
+                            f", version {version}" if len(buffer.versions) > 1 else ""
+                        )
                         values = whole[slot.start : slot.stop]
                         shared = [(0, slot.numel)] if group.name == "replicas" else self._shared(slot, group)
                         for start, stop in shared:
@@ -126,7 +130,9 @@ class Copies:
 
     def _shared(self, slot: Slot, group: Group) -> Iterator[tuple[int, int]]:
         """Flat ranges of a parameter that the ranks of `tp`, or of `kv`, hold alike; to `tp` belongs what all of them share."""
-        for interval, (start, stop) in zip(slot.spec.intervals(self._tp_rank, self._tp), self._ranges(slot), strict=True):
+        for interval, (start, stop) in zip(
+            slot.spec.intervals(self._tp_rank, self._tp), self._ranges(slot), strict=True
+        ):
             everybody = len(interval.replicas) == self._tp
             if len(interval.replicas) > 1 and everybody == (group.name == "tp"):
                 yield start, stop
@@ -174,7 +180,9 @@ class Copies:
             if unlike.numel() and first < 0:
                 at = int(unlike[0])
                 first = start // size + at
-                bits = tuple("0x" + bytes(reversed(element)).hex() for element in elements[:, at].tolist())  # little-endian
+                bits = tuple(
+                    "0x" + bytes(reversed(element)).hex() for element in elements[:, at].tolist()
+                )  # little-endian
             num_elements += unlike.numel()
         return Place(num_elements, values.numel(), first, bits)
 

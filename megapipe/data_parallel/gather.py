@@ -51,7 +51,10 @@ class ParameterGather:
             own = [names[id(parameter)] for parameter in part.parameters()]
             for name in own:
                 rank_of.setdefault(name, len(rank_of))
-            for holder, held in self._buckets.items():  # not always `stage`: the tied head of a V is the first stage's embedding
+            for (
+                holder,
+                held,
+            ) in self._buckets.items():  # not always `stage`: the tied head of a V is the first stage's embedding
                 buckets = tuple(bucket for bucket, _ in held if any(slot.spec.name in own for slot in bucket.slots))
                 if buckets and self._overlap:
                     part.register_forward_pre_hook(lambda _module, _inputs, at=(holder, buckets): self._wait_for(*at))
@@ -101,4 +104,9 @@ class ParameterGather:
 
 def _sharded_buckets(buffers: StageBuffers) -> list[tuple[Bucket, FlatBuffer]]:
     """Buckets lie in the order of a backward; a forward uses the last one first."""
-    return [(bucket, buffer) for buffer in buffers.buffers if buffer.layout.num_shards > 1 for bucket in reversed(buffer.layout.buckets)]
+    return [
+        (bucket, buffer)
+        for buffer in buffers.buffers
+        if buffer.layout.num_shards > 1
+        for bucket in reversed(buffer.layout.buckets)
+    ]

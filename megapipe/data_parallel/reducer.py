@@ -50,7 +50,12 @@ class GradientReducer:
     """
 
     def __init__(
-        self, stages: Mapping[int, StageBuffers], groups: ProcessGroups, *, overlap: bool = True, reduce_in_bf16: bool = False
+        self,
+        stages: Mapping[int, StageBuffers],
+        groups: ProcessGroups,
+        *,
+        overlap: bool = True,
+        reduce_in_bf16: bool = False,
     ) -> None:
         self._stages = dict(sorted(stages.items()))
         self._groups = groups
@@ -62,7 +67,8 @@ class GradientReducer:
         self._shared = [state for buffers in self._stages.values() for state in _states(buffers, "shared")]
         self._replica_sums = {stage: self._plan_replica_sums(stage) for stage in self._stages}
         self._state_of = {
-            stage: {slot.spec.name: state for state in states for slot in state.bucket.slots} for stage, states in self._plain.items()
+            stage: {slot.spec.name: state for state in states for slot in state.bucket.slots}
+            for stage, states in self._plain.items()
         }
         self._launches_early = overlap and groups.replicas.size == groups.dp_cp.size
         self._armed: set[int] = set()
@@ -202,7 +208,9 @@ class GradientReducer:
                     elif members == tuple(kv.ranks):
                         over_kv.append(rows)
                     else:
-                        raise ValueError(f"{slot.spec.name}: no process group consists of its replicas, ranks {members}")
+                        raise ValueError(
+                            f"{slot.spec.name}: no process group consists of its replicas, ranks {members}"
+                        )
         return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
 
     def _check(self) -> None:
@@ -219,7 +227,10 @@ class GradientReducer:
 
 def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
     return [
-        _BucketState(buffer, bucket, {}) for buffer in buffers.buffers if buffer.layout.kind == kind for bucket in buffer.layout.buckets
+        _BucketState(buffer, bucket, {})
+        for buffer in buffers.buffers
+        if buffer.layout.kind == kind
+        for bucket in buffer.layout.buckets
     ]
 
 

@@ -58,7 +58,9 @@ class Examination:
         return not self.slow and not any(remark.is_wrong for remark in self.remarks)
 
 
-def examine_allocation(wish: Wish, groups: ProcessGroups, environment: Environment, device: torch.device) -> Examination:
+def examine_allocation(
+    wish: Wish, groups: ProcessGroups, environment: Environment, device: torch.device
+) -> Examination:
     """Called by all ranks. Raises CommunicationError."""
     began = time.perf_counter()
     world = groups.world
@@ -69,7 +71,9 @@ def examine_allocation(wish: Wish, groups: ProcessGroups, environment: Environme
     skews = _skews(groups, hosts, device)
     is_noisy = any(report.is_busy for report in reports)
     rules = Rules(hosts, wish.factor, NOISE_SECONDS[device.type], is_noisy and device.type == "cpu", wish.hardware)
-    judged, slow_ones = _measured(trials_of(wish.topology, wish.placement, hosts), Meter(groups, device, wish.budget_seconds), rules)
+    judged, slow_ones = _measured(
+        trials_of(wish.topology, wish.placement, hosts), Meter(groups, device, wish.budget_seconds), rules
+    )
     remarks = (*examine(reports), *clock_remarks(skews, reports[0].name))
     return Examination(reports, hosts, skews, judged, slow_ones, remarks, time.perf_counter() - began)
 

@@ -59,14 +59,20 @@ def _attention(device: torch.device) -> str:
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
     kind = str(dtype).removeprefix("torch.")
     name = chosen.name.removesuffix("_ATTENTION").lower()
-    return f"active: {name} for {kind}" if chosen in FAST_BACKENDS else f"not active: torch takes its {name} kernel for {kind}"
+    return (
+        f"active: {name} for {kind}"
+        if chosen in FAST_BACKENDS
+        else f"not active: torch takes its {name} kernel for {kind}"
+    )
 
 
 def _bf16(device: torch.device) -> str:
     if device.type == "cuda":
         major = torch.cuda.get_device_capability(device)[0]
         return "active" if major >= 8 else f"not active: the GPU's compute capability {major} has no bf16 matrix units"
-    has_units = any(getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    has_units = any(
+        getattr(torch.cpu, name, bool)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    )
     level = torch.backends.cpu.get_cpu_capability()
     return f"active ({level})" if has_units else f"not active: this CPU ({level}) has no bf16 units"
 
@@ -75,7 +81,11 @@ def _compiler(device: torch.device) -> str:
     if device.type == "cuda":
         from importlib.util import find_spec
 
-        return "installed: triton" if find_spec("triton") else "not installed: triton is missing, torch.compile cannot work"
+        return (
+            "installed: triton"
+            if find_spec("triton")
+            else "not installed: triton is missing, torch.compile cannot work"
+        )
     compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
     return f"installed: {compiler}" if compiler else "not installed: no C++ compiler, torch.compile cannot work"
 

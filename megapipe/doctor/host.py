@@ -82,7 +82,9 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
         gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())) if has_cuda else (),
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         interfaces=interfaces(),
-        interface=interface_towards(environment.master_addr, environment.num_nodes) if environment.is_distributed else None,
+        interface=interface_towards(environment.master_addr, environment.num_nodes)
+        if environment.is_distributed
+        else None,
         rdma_ports=rdma_ports(),
         gpu_direct=gpu_direct(),
         fast_paths=fast_paths(device, packages),

@@ -39,7 +39,9 @@ def examine(reports: Sequence[HostReport]) -> list[Remark]:
 def clock_remarks(skews: dict[str, tuple[float, float]], first: str) -> list[Remark]:
     """skews: host -> (seconds ahead of the first, error)."""
     return [
-        Remark(True, "clock", f"the clock of {host} is {seconds:+.3f} s off that of {first} (+- {error:.3f} s)", (host,))
+        Remark(
+            True, "clock", f"the clock of {host} is {seconds:+.3f} s off that of {first} (+- {error:.3f} s)", (host,)
+        )
         for host, (seconds, error) in skews.items()
         if abs(seconds) - error > MOST_SKEW_SECONDS
     ]
@@ -50,7 +52,10 @@ def _differences(reports: Sequence[HostReport]) -> list[Remark]:
     kinds: dict[str, Callable[[HostReport], object]] = {
         "GPUs": lambda report: ", ".join(sorted({gpu.name for gpu in report.gpus})) or "none",
         "CPU": lambda report: f"{report.resources.cpu}, {report.resources.cores} cores",
-        **{f"setting {name}": _setting(name) for name in dict.fromkeys(name for report in reports for name in report.settings)},
+        **{
+            f"setting {name}": _setting(name)
+            for name in dict.fromkeys(name for report in reports for name in report.settings)
+        },
         **{name: _version(name) for name in dict.fromkeys(name for report in reports for name in report.versions)},
     }
     for what, value in kinds.items():
@@ -59,7 +64,11 @@ def _differences(reports: Sequence[HostReport]) -> list[Remark]:
             by_value.setdefault(str(value(report)), []).append(report.name)
         if len(by_value) > 1:
             text = "; ".join(f"{value} on {_listed(names)}" for value, names in by_value.items())
-            found.append(Remark(what in MUST_AGREE, "difference", f"hosts differ in {what}: {text}", tuple(r.name for r in reports)))
+            found.append(
+                Remark(
+                    what in MUST_AGREE, "difference", f"hosts differ in {what}: {text}", tuple(r.name for r in reports)
+                )
+            )
     return found
 
 

@@ -111,7 +111,9 @@ def slow(judged: Sequence[Judged]) -> list[Judged]:
     return sorted(worst.values(), key=lambda one: -one.times_slower)
 
 
-def common_cause(slow_links: Sequence[tuple[str, str]], measured: Sequence[tuple[str, str]]) -> list[tuple[str | None, str | None]]:
+def common_cause(
+    slow_links: Sequence[tuple[str, str]], measured: Sequence[tuple[str, str]]
+) -> list[tuple[str | None, str | None]]:
     """The fewest ends that account for slow directions (source, target): (a, None) all that leaves a, (None, b) all that comes to b.
 
     An end is to blame only if every direction measured there is slow, two of them not for another end, and somewhere else one is not.
@@ -142,6 +144,8 @@ def _judged(sample: Sample, like: Sequence[Sample], num_bytes: int, rules: Rules
     if not (is_small and rules.is_noisy):
         limits = {"its like": reference, "what the hardware table expects": expected}
         against = " and ".join(
-            name for name, of in limits.items() if of is not None and seconds > factor * of and seconds - of > rules.noise_seconds
+            name
+            for name, of in limits.items()
+            if of is not None and seconds > factor * of and seconds - of > rules.noise_seconds
         )
     return Judged(sample, num_bytes, seconds, reference, expected, len(like), against)

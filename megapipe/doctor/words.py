@@ -29,30 +29,58 @@ def host_text(report: HostReport) -> list[str]:
         ("memory", _memory(report)),
         ("open files", f"{_or_unlimited(r.open_files)}, at most {_or_unlimited(r.most_open_files)}"),
         *[("GPU", f"{index}: {gpu.name}, {gpu.memory_bytes / GIB:.1f} GiB") for index, gpu in enumerate(report.gpus)],
-        *([] if report.gpus else [("GPU", "none" + (", though an NVIDIA driver is loaded" if report.has_nvidia_driver else ""))]),
+        *(
+            []
+            if report.gpus
+            else [("GPU", "none" + (", though an NVIDIA driver is loaded" if report.has_nvidia_driver else ""))]
+        ),
         *[("interface", _interface(report, number)) for number in range(len(report.interfaces))],
         *[("RDMA", f"{p.device} port {p.number}: {p.state}, {p.rate}, {p.layer}") for p in report.rdma_ports],
         *([] if report.rdma_ports else [("RDMA", "no InfiniBand or RoCE device")]),
         ("GPUDirect", report.gpu_direct.seen or f"RDMA not seen: {report.gpu_direct.reason}"),
-        *[("fast paths" if first else "", f"{name:<26}{state}") for first, (name, state) in _with_first(report.fast_paths.items())],
-        ("settings", ", ".join(f"{name}={value}" for name, value in report.settings.items()) or "none of NCCL, gloo, OpenMP or torch"),
+        *[
+            ("fast paths" if first else "", f"{name:<26}{state}")
+            for first, (name, state) in _with_first(report.fast_paths.items())
+        ],
+        (
+            "settings",
+            ", ".join(f"{name}={value}" for name, value in report.settings.items())
+            or "none of NCCL, gloo, OpenMP or torch",
+        ),
     ]
     return [f"{name:<11}{text}" for name, text in lines if text]
 
 
 def single_text(report: HostReport) -> str:
     """One process: its host and what is remarkable about it."""
-    return "\n".join([*host_text(report), "", *remark_lines(examine([report]), 1), _last_line(not any(_wrong(examine([report]))), None)])
+    return "\n".join(
+        [
+            *host_text(report),
+            "",
+            *remark_lines(examine([report]), 1),
+            _last_line(not any(_wrong(examine([report]))), None),
+        ]
+    )
 
 
 def allocation_text(found: Examination, hardware: Hardware | None, layout: str) -> str:
     """All hosts, every kind of group, and what is slow."""
-    lines = [f"{layout} on {len(found.reports)} host{'s' if len(found.reports) > 1 else ''}: {', '.join(_hosts(found))}", ""]
+    lines = [
+        f"{layout} on {len(found.reports)} host{'s' if len(found.reports) > 1 else ''}: {', '.join(_hosts(found))}",
+        "",
+    ]
     lines += [*host_text(found.reports[0]), ""]
     if found.skews:
-        lines += [f"{'clocks':<11}{', '.join(f'{name} {s:+.4f} s (+- {e:.4f})' for name, (s, e) in found.skews.items())}", ""]
+        lines += [
+            f"{'clocks':<11}{', '.join(f'{name} {s:+.4f} s (+- {e:.4f})' for name, (s, e) in found.skews.items())}",
+            "",
+        ]
     lines += [*measured_table(found), "", *_comparison(found, hardware), ""]
-    lines += [*slow_lines(found), *remark_lines(found.remarks, len(found.reports)), _last_line(found.is_fine, found.seconds)]
+    lines += [
+        *slow_lines(found),
+        *remark_lines(found.remarks, len(found.reports)),
+        _last_line(found.is_fine, found.seconds),
+    ]
     return "\n".join(lines)
 
 
@@ -84,13 +112,24 @@ def measured_table(found: Examination) -> list[str]:
 
 def slow_lines(found: Examination) -> list[str]:
     """What is slow and the link to blame, worst first."""
-    links, groups = [one for one in found.slow if one.trial.is_message], [one for one in found.slow if not one.trial.is_message]
+    links, groups = (
+        [one for one in found.slow if one.trial.is_message],
+        [one for one in found.slow if not one.trial.is_message],
+    )
     lines = [f"slow       {text}" for text in blame(found)]
     lines += [f"           {_measured(found, one)}" for one in links[:MOST_LINES]]
     for one in groups[:MOST_LINES]:
-        within = [link.trial for link in found.judged if link.trial.is_message and set(one.trial.ranks).issuperset(link.trial.ranks)]
+        within = [
+            link.trial
+            for link in found.judged
+            if link.trial.is_message and set(one.trial.ranks).issuperset(link.trial.ranks)
+        ]
         named = any(link.trial in within for link in links)
-        why = "" if named or not within else "; none of its links is slow by itself: they share one, or its ranks lack cores"
+        why = (
+            ""
+            if named or not within
+            else "; none of its links is slow by itself: they share one, or its ranks lack cores"
+        )
         lines.append(f"slow       {one.trial.kind} of {_measured(found, one)}{why}")
     left = max(0, len(links) - MOST_LINES) + max(0, len(groups) - MOST_LINES)
     return [*lines, *([f"           and {left} more"] if left else [])]
@@ -185,15 +224,23 @@ def _comparison(found: Examination, hardware: Hardware | None) -> list[str]:
 def _measured(found: Examination, one: Judged) -> str:
     against = []
     if one.reference_seconds and "like" in one.against:
-        against.append(f"{one.seconds / one.reference_seconds:.1f} times as long as its like ({_of(one, one.reference_seconds)})")
+        against.append(
+            f"{one.seconds / one.reference_seconds:.1f} times as long as its like ({_of(one, one.reference_seconds)})"
+        )
     if one.expected_seconds and "table" in one.against:
-        against.append(f"{one.seconds / one.expected_seconds:.1f} times what the hardware table expects ({_of(one, one.expected_seconds)})")
+        against.append(
+            f"{one.seconds / one.expected_seconds:.1f} times what the hardware table expects ({_of(one, one.expected_seconds)})"
+        )
     return f"{_who(found, one)}: {_of(one, one.seconds)} for {_size(one.num_bytes)}, {' and '.join(against)}"
 
 
 def _of(one: Judged, seconds: float) -> str:
     """A rate where the size makes the time, else the time."""
-    return _time(seconds) if one.num_bytes == min(one.sample.times) else _rate(one.bytes_per_second * one.seconds / seconds)
+    return (
+        _time(seconds)
+        if one.num_bytes == min(one.sample.times)
+        else _rate(one.bytes_per_second * one.seconds / seconds)
+    )
 
 
 def _who(found: Examination, one: Judged) -> str:
@@ -225,7 +272,9 @@ def _crosses(found: Examination, one: Judged) -> bool:
 def _hosts(found: Examination) -> list[str]:
     names = list(dict.fromkeys(found.hosts))
     shown = names if len(names) <= 8 else names[:7]
-    texts = [f"{name} (ranks {ranges([rank for rank, other in enumerate(found.hosts) if other == name])})" for name in shown]
+    texts = [
+        f"{name} (ranks {ranges([rank for rank, other in enumerate(found.hosts) if other == name])})" for name in shown
+    ]
     return [*texts, *([f"and {len(names) - 7} more"] if len(names) > 8 else [])]
 
 
@@ -235,9 +284,7 @@ def _cores(report: HostReport) -> str:
     load = "" if report.load is None else f", load {report.load:.1f}"
     nodes = f", {r.numa_nodes} NUMA nodes" if r.numa_nodes > 1 else ""
     ranks = f"; {report.num_ranks} rank{'s' if report.num_ranks > 1 else ''} of {report.threads_of_a_rank} thread"
-    return (
-        f"{r.cores} of {r.cores_of_machine} ({r.affinity}), {r.cpu}{nodes}{limit}{load}{ranks}{'s' if report.threads_of_a_rank > 1 else ''}"
-    )
+    return f"{r.cores} of {r.cores_of_machine} ({r.affinity}), {r.cpu}{nodes}{limit}{load}{ranks}{'s' if report.threads_of_a_rank > 1 else ''}"
 
 
 def _memory(report: HostReport) -> str:

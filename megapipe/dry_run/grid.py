@@ -47,7 +47,9 @@ def _audit_groups(topology: Topology, name: str) -> int:
         for rank in ranks:
             seen[rank] += 1
         if topology.group_of(name, ranks[0]) != ranks or topology.group_of(name, ranks[-1]) != ranks:
-            raise CommunicationError(f"group {name} of ranks {ranks[:4]}... is another one when rank {ranks[0]} or {ranks[-1]} builds it")
+            raise CommunicationError(
+                f"group {name} of ranks {ranks[:4]}... is another one when rank {ranks[0]} or {ranks[-1]} builds it"
+            )
     for rank, count in enumerate(seen):
         expected = 1 if name != "embedding" or topology.coordinates(rank).pp_rank in (0, topology.pp - 1) else 0
         if count != expected:
@@ -78,11 +80,16 @@ def _row(plan: RunPlan, pp_rank: int) -> Hashable:
     count = plan.batch.full // plan.batch.samples_per_microbatch
     actions = tuple((own[stage], op, microbatch) for stage, op, microbatch in plan.schedule(count).rows[pp_rank])
     layers = tuple(plan.partition.stages[stage] for stage in held)
-    return actions, tuple((part.num_layers, part.has_embedding, part.has_head) for part in layers), plan.num_weight_versions(pp_rank)
+    return (
+        actions,
+        tuple((part.num_layers, part.has_embedding, part.has_head) for part in layers),
+        plan.num_weight_versions(pp_rank),
+    )
 
 
 def _shapes(plan: RunPlan, pp_rank: int, tp_rank: int) -> Hashable:
     tp = plan.topology.tp
     return tuple(
-        tuple(sorted(spec.local_shape(tp_rank, tp) for spec in plan.stage_specs[stage])) for stage in plan.placement.stages_of(pp_rank)
+        tuple(sorted(spec.local_shape(tp_rank, tp) for spec in plan.stage_specs[stage]))
+        for stage in plan.placement.stages_of(pp_rank)
     )

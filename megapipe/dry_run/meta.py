@@ -16,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 Answer = Callable[..., Any]
 HALF_TYPES = (torch.float16, torch.bfloat16)
-ALIGNED_BIAS = 16  # columns of a mask that CUDA's memory-efficient kernel needs, padded by torch where they do not divide
+ALIGNED_BIAS = (
+    16  # columns of a mask that CUDA's memory-efficient kernel needs, padded by torch where they do not divide
+)
 
 
 class OnPaper(TorchFunctionMode):
@@ -82,7 +84,9 @@ def cuda_attention(
     if q.dtype is torch.float64:
         bias = attn_mask
         if is_causal:
-            bias = q.new_zeros(q.shape[-2], k.shape[-2]).masked_fill_(q.new_ones(q.shape[-2], k.shape[-2]).triu_(1).bool(), -torch.inf)
+            bias = q.new_zeros(q.shape[-2], k.shape[-2]).masked_fill_(
+                q.new_ones(q.shape[-2], k.shape[-2]).triu_(1).bool(), -torch.inf
+            )
         return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
     bias = None
     if attn_mask is not None:

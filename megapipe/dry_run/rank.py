@@ -29,7 +29,12 @@ from megapipe.train.step import Rates
 
 META = torch.device("meta")
 STATE = ("weights", "gradients", "optimizer", "rollback")
-PER_MICROBATCH = ("tp", "pp", "cp", "kv")  # groups in which every microbatch sends the same; the others speak once a step
+PER_MICROBATCH = (
+    "tp",
+    "pp",
+    "cp",
+    "kv",
+)  # groups in which every microbatch sends the same; the others speak once a step
 RATES = Rates(1e-3, 0.1)  # of no consequence where there are no values
 
 ReadBatch = Callable[[int, int], Batch]  # (dp_rank, microbatch number) -> the first step's microbatch
@@ -57,7 +62,9 @@ class RankCount:
         return sum(self.items.values())
 
 
-def count_rank(plan: RunPlan, global_rank: int, read: ReadBatch, device: str = "cuda", *, in_full: bool = False) -> RankCount:
+def count_rank(
+    plan: RunPlan, global_rank: int, read: ReadBatch, device: str = "cuda", *, in_full: bool = False
+) -> RankCount:
     """One step of this rank with tensors that have no values. device: whose kernels are taken, 'cuda' or 'cpu'.
 
     Of a long step as many microbatches are run as show all its situations (`window`), unless in_full; what was sent is counted up to the

@@ -17,7 +17,11 @@ Counted = Sequence[tuple[Kind, RankCount]]
 
 def audited_line(plan: RunPlan, num_groups: int, kinds: Sequence[Kind], seconds: float) -> str:
     """All ranks, in plain Python."""
-    ways = "one kind: all do the same" if len(kinds) == 1 else f"{len(kinds)} kinds that differ in shapes or in what they do"
+    ways = (
+        "one kind: all do the same"
+        if len(kinds) == 1
+        else f"{len(kinds)} kinds that differ in shapes or in what they do"
+    )
     return (
         f"dry run: {plan.topology.world_size:,} ranks, {num_groups:,} process groups and {plan.placement.num_stages} stages audited "
         f"in {seconds:.1f} s; {ways}"
@@ -29,7 +33,9 @@ def counted_text(plan: RunPlan, counts: Counted, device: str) -> Iterator[str]:
     kernels = "CUDA" if device == "cuda" else "a CPU"
     yield f"  counted  storages that live at the peak of a step, as {kernels}'s kernels keep them; not counted: {NOT_COUNTED}"
     rows = [_row(plan, kind, count) for kind, count in counts]
-    yield from text_table([("pp_rank", "ranks", "counted on", "planned", "counted", "difference", "peak in", "seconds"), *rows], indent=11)
+    yield from text_table(
+        [("pp_rank", "ranks", "counted on", "planned", "counted", "difference", "peak in", "seconds"), *rows], indent=11
+    )
     kind, fullest = max(counts, key=lambda pair: pair[1].peak)
     yield from _items(plan, kind, fullest)
     if fullest.ledger is not None and fullest.ledger.counts:
@@ -78,17 +84,27 @@ def _row(plan: RunPlan, kind: Kind, count: RankCount) -> tuple[str, ...]:
 def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
     memory = rank_memory(plan, plan.topology.coordinates(count.global_rank).pp_rank)
     full = plan.batch.full // plan.batch.samples_per_microbatch
-    run = "" if count.num_run == full else f"; {count.num_run} of {full} microbatches run, which show every situation of the row"
+    run = (
+        ""
+        if count.num_run == full
+        else f"; {count.num_run} of {full} microbatches run, which show every situation of the row"
+    )
     yield f"  memory   of rank {count.global_rank}, which stands for {kind.count:,}{run}"
     rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
     inside = memory.items["temporaries"] + memory.items["recompute"]
-    if count.peak_action and parse_action(count.peak_action).op in (Op.B, Op.I):  # the plan's items are those at the start of a backward
+    if count.peak_action and parse_action(count.peak_action).op in (
+        Op.B,
+        Op.I,
+    ):  # the plan's items are those at the start of a backward
         rows.append(("when the peak's action begins", planned_step(memory) - inside, count.before_action))
         rows.append((f"made in {count.peak_action}", inside, count.items["step"] - count.before_action))
     else:
         rows.append((f"in {count.peak_action or 'the optimizer'}", planned_step(memory), count.items["step"]))
     rows.append(("total", memory.total, count.peak))
-    cells = [(name, bytes_text(planned), bytes_text(counted), difference_text(planned, counted)) for name, planned, counted in rows]
+    cells = [
+        (name, bytes_text(planned), bytes_text(counted), difference_text(planned, counted))
+        for name, planned, counted in rows
+    ]
     yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
 
 

@@ -26,7 +26,9 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
     asked, plan = plan, without_graphs(plan)
     device = device_of(plan)
     if rank is not None and rank >= plan.topology.world_size:
-        raise ConfigError(f"--rank {rank}: a world of {plan.topology.world_size} has the ranks 0 to {plan.topology.world_size - 1}")
+        raise ConfigError(
+            f"--rank {rank}: a world of {plan.topology.world_size} has the ranks 0 to {plan.topology.world_size - 1}"
+        )
     if not plan.config.training.skip_train:
         Schedules.of(plan.config)
     started = time.perf_counter()
@@ -35,7 +37,9 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
     print(audited_line(plan, num_groups, kinds, time.perf_counter() - started), flush=True)
     data = build_data(plan)
     try:
-        counts = _counted(plan, kinds if rank is None else [kind for kind in kinds if rank in kind.ranks], rank, data, device)
+        counts = _counted(
+            plan, kinds if rank is None else [kind for kind in kinds if rank in kind.ranks], rank, data, device
+        )
     finally:
         data.close()
     print("\n".join([*counted_text(plan, counts, device), *not_looked_at(asked)]), flush=True)
@@ -58,10 +62,14 @@ def device_of(plan: RunPlan) -> str:
     return "cpu"
 
 
-def _counted(plan: RunPlan, kinds: Sequence[Kind], rank: int | None, data: RunData, device: str) -> list[tuple[Kind, RankCount]]:
+def _counted(
+    plan: RunPlan, kinds: Sequence[Kind], rank: int | None, data: RunData, device: str
+) -> list[tuple[Kind, RankCount]]:
     loader = data.train or data.valid or data.test
     if loader is None:
-        raise ConfigError("there is no data to take a step with: raise --train-iters, or --eval-iters with --skip-train")
+        raise ConfigError(
+            "there is no data to take a step with: raise --train-iters, or --eval-iters with --skip-train"
+        )
     dp, micro = plan.topology.dp, plan.config.training.micro_batch_size
 
     def read(dp_rank: int, k: int) -> Batch:

@@ -79,7 +79,9 @@ class Generator:
         self._num_under_way = placement.num_ranks if placement.second_direction is None else 1
 
     @torch.no_grad()
-    def continue_prompts(self, prompts: Sequence[Sequence[int]], limits: Limits, on_token: OnToken | None = None) -> list[list[int]]:
+    def continue_prompts(
+        self, prompts: Sequence[Sequence[int]], limits: Limits, on_token: OnToken | None = None
+    ) -> list[list[int]]:
         """The tokens that follow each prompt, stop tokens left out. on_token: called on every rank as the tokens come, batch by batch.
 
         Raises ConfigError for an empty prompt, a token outside the vocabulary, and a prompt that leaves no room before
@@ -114,7 +116,9 @@ class Generator:
         batches = []
         for first in range(0, len(prompts), size):
             members = list(range(first, min(first + size, len(prompts))))
-            padded = members + [members[-1]] * (size - len(members))  # every batch has one shape: messages are declared for all
+            padded = members + [members[-1]] * (
+                size - len(members)
+            )  # every batch has one shape: messages are declared for all
             tokens = torch.zeros(size, longest, dtype=torch.int64)
             for row, member in enumerate(padded):
                 tokens[row, longest - len(prompts[member]) :] = torch.tensor(prompts[member])
@@ -142,11 +146,17 @@ class Generator:
         def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
             return logits, self._sampling.choose(self._whole(logits[-1]), batch_of[id(payload.cache)].numbers, position)
 
-        microbatches = [Microbatch(batch.newest, position_ids=self._position_ids(batch), cache=batch.cache) for batch in batches]
+        microbatches = [
+            Microbatch(batch.newest, position_ids=self._position_ids(batch), cache=batch.cache) for batch in batches
+        ]
         drawn = self._engine(len(batches)).run(Step(microbatches, lambda boundary: message, choose))
         for batch in batches:
             batch.cache.advance(seq)
-        chosen = torch.stack(drawn) if drawn else torch.zeros(len(batches), size, dtype=torch.int64, device=self._machines.device)
+        chosen = (
+            torch.stack(drawn)
+            if drawn
+            else torch.zeros(len(batches), size, dtype=torch.int64, device=self._machines.device)
+        )
         broadcast(chosen, self._machines.groups.world, source=self._source)
         for batch, row in zip(batches, chosen, strict=True):
             batch.newest = row[:, None]
@@ -169,7 +179,9 @@ class Generator:
         machines = self._machines
         if num_batches not in self._engines:
             schedule = machines.plan.forward_schedule(num_batches)
-            self._engines[num_batches] = Engine(schedule, machines.coordinates.pp_rank, self._runners, machines.channels)
+            self._engines[num_batches] = Engine(
+                schedule, machines.coordinates.pp_rank, self._runners, machines.channels
+            )
         return self._engines[num_batches]
 
     def _whole(self, logits: Tensor) -> Tensor:
@@ -191,13 +203,17 @@ class Generator:
                 "leave room for at least one more"
             )
         if not all(0 <= token < vocab_size for token in prompt):
-            raise ConfigError(f"prompt {number} holds tokens outside the vocabulary of {vocab_size}: is this the model's tokenizer?")
+            raise ConfigError(
+                f"prompt {number} holds tokens outside the vocabulary of {vocab_size}: is this the model's tokenizer?"
+            )
 
     def _position_ids(self, batch: _Batch) -> Tensor:
         """[b, s]: of the newest tokens; some valid number for padding and for texts that have ended."""
         cache, (size, seq) = batch.cache, batch.newest.shape
         positions = torch.arange(cache.length, cache.length + seq, device=batch.newest.device).expand(size, seq)
-        return (positions if cache.starts is None else positions - cache.starts[:, None]).clamp(0, self._num_positions - 1)
+        return (positions if cache.starts is None else positions - cache.starts[:, None]).clamp(
+            0, self._num_positions - 1
+        )
 
     @property
     def _num_positions(self) -> int:
@@ -219,7 +235,9 @@ def _with_logits(module: Any) -> Any:
 @contextmanager
 def _whole_sequences(stages: Any) -> Iterator[None]:
     """Stages without sequence parallelism, for a while."""
-    sliced: list[nn.Module] = [part for stage in stages for part in stage.modules() if getattr(part, "sequence_parallel", False)]
+    sliced: list[nn.Module] = [
+        part for stage in stages for part in stage.modules() if getattr(part, "sequence_parallel", False)
+    ]
     for part in sliced:
         part.sequence_parallel = False  # type: ignore[assignment]
     try:

@@ -89,7 +89,11 @@ class Evaluator:
             share = mine[first : first + at_once * replicas][machines.coordinates.dp_rank :: replicas]
             count = min(self._num_microbatches, -(-min(at_once * replicas, len(mine) - first) // (size * replicas)))
             reports = machines.forward_engine(count).run(
-                Step(_Batches(tokens, share, count, size, length, machines.device), partial(machines.message, seq=length), _sums)
+                Step(
+                    _Batches(tokens, share, count, size, length, machines.device),
+                    partial(machines.message, seq=length),
+                    _sums,
+                )
             )
             if machines.reports_loss:
                 sums += torch.stack(reports).sum(0)
@@ -101,7 +105,9 @@ class Evaluator:
 class _Batches(Sequence[Microbatch]):
     """Windows as microbatches, each made when it is asked for; missing windows are filled up with some whose tokens do not count."""
 
-    def __init__(self, tokens: Tokens, share: list[Window], count: int, size: int, length: int, device: torch.device) -> None:
+    def __init__(
+        self, tokens: Tokens, share: list[Window], count: int, size: int, length: int, device: torch.device
+    ) -> None:
         self._tokens, self._share, self._count, self._size, self._device = tokens, share, count, size, device
         self._filler = Window(0, length, 0)
         self._made: dict[int, Microbatch] = {}

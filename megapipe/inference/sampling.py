@@ -28,7 +28,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
-            raise ConfigError(f"--temperature {self.temperature} is negative; 0 takes the most likely token, 1 samples as trained")
+            raise ConfigError(
+                f"--temperature {self.temperature} is negative; 0 takes the most likely token, 1 samples as trained"
+            )
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k} is negative; 0 draws among all tokens")
         if not 0.0 < self.top_p <= 1.0:
@@ -47,7 +49,9 @@ class Sampling:
         sums = probabilities.cumsum(-1)
         draws = torch.tensor([[_uniform(self.seed, prompt, position)] for prompt in prompts], dtype=torch.float64)
         total = sums[:, -1:]
-        below = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))  # rounding must not step over the last one
+        below = torch.minimum(
+            draws * total, torch.nextafter(total, torch.zeros_like(total))
+        )  # rounding must not step over the last one
         chosen = torch.searchsorted(sums, below, right=True)
         return tokens.gather(-1, chosen)[:, 0].to(logits.device)
 
@@ -67,5 +71,7 @@ class Sampling:
 
 
 def _uniform(seed: int, prompt: int, position: int) -> float:
-    bits = np.random.Philox(key=np.array([seed, prompt], dtype=np.uint64), counter=np.array([position, 0, 0, 0], dtype=np.uint64))
+    bits = np.random.Philox(
+        key=np.array([seed, prompt], dtype=np.uint64), counter=np.array([position, 0, 0, 0], dtype=np.uint64)
+    )
     return float(np.random.Generator(bits).random())

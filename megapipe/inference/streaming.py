@@ -13,7 +13,9 @@ class TextStream:
     decode: tokens -> text. prompt: the tokens before the first new one: some tokenizers decode a token otherwise at the start of a text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], write: Callable[[str], None]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], write: Callable[[str], None]
+    ) -> None:
         self._decode, self._write = decode, write
         self._tokens = list(prompt)
         self._written = len(decode(self._tokens))

@@ -35,7 +35,9 @@ class Apex:
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
         """AdamW over parameter groups; it counts its steps in each group's 'step'."""
         betas = (config.adam_beta1, config.adam_beta2)
-        return self.fused_adam(groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0)
+        return self.fused_adam(
+            groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
+        )
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
         """LayerNorm, without a bias RMSNorm, over the last dimension; weight as it multiplies. Statistics in fp32."""

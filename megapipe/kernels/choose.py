@@ -68,7 +68,11 @@ def words_of(kernels: Kernels, config: Config, device_type: str) -> tuple[str, .
     chosen, layers = config.kernels, kernels.layers
     linears = f"Transformer Engine {layers.version}" if layers is not None else "megapipe's on torch's GEMMs"
     norms = (
-        f"Transformer Engine {layers.version}" if layers is not None else "apex's fused norms" if kernels.norms is not None else "torch's"
+        f"Transformer Engine {layers.version}"
+        if layers is not None
+        else "apex's fused norms"
+        if kernels.norms is not None
+        else "torch's"
     )
     return (
         f"linears    {linears} (--transformer-impl {chosen.transformer_impl}); {_fp8_words(kernels, config.precision, device_type)}",
@@ -84,7 +88,11 @@ def _fp8_words(kernels: Kernels, precision: PrecisionConfig, device_type: str) -
     settings = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
     if kernels.layers is not None:
         return settings
-    how = "torch._scaled_mm" if device_type == "cuda" else "no fp8 units here: operands rounded to fp8, products in fp32, for tests"
+    how = (
+        "torch._scaled_mm"
+        if device_type == "cuda"
+        else "no fp8 units here: operands rounded to fp8, products in fp32, for tests"
+    )
     return f"{settings} ({how})"
 
 

@@ -18,7 +18,8 @@ class Library:
 
 
 TRANSFORMER_ENGINE = Library(
-    "NVIDIA's Transformer Engine", "pip install --no-build-isolation 'transformer_engine[pytorch]' (builds against CUDA and cuDNN)"
+    "NVIDIA's Transformer Engine",
+    "pip install --no-build-isolation 'transformer_engine[pytorch]' (builds against CUDA and cuDNN)",
 )
 APEX = Library(
     "NVIDIA's apex",

@@ -71,7 +71,10 @@ class TransformerEngine:
         self.version = str(getattr(transformer_engine, "__version__", "?"))
         self._recipe = _recipe(recipe, precision)
         self._linear_type: Any = type("Linear", (_Linear, te.Linear), {})
-        self._norm_types = {"LayerNorm": type("LayerNorm", (te.LayerNorm,), {}), "RMSNorm": type("RMSNorm", (te.RMSNorm,), {})}
+        self._norm_types = {
+            "LayerNorm": type("LayerNorm", (te.LayerNorm,), {}),
+            "RMSNorm": type("RMSNorm", (te.RMSNorm,), {}),
+        }
 
     def linear(self, wish: LinearWish) -> torch.nn.Module:
         """A linear with parameters on the meta device, `slots` for its weight, and the shapes of tensor_parallel.linear."""
@@ -117,7 +120,9 @@ class TransformerEngine:
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
         """AdamW over parameter groups; it counts its steps in each group's 'step'."""
         betas = (config.adam_beta1, config.adam_beta2)
-        return self._adam(groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0)
+        return self._adam(
+            groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
+        )
 
     def stage_region(self, tp: TensorGroup) -> AbstractContextManager[Any]:
         """Around the layers of a stage in a forward: delayed scales are renewed, and their maxima reduced over tp, at its end."""
@@ -194,9 +199,13 @@ class _Delayed:
     def accumulate(self) -> None:
         linear = self._linear
         if "weight" not in linear.slots:
-            raise RuntimeError("Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would replace them")
+            raise RuntimeError(
+                "Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would replace them"
+            )
         bias = linear.bias if linear._wish.bias else None
-        is_added_apart = linear._wish.mode == "row" and linear._wish.tp.size > 1  # by autograd, which has had its gradient by now
+        is_added_apart = (
+            linear._wish.mode == "row" and linear._wish.tp.size > 1
+        )  # by autograd, which has had its gradient by now
         if bias is not None and is_added_apart:
             bias.grad = bias.detach()  # the library would fill an empty place with a gradient that it does not have
         linear.backward_dw()

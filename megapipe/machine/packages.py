@@ -14,7 +14,10 @@ OPTIONAL = (
 
 def versions() -> dict[str, str | None]:
     """Version by package; None for one that is not installed. First of all Python's own and the system's."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
     return found | {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
 
 

@@ -99,7 +99,12 @@ class MeasuredTimeline:
                 for slot, (start, end, message, parameter) in enumerate(zip(*times, strict=True))
             )
             for halves, *times in zip(
-                map(_halves, self.schedule.rows), self.starts, self.ends, self.message_waits, self.parameter_waits, strict=True
+                map(_halves, self.schedule.rows),
+                self.starts,
+                self.ends,
+                self.message_waits,
+                self.parameter_waits,
+                strict=True,
             )
         )
 
@@ -119,7 +124,9 @@ class MeasuredTimeline:
     @cached_property
     def begins(self) -> Times:
         """Of every slot: when it goes on after its message has come."""
-        return tuple(tuple(map(sum, zip(*times, strict=True))) for times in zip(self.starts, self.message_waits, strict=True))
+        return tuple(
+            tuple(map(sum, zip(*times, strict=True))) for times in zip(self.starts, self.message_waits, strict=True)
+        )
 
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
@@ -165,7 +172,10 @@ def compare(profile: Profile, pipeline: PipelineSteps, step: MeasuredStep) -> Co
     ideal = simulate(schedule, _costs(schedule, _equal_stages(means), {}, 0.0))
     unequal = simulate(schedule, _costs(schedule, means, {}, 0.0))
     plan = simulate(schedule, _costs(schedule, means, transfer, latency))
-    idles = [Idle(sum(each.barrier_idle_seconds) / schedule.num_ranks, max(each.chained_idle_seconds)) for each in (ideal, unequal, plan)]
+    idles = [
+        Idle(sum(each.barrier_idle_seconds) / schedule.num_ranks, max(each.chained_idle_seconds))
+        for each in (ideal, unequal, plan)
+    ]
     optimizer = frozenset({Op.REDUCE_GRAD})
     for with_engine, with_optimizer in ((False, False), (True, False), (True, True)):
         ops = BUSY_OPS | {Op.OVERLAP} | (optimizer if with_optimizer else frozenset())
@@ -177,7 +187,9 @@ def compare(profile: Profile, pipeline: PipelineSteps, step: MeasuredStep) -> Co
             )
             for rank, row in enumerate(schedule.rows)
         )
-        gaps = tuple(_gaps(row, with_engine, with_optimizer) for row in zip(measured.starts, measured.ends, strict=True))
+        gaps = tuple(
+            _gaps(row, with_engine, with_optimizer) for row in zip(measured.starts, measured.ends, strict=True)
+        )
         starts, ends = replay(schedule, seconds, gaps, transfer, latency)
         idles.append(_idle(schedule, starts, ends, measured.work_seconds))
     idles.append(measured.idle)
@@ -230,7 +242,9 @@ def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
         for key, op, seconds in timed(comparison.measured):
             samples.setdefault((key, op), []).append(seconds)
     ordered = sorted(samples.items(), key=lambda item: (item[0][0], item[0][1].value))
-    return [OpTime("+".join(map(str, key)), op, fmean(values), pstdev(values), len(values)) for (key, op), values in ordered]
+    return [
+        OpTime("+".join(map(str, key)), op, fmean(values), pstdev(values), len(values)) for (key, op), values in ordered
+    ]
 
 
 def message_costs(schedule: Schedule, links: Sequence[Link]) -> tuple[dict[tuple[int, Op], float], float]:
@@ -250,7 +264,10 @@ def message_costs(schedule: Schedule, links: Sequence[Link]) -> tuple[dict[tuple
 
 
 def _costs(
-    schedule: Schedule, means: Mapping[tuple[int, ...], Mapping[Op, float]], transfer: Mapping[tuple[int, Op], float], latency: float
+    schedule: Schedule,
+    means: Mapping[tuple[int, ...], Mapping[Op, float]],
+    transfer: Mapping[tuple[int, Op], float],
+    latency: float,
 ) -> Costs:
     seconds = {(key[0], op): mean for key, ops in means.items() if len(key) == 1 for op, mean in ops.items()}
     pairs = {(key[0], key[1]): ops[Op.OVERLAP] for key, ops in means.items() if len(key) == 2}
@@ -282,7 +299,12 @@ def _gaps(times: tuple[Sequence[float], Sequence[float]], with_engine: bool, wit
 def _wall(schedule: Schedule, ends: Times) -> float:
     """The last end of a computation."""
     return max(
-        (end for row, times in zip(schedule.rows, ends, strict=True) for (_, op, _), end in zip(row, times, strict=True) if op in BUSY_OPS),
+        (
+            end
+            for row, times in zip(schedule.rows, ends, strict=True)
+            for (_, op, _), end in zip(row, times, strict=True)
+            if op in BUSY_OPS
+        ),
         default=0.0,
     )
 

@@ -125,9 +125,13 @@ def read_profile(path: Path) -> Profile:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.get("format") != FORMAT:
-            raise DataError(f"{path} is not a profile of a pipeline: its format is {found.get('format')!r}, not {FORMAT!r}")
+            raise DataError(
+                f"{path} is not a profile of a pipeline: its format is {found.get('format')!r}, not {FORMAT!r}"
+            )
         if found.get("version") != VERSION:
-            raise DataError(f"{path} has version {found.get('version')!r} of the profile's format, this megapipe reads {VERSION}")
+            raise DataError(
+                f"{path} has version {found.get('version')!r} of the profile's format, this megapipe reads {VERSION}"
+            )
         return from_json(found)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
@@ -162,9 +166,14 @@ def from_json(found: dict[str, Any]) -> Profile:
     )
     for step in (step for pipeline in profile.pipelines for step in pipeline.steps):
         rows = profile.schedules[step.num_microbatches].rows
-        held = [{len(row.starts_ns), len(row.ends_ns), len(row.message_waits_ns), len(row.parameter_waits_ns)} for row in step.rows]
+        held = [
+            {len(row.starts_ns), len(row.ends_ns), len(row.message_waits_ns), len(row.parameter_waits_ns)}
+            for row in step.rows
+        ]
         if held != [{len(row)} for row in rows]:
-            raise ValueError(f"step {step.step} holds rows of {held} actions, its schedule {[len(row) for row in rows]}")
+            raise ValueError(
+                f"step {step.step} holds rows of {held} actions, its schedule {[len(row) for row in rows]}"
+            )
     return profile
 
 
@@ -192,11 +201,16 @@ def _schedule_of(entry: dict[str, Any], num_microbatches: int) -> Schedule:
 
 def _pipeline_of(entry: dict[str, Any]) -> PipelineSteps:
     steps = tuple(
-        MeasuredStep(step["step"], step["num_microbatches"], tuple(_row_of(row) for row in step["rows"])) for step in entry["steps"]
+        MeasuredStep(step["step"], step["num_microbatches"], tuple(_row_of(row) for row in step["rows"]))
+        for step in entry["steps"]
     )
     return PipelineSteps(entry["tp_rank"], entry["dp_rank"], tuple(entry["global_ranks"]), steps)
 
 
 def _row_of(entry: dict[str, Any]) -> MeasuredRow:
-    starts, ends, messages, parameters = (tuple(entry[name]) for name in ("starts_ns", "ends_ns", "message_waits_ns", "parameter_waits_ns"))
-    return MeasuredRow(starts, ends, messages, parameters, tuple((name, start, end) for name, start, end in entry["phases"]))
+    starts, ends, messages, parameters = (
+        tuple(entry[name]) for name in ("starts_ns", "ends_ns", "message_waits_ns", "parameter_waits_ns")
+    )
+    return MeasuredRow(
+        starts, ends, messages, parameters, tuple((name, start, end) for name, start, end in entry["phases"])
+    )

@@ -22,12 +22,18 @@ class _State:
     positions: list[int]
     clocks: list[float]
     values: dict[tuple[int, Value], float] = field(default_factory=dict)  # (rank, value) -> when it can be used there
-    unmatched: dict[tuple[Channel, int | None], tuple[float, int]] = field(default_factory=dict)  # half a message -> (time, rank)
+    unmatched: dict[tuple[Channel, int | None], tuple[float, int]] = field(
+        default_factory=dict
+    )  # half a message -> (time, rank)
     free_at: dict[Channel, float] = field(default_factory=dict)
 
 
 def replay(
-    schedule: Schedule, seconds: Times, gaps: Times, transfer_seconds: Mapping[tuple[int, Op], float], latency_seconds: float
+    schedule: Schedule,
+    seconds: Times,
+    gaps: Times,
+    transfer_seconds: Mapping[tuple[int, Op], float],
+    latency_seconds: float,
 ) -> tuple[Times, Times]:
     """(starts, ends) of every slot of a lowered schedule, or of a pipeline of one rank.
 

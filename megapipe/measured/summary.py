@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megapipe.measured.difference import CAUSES, PREDICTED, Cause, Comparison, Idle, MeasuredTimeline, OpTime, add, compare, op_times
+from megapipe.measured.difference import (
+    CAUSES,
+    PREDICTED,
+    Cause,
+    Comparison,
+    Idle,
+    MeasuredTimeline,
+    OpTime,
+    add,
+    compare,
+    op_times,
+)
 from megapipe.measured.profile import PipelineSteps, Profile
 
 AFTER = ("gradient-reduce", "optimizer")  # phases of a step behind its last action
@@ -61,7 +72,9 @@ def summarize(profile: Profile, index: int = 0) -> Summary:
     pipeline = profile.pipelines[index]
     comparisons = tuple(compare(profile, pipeline, step) for step in pipeline.steps)
     causes = tuple(
-        Cause(name, Idle(fmean(cause.seconds.barrier for cause in same), fmean(cause.seconds.chained for cause in same)))
+        Cause(
+            name, Idle(fmean(cause.seconds.barrier for cause in same), fmean(cause.seconds.chained for cause in same))
+        )
         for name, same in zip(CAUSES, zip(*(comparison.causes for comparison in comparisons), strict=True), strict=True)
     )
     chained_work = Idle(
@@ -70,7 +83,9 @@ def summarize(profile: Profile, index: int = 0) -> Summary:
     )
     work = fmean(comparison.mean_work_seconds for comparison in comparisons)
     shares = tuple(_measured_share(profile, other) for other in profile.pipelines)
-    return Summary(pipeline, comparisons, causes, work, chained_work, _phases(pipeline), tuple(op_times(comparisons)), shares)
+    return Summary(
+        pipeline, comparisons, causes, work, chained_work, _phases(pipeline), tuple(op_times(comparisons)), shares
+    )
 
 
 def profile_text(profile: Profile, summary: Summary) -> str:
@@ -86,9 +101,17 @@ def profile_text(profile: Profile, summary: Summary) -> str:
         f"  a step took {milliseconds(measured.barrier + work)}, predicted were {milliseconds(planned.barrier + work)}; "
         f"{milliseconds(work)} of it are computation (mean of the ranks)",
         "  bubble, idle / (idle + work)  predicted  measured",
-        _share_line("barrier", summary.predicted_share.barrier, summary.measured_share.barrier, "first action of any rank to last of any"),
         _share_line(
-            "chained", summary.predicted_share.chained, summary.measured_share.chained, "the idlest rank's own first to last action"
+            "barrier",
+            summary.predicted_share.barrier,
+            summary.measured_share.barrier,
+            "first action of any rank to last of any",
+        ),
+        _share_line(
+            "chained",
+            summary.predicted_share.chained,
+            summary.measured_share.chained,
+            "the idlest rank's own first to last action",
         ),
         "  idle a step, ms        barrier    chained",
     ]
@@ -98,11 +121,17 @@ def profile_text(profile: Profile, summary: Summary) -> str:
             lines.append(_cause_line("=", "predicted", planned))
     lines.append(_cause_line("=", "measured", measured))
     if summary.phases:
-        after = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in summary.phases.items() if name in AFTER)
-        lines.append(f"  after the last action: {after or 'nothing'}; the whole step {milliseconds(summary.phases.get('step', 0.0))}")
+        after = ", ".join(
+            f"{name} {milliseconds(seconds)}" for name, seconds in summary.phases.items() if name in AFTER
+        )
+        lines.append(
+            f"  after the last action: {after or 'nothing'}; the whole step {milliseconds(summary.phases.get('step', 0.0))}"
+        )
     if len(summary.other_shares) > 1:
         low, high = min(summary.other_shares), max(summary.other_shares)
-        lines.append(f"  all {len(summary.other_shares)} pipelines recorded: {low:.1%} to {high:.1%} measured with a barrier")
+        lines.append(
+            f"  all {len(summary.other_shares)} pipelines recorded: {low:.1%} to {high:.1%} measured with a barrier"
+        )
     return "\n".join(lines)
 
 

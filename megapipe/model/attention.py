@@ -34,7 +34,9 @@ class SelfAttention(nn.Module):
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.scale = config.softmax_scale if config.softmax_scale is not None else self.head_dim**-0.5
         width = config.num_attention_heads * self.head_dim
-        local_rows = self.groups * (self.queries + 2) * self.head_dim  # not 1 / tp of the whole where k and v are replicated
+        local_rows = (
+            self.groups * (self.queries + 2) * self.head_dim
+        )  # not 1 / tp of the whole where k and v are replicated
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         rows = width + 2 * config.num_query_groups * self.head_dim
         self.kernel = parts.attention(layer, self.queries, self.scale)

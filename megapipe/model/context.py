@@ -55,7 +55,11 @@ class ContextMaker:
             return LayerContext(self._rotary(microbatch, dtype), None, False, key)
         explicit = config.attn_logit_softcapping is not None or config.attention_softmax_in_fp32
         explicit = explicit or (config.attention_dropout > 0.0 and key is not None)
-        mask = self._mask(microbatch, dtype, explicit) if microbatch.cache is None else self._cached_mask(microbatch, dtype, explicit)
+        mask = (
+            self._mask(microbatch, dtype, explicit)
+            if microbatch.cache is None
+            else self._cached_mask(microbatch, dtype, explicit)
+        )
         return LayerContext(self._rotary(microbatch, dtype), mask, explicit, key, microbatch.cache)
 
     def _rotary(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -74,7 +78,9 @@ class ContextMaker:
         if visible is None and not explicit and (cache.length == 0 or seq == 1):
             return None
         if visible is None:
-            visible = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=device).tril_(cache.length)[None, None]
+            visible = torch.ones(seq, cache.length + seq, dtype=torch.bool, device=device).tril_(cache.length)[
+                None, None
+            ]
         return additive(visible, dtype)
 
     def _mask(self, microbatch: Microbatch, dtype: torch.dtype, explicit: bool) -> Tensor | None:

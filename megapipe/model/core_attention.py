@@ -31,13 +31,21 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
     fold = 1 if queries > 1 and (mask is None or mask.shape[0] == 1) else 2
     q, k, v = (x.flatten(fold, fold + 1).permute(1, 2, 0, 3) for x in (q, k, v))  # [b g, n, s, d] or [b, g n, s, d]
     is_causal = mask is None and seq > 1
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=native_gqa)
+    output = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=native_gqa
+    )
     # the kernels give their output q's order of strides, [s, b, heads, d]: no copy
     return output.permute(2, 0, 1, 3).reshape(seq, batch, -1)
 
 
 def explicit_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None, dropout: Callable[[Tensor], Tensor] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    cap: float | None,
+    dropout: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Not fused. Logits come from a GEMM in q's dtype; cap, mask and softmax are computed in at least fp32.
 

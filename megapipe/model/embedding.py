@@ -36,10 +36,17 @@ class Embedding(nn.Module):
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.dropout = HiddenDropout(config, tp, sequence_parallel)
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size, config.hidden_size, tp, sequence_parallel, true_vocab_size=config.vocab_size, queue=queue
+            config.padded_vocab_size,
+            config.hidden_size,
+            tp,
+            sequence_parallel,
+            true_vocab_size=config.vocab_size,
+            queue=queue,
         )
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings: PositionEmbeddings | None = PositionEmbeddings(config.max_position_embeddings, config.hidden_size)
+            self.position_embeddings: PositionEmbeddings | None = PositionEmbeddings(
+                config.max_position_embeddings, config.hidden_size
+            )
         else:
             self.position_embeddings = None
 
@@ -54,7 +61,9 @@ class Embedding(nn.Module):
         seq = microbatch.tokens.shape[1]
         if seq > table.shape[0]:
             raise DataError(f"a sequence of {seq} tokens is longer than --max-position-embeddings {table.shape[0]}")
-        rows = table[:seq].unsqueeze(1) if microbatch.position_ids is None else microbatch.position_ids.t()  # [s, 1, h] or ids [s, b]
+        rows = (
+            table[:seq].unsqueeze(1) if microbatch.position_ids is None else microbatch.position_ids.t()
+        )  # [s, 1, h] or ids [s, b]
         if self.sequence_parallel:
             rows = own_slice(rows, self.tp)
         return rows if microbatch.position_ids is None else nn.functional.embedding(rows, table)

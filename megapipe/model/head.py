@@ -36,17 +36,25 @@ class Loss:
     def __init__(self, config: ModelConfig, loss: LossConfig, tp: Group) -> None:
         assert config.vocab_size is not None
         self.vocab_size, self.tp = config.vocab_size, tp
-        self.label_smoothing, self.z_loss, self.chunk_size = loss.label_smoothing, loss.z_loss, loss.cross_entropy_chunk_size
+        self.label_smoothing, self.z_loss, self.chunk_size = (
+            loss.label_smoothing,
+            loss.z_loss,
+            loss.cross_entropy_chunk_size,
+        )
         self.cap = config.final_logit_softcapping
 
     def __call__(self, hidden: Tensor, linear: ColumnParallelLinear, microbatch: Microbatch) -> StageLoss:
         """hidden: [s(/ tp), b, h], normed. linear: the output layer. Raises ValueError for a microbatch without labels."""
         if microbatch.labels is None:
-            raise ValueError("this microbatch has no labels: the last stage can only return logits (return_logits=True)")
+            raise ValueError(
+                "this microbatch has no labels: the last stage can only return logits (return_logits=True)"
+            )
         labels = microbatch.labels.t()
         if self.chunk_size is None:
             logits = capped_logits(linear(hidden), self.cap)
-            losses = vocab_parallel_cross_entropy(logits, labels, self.tp, self.vocab_size, self.label_smoothing, self.z_loss)
+            losses = vocab_parallel_cross_entropy(
+                logits, labels, self.tp, self.vocab_size, self.label_smoothing, self.z_loss
+            )
         else:
             losses = chunked_cross_entropy(
                 hidden,

@@ -52,7 +52,9 @@ def draw_box_into(target: Tensor, spec: ParamSpec, box: Box, seed: int) -> None:
     for block in range(first // block_rows, -(-stop // block_rows)):
         start = block * block_rows
         end = min(start + block_rows, stop)  # rows after the last wanted one need not be drawn
-        rows = torch.from_numpy(_stream(seed, spec.name, block).standard_normal((end - start, *spec.shape[1:]), dtype=np.float32))
+        rows = torch.from_numpy(
+            _stream(seed, spec.name, block).standard_normal((end - start, *spec.shape[1:]), dtype=np.float32)
+        )
         rows = rows[max(first - start, 0) :][(slice(None), *box.slices[1:])]
         offset = max(start - first, 0)
         target[offset : offset + rows.shape[0]] = rows.mul_(spec.init.std)

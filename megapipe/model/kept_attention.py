@@ -66,7 +66,9 @@ class KeptAttention:
     def take(self) -> tuple[Tensor, ...]:
         """The tensors among the results, for whoever keeps them until the backward; here only their places are left."""
         tensors = tuple(each for result in self._results for each in result if isinstance(each, Tensor))
-        self._results = [tuple(Tensor if isinstance(each, Tensor) else each for each in result) for result in self._results]
+        self._results = [
+            tuple(Tensor if isinstance(each, Tensor) else each for each in result) for result in self._results
+        ]
         return tensors
 
     def _give(self, tensors: Sequence[Tensor]) -> None:
@@ -77,7 +79,11 @@ class KeptAttention:
         before = len(self._results)
         # with gradients, though nothing is kept of the graph: without, some kernels return no log-sum-exp
         leaves = tuple(x.detach().requires_grad_() for x in heads)
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing), _Kernels(self._kept):
+        with (
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing),
+            _Kernels(self._kept),
+        ):
             output = core(*leaves).detach()
         if len(self._results) != before + 1:
             raise ConfigError(

@@ -33,7 +33,9 @@ class MLP(nn.Module):
         if "mlp" in self.recompute:
             return self._replayed(x, norm)
         normed = norm(x)
-        middle = self.linear_fc1(normed, *remaking(Remake(again(norm), (x,)) if "layernorm" in self.recompute else None))
+        middle = self.linear_fc1(
+            normed, *remaking(Remake(again(norm), (x,)) if "layernorm" in self.recompute else None)
+        )
         remake: Remake | None = Remake(self._activate_again, (middle,)) if self.recompute_activation else None
         return self.linear_fc2(self.activation(middle), *remaking(remake))
 

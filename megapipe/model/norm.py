@@ -86,7 +86,9 @@ class _LayerNorm(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, mean, inverse, scale, bias.to(scale.dtype), list(ctx.needs_input_grad[:3])
         )
-        grads = (None if g is None else g.to(p.dtype) for g, p in ((grad_x, x), (grad_weight, weight), (grad_bias, bias)))
+        grads = (
+            None if g is None else g.to(p.dtype) for g, p in ((grad_x, x), (grad_weight, weight), (grad_bias, bias))
+        )
         return (*grads, None, None)
 
 

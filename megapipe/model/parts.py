@@ -38,7 +38,9 @@ class Parts:
     kernels: Kernels = TORCH
     chunks: CommChunks = WHOLE
 
-    def column(self, layer: int, in_features: int, out_features: int, *, bias: bool, local_out_features: int | None = None) -> nn.Module:
+    def column(
+        self, layer: int, in_features: int, out_features: int, *, bias: bool, local_out_features: int | None = None
+    ) -> nn.Module:
         """local_out_features: as in ColumnParallelLinear."""
         if self.kernels.layers is not None:
             rows = out_features if local_out_features is None else local_out_features * self.tp.size
@@ -72,7 +74,9 @@ class Parts:
     def norm(self, size: int) -> nn.Module:
         config = self.config
         if self.kernels.layers is not None:
-            return self.kernels.layers.norm(config.normalization, size, config.norm_epsilon, config.layernorm_zero_centered_gamma)
+            return self.kernels.layers.norm(
+                config.normalization, size, config.norm_epsilon, config.layernorm_zero_centered_gamma
+            )
         return Norm(config, size, self.kernels.norms.norm if self.kernels.norms is not None else None)
 
     def attention(self, layer: int, queries: int, scale: float) -> Attention | None:
@@ -83,7 +87,15 @@ class Parts:
         assert config.kv_channels is not None
         window = None if config.window_size is None or config.window_size >= config.seq_length else config.window_size
         return self.kernels.attention.attention(
-            AttentionShape(layer, queries, config.kv_channels, scale, window, config.attn_logit_softcapping, self.kernels.deterministic)
+            AttentionShape(
+                layer,
+                queries,
+                config.kv_channels,
+                scale,
+                window,
+                config.attn_logit_softcapping,
+                self.kernels.deterministic,
+            )
         )
 
     def activation(self) -> Activation:

@@ -39,7 +39,9 @@ def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[t
         return [((layer,), False) for layer in layers]
     size = config.recompute_num_layers
     if config.recompute_method is None or size is None:
-        raise ConfigError("--recompute-granularity full needs --recompute-method uniform or block, and --recompute-num-layers N")
+        raise ConfigError(
+            "--recompute-granularity full needs --recompute-method uniform or block, and --recompute-num-layers N"
+        )
     if config.recompute_method == "block":
         return [((layer,), index < size) for index, layer in enumerate(layers)]
     return [(tuple(layers[start : start + size]), True) for start in range(0, len(layers), size)]

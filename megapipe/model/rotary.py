@@ -28,7 +28,9 @@ class Rotary:
                 f"--rotary-percent {config.rotary_percent} of --kv-channels {config.kv_channels} is {self.channels} channels; "
                 "rotary positions turn pairs of channels: choose a percentage that gives an even number above 0"
             )
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}  # for the longest sequence so far
+        self._tables: dict[
+            tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]
+        ] = {}  # for the longest sequence so far
 
     def tables(self, seq: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, [s, 1, 1, 1, r / 2], of the positions 0 .. s - 1; dtype: at least fp32."""
@@ -69,7 +71,9 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.tables
-        grad = grad.clone(memory_format=torch.contiguous_format)  # not ours to change: hooks and other consumers may hold it
+        grad = grad.clone(
+            memory_format=torch.contiguous_format
+        )  # not ours to change: hooks and other consumers may hold it
         _turn(grad, cos, -sin, ctx.layout)
         return grad, None, None, None
 
@@ -123,7 +127,9 @@ def _yarn(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     first = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
     last = min(math.ceil(pair_with(config.yarn_beta_slow)), channels - 1)
     pairs = torch.arange(channels // 2, dtype=frequencies.dtype, device=frequencies.device)
-    stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)  # 0.001: the width public code gives an empty ramp
+    stretched = ((pairs - first) / max(last - first, 0.001)).clamp(
+        0.0, 1.0
+    )  # 0.001: the width public code gives an empty ramp
     return torch.lerp(frequencies, frequencies / config.rope_scaling_factor, stretched)
 
 

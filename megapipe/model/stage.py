@@ -92,7 +92,11 @@ class GPTStage(nn.Module):
         blocks = {number: Block(number, parts) for number in numbers}
         self.decoder = Decoder(blocks, parts.norm(config.hidden_size) if layers.has_head else None)
         self._library = kernels.layers
-        self._fp8 = [(gemms, part) for part in self.decoder.modules() if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)]
+        self._fp8 = [
+            (gemms, part)
+            for part in self.decoder.modules()
+            if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)
+        ]
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_head:
             self._add_head(tied, chunks)
@@ -136,7 +140,10 @@ class GPTStage(nn.Module):
         return [part for part in parts if part is not None]
 
     def forward(
-        self, *hidden_and_microbatch: Tensor | Microbatch | None, return_logits: bool = False, last_position: bool = False
+        self,
+        *hidden_and_microbatch: Tensor | Microbatch | None,
+        return_logits: bool = False,
+        last_position: bool = False,
     ) -> Tensor | StageLoss:
         """`stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 
@@ -152,7 +159,9 @@ class GPTStage(nn.Module):
             assert isinstance(self.embedding, Embedding)
             hidden = self.embedding(microbatch)
         if hidden is None:
-            raise ValueError(f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the stage before")
+            raise ValueError(
+                f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the stage before"
+            )
         hidden = self._run_groups(hidden, self._make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
@@ -180,7 +189,9 @@ class GPTStage(nn.Module):
         yield from () if context.mask is None else (context.mask,)
         yield from context.rotary or ()
 
-    def _run_layers(self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext, attention: KeptAttention | None = None) -> Tensor:
+    def _run_layers(
+        self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext, attention: KeptAttention | None = None
+    ) -> Tensor:
         if attention is not None:
             context = dataclasses.replace(context, attention=attention)
         for layer in layers:

@@ -62,9 +62,17 @@ def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster)
     place = roster.place_of(record.group)
     if place is None:
         return ()
-    partners = [sightings[rank] for rank in roster.partners(sighting.member.rank, record.group) if rank != sighting.member.rank]
-    absent = tuple(other.member.rank for other in partners if other.snapshot is None or other.snapshot.counts[place] < record.number)
-    return absent or tuple(other.member.rank for other in partners if other.is_gone or other.is_stopped or other.answers is False)
+    partners = [
+        sightings[rank] for rank in roster.partners(sighting.member.rank, record.group) if rank != sighting.member.rank
+    ]
+    absent = tuple(
+        other.member.rank
+        for other in partners
+        if other.snapshot is None or other.snapshot.counts[place] < record.number
+    )
+    return absent or tuple(
+        other.member.rank for other in partners if other.is_gone or other.is_stopped or other.answers is False
+    )
 
 
 def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float) -> Diagnosis | None:

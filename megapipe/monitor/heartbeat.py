@@ -63,7 +63,9 @@ class Heartbeat:
         """From here on in this file, which is made anew. Raises OSError where it cannot be."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a write to a page that a full disk refuses would kill the process
+            os.posix_fallocate(
+                descriptor, 0, FILE_BYTES
+            )  # a write to a page that a full disk refuses would kill the process
             shared = mmap.mmap(descriptor, FILE_BYTES)
         finally:
             os.close(descriptor)
@@ -148,7 +150,9 @@ class Heartbeat:
     def snapshot(self) -> Snapshot:
         """What others would read."""
         found = read_snapshot(self.as_bytes())
-        assert found is not None, "every Heartbeat has written one record, and the other slot is whole while one is written"
+        assert found is not None, (
+            "every Heartbeat has written one record, and the other slot is whole while one is written"
+        )
         return found
 
     def as_bytes(self) -> bytes:

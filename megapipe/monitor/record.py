@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 MAGIC = b"MPBEAT01"
 MOST_GROUPS = 28  # kinds of groups that are counted
-CELLS_AT, CELLS = 8, 1 + MOST_GROUPS + 2  # after the magic: the pulse, the counts, the last step's times; 8 bytes each, native order
+CELLS_AT, CELLS = (
+    8,
+    1 + MOST_GROUPS + 2,
+)  # after the magic: the pulse, the counts, the last step's times; 8 bytes each, native order
 ELAPSED_CELL, COMPUTING_CELL = CELLS - 2, CELLS - 1
 SLOT_AT, SLOT_BYTES = 256, 192
 FILE_BYTES = SLOT_AT + 2 * SLOT_BYTES

@@ -46,7 +46,10 @@ class Roster:
         return names.index(group) if group in self.groups else None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"members": [asdict(member) for member in self.members], "groups": {k: list(map(list, v)) for k, v in self.groups.items()}}
+        return {
+            "members": [asdict(member) for member in self.members],
+            "groups": {k: list(map(list, v)) for k, v in self.groups.items()},
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Roster:

@@ -108,14 +108,20 @@ def _slow_links(paces: Sequence[RankPace], step: float) -> list[tuple[float, Str
     return found
 
 
-def _slow_groups(paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], step: float) -> list[tuple[float, Straggler]]:
+def _slow_groups(
+    paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], step: float
+) -> list[tuple[float, Straggler]]:
     """Whoever comes last to a collective does not wait for others: the least wait of a group is the operation itself."""
     found: list[tuple[float, Straggler]] = []
     for kind, members in groups.items():
         least = [min(paces[rank].waits.get(kind, 0.0) for rank in ranks) for ranks in members]
         for index, ranks in enumerate(members):
             others = [other for i, other in enumerate(least) if i != index]
-            if others and least[index] > LINK_RATIO * median(others) and least[index] - median(others) > LEAST_SHARE * step:
+            if (
+                others
+                and least[index] > LINK_RATIO * median(others)
+                and least[index] - median(others) > LEAST_SHARE * step
+            ):
                 found.append((least[index] - median(others), SlowGroup(kind, ranks, least[index], median(others))))
     return found
 
@@ -123,7 +129,11 @@ def _slow_groups(paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[
 def sentence(straggler: Straggler, paces: Sequence[RankPace], names: Sequence[str]) -> str:
     """For a person. names: of the ranks, with place and host."""
     if isinstance(straggler, SlowLink):
-        other = "there is no other link to compare with" if straggler.expected is None else f"the others {_milli(straggler.expected)}"
+        other = (
+            "there is no other link to compare with"
+            if straggler.expected is None
+            else f"the others {_milli(straggler.expected)}"
+        )
         share = straggler.seconds / max(paces[straggler.ranks[0]].step, 1e-9)
         return (
             f"the link between {names[straggler.ranks[0]]} and {names[straggler.ranks[1]]} is slow: a message there and one back take "
@@ -138,10 +148,12 @@ def sentence(straggler: Straggler, paces: Sequence[RankPace], names: Sequence[st
     pace = paces[straggler.rank]
     ratio = straggler.seconds / straggler.expected if straggler.expected > 0 else float("inf")
     whom = "ranks with the same work" if straggler.same_work else "the others, for the work that the plan gives it"
-    times = f"{ratio:.1f} times the {_milli(straggler.expected)} of {whom}" if ratio < 100 else f"{whom}: {_milli(straggler.expected)}"
-    return (
-        f"{names[straggler.rank]} is slow: it {straggler.what} {_milli(straggler.seconds)} a step, {times}; it waits {_milli(pace.waiting)}"
+    times = (
+        f"{ratio:.1f} times the {_milli(straggler.expected)} of {whom}"
+        if ratio < 100
+        else f"{whom}: {_milli(straggler.expected)}"
     )
+    return f"{names[straggler.rank]} is slow: it {straggler.what} {_milli(straggler.seconds)} a step, {times}; it waits {_milli(pace.waiting)}"
 
 
 def extremes(paces: Sequence[RankPace], count: int) -> str:

@@ -77,7 +77,13 @@ class Watchdog:
         kills: bool = False,
     ) -> None:
         self._heart, self._roster, self._rank, self._live = heart, roster, rank, live
-        self._limit_seconds, self._say, self._end, self._exchange, self._kills = limit_seconds, say, end, exchange, kills
+        self._limit_seconds, self._say, self._end, self._exchange, self._kills = (
+            limit_seconds,
+            say,
+            end,
+            exchange,
+            kills,
+        )
         self._here = [member for member in roster.members if member.space == process_space()]
         self._watched = threading.get_ident()
         self._stopped = threading.Event()
@@ -111,7 +117,9 @@ class Watchdog:
         before = time.time()
         while not self._stopped.wait(interval):
             now = time.time()
-            if now - before > interval + JUMP_SECONDS:  # stopped and continued, or a clock that was set: all records look old, none is
+            if (
+                now - before > interval + JUMP_SECONDS
+            ):  # stopped and continued, or a clock that was set: all records look old, none is
                 self._not_before = now + self._limit_seconds
             before = now
             self._heart.pulse()
@@ -165,14 +173,21 @@ class Watchdog:
 
     def _is_my_turn(self, sightings: Sequence[Sighting], diagnosis: Diagnosis) -> bool:
         """The lowest rank that lives and has noticed too."""
-        lives = [s for s in sightings if s.answers is not False and not s.is_stopped and not s.is_gone and not s.has_left]
+        lives = [
+            s for s in sightings if s.answers is not False and not s.is_stopped and not s.is_gone and not s.has_left
+        ]
         is_gone = diagnosis.fault is Fault.GONE
-        return self._rank == min((s.member.rank for s in lives if is_gone or s.is_still(self._limit_seconds)), default=self._rank)
+        return self._rank == min(
+            (s.member.rank for s in lives if is_gone or s.is_still(self._limit_seconds)), default=self._rank
+        )
 
     def _sightings(self) -> list[Sighting]:
         here = {member.rank for member in self._here}
         remote = {} if self._exchange is None else self._remote([m for m in self._roster.members if m.rank not in here])
-        return [remote.get(m.rank) or (sight(m, self._live) if m.rank in here else Sighting(m, None)) for m in self._roster.members]
+        return [
+            remote.get(m.rank) or (sight(m, self._live) if m.rank in here else Sighting(m, None))
+            for m in self._roster.members
+        ]
 
     def _remote(self, members: Sequence[Member]) -> dict[int, Sighting]:
         """Ranks of other hosts, whose clocks are not ours: a pulse that goes on between two looks is an answer."""
@@ -191,7 +206,9 @@ class Watchdog:
                 continue
             answers = then is None or now.pulse_ns != then.pulse_ns
             age = (now.pulse_ns - now.record.since_ns) / 1e9
-            silent = self._limit_seconds * now.record.patience  # a host that is silent does not tell how old its record is
+            silent = (
+                self._limit_seconds * now.record.patience
+            )  # a host that is silent does not tell how old its record is
             found[member.rank] = Sighting(member, now, age if answers else max(age, silent), None, answers)
         return found
 

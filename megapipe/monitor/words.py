@@ -33,7 +33,9 @@ def waiting(record: Record, missing: Sequence[int]) -> str:
     return ""
 
 
-def report_text(diagnosis: Diagnosis, sightings: Sequence[Sighting], stacks: Mapping[int, str], limit_seconds: float) -> str:
+def report_text(
+    diagnosis: Diagnosis, sightings: Sequence[Sighting], stacks: Mapping[int, str], limit_seconds: float
+) -> str:
     """The whole message: who is missing, who waits for whom, stacks or what is known instead."""
     step = max((s.record.step for s in sightings if s.record is not None), default=-1)
     culprits = [sightings[rank] for rank in diagnosis.culprits]
@@ -43,7 +45,9 @@ def report_text(diagnosis: Diagnosis, sightings: Sequence[Sighting], stacks: Map
         if not is_unreachable(culprit):
             lines += _stack(culprit, stacks.get(culprit.member.rank, ""))
     if len(culprits) > MOST_CULPRITS:
-        lines.append(f"  and {len(culprits) - MOST_CULPRITS} more ranks: {_ranks([c.member.rank for c in culprits[MOST_CULPRITS:]])}")
+        lines.append(
+            f"  and {len(culprits) - MOST_CULPRITS} more ranks: {_ranks([c.member.rank for c in culprits[MOST_CULPRITS:]])}"
+        )
     lines.append(f"All ranks are ended; what is saved stays. (--hang-timeout-seconds {limit_seconds:g})")
     return "\n".join(lines)
 
@@ -56,7 +60,9 @@ def silent_hosts(sightings: Sequence[Sighting]) -> str:
     if not hosts or set(hosts) & set(others):
         return ""
     ranks = _ranks([member.rank for member in silent])
-    seen_from = f"seen from {_listed(others)}" if len(others) <= MOST_CULPRITS else f"seen from {len(others)} other hosts"
+    seen_from = (
+        f"seen from {_listed(others)}" if len(others) <= MOST_CULPRITS else f"seen from {len(others)} other hosts"
+    )
     if len(hosts) == 1:
         return f"nothing comes any more from host {hosts[0]} ({ranks}), {seen_from}: it is down or cut off, or its ranks are stopped"
     if len(others) == 1:
@@ -64,9 +70,7 @@ def silent_hosts(sightings: Sequence[Sighting]) -> str:
             f"nothing comes any more from any other host ({_listed(hosts)}; {ranks}), {seen_from}: the network of {others[0]} is cut, or "
             "they are down"
         )
-    return (
-        f"nothing comes any more from hosts {_listed(hosts)} ({ranks}), {seen_from}: they are down or cut off, or their ranks are stopped"
-    )
+    return f"nothing comes any more from hosts {_listed(hosts)} ({ranks}), {seen_from}: they are down or cut off, or their ranks are stopped"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -113,7 +117,10 @@ def _waits(diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> list[str]:
 
 def _stack(culprit: Sighting, stack: str) -> list[str]:
     if stack:
-        return [f"  stack of rank {culprit.member.rank}, innermost last:", *(f"    {line}" for line in stack.splitlines())]
+        return [
+            f"  stack of rank {culprit.member.rank}, innermost last:",
+            *(f"    {line}" for line in stack.splitlines()),
+        ]
     if culprit.process is None:
         return [f"  no stack of rank {culprit.member.rank}: nothing comes from {culprit.member.host}"]
     return [f"  no stack of rank {culprit.member.rank}: {culprit.process}"]
@@ -144,16 +151,30 @@ def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> 
     for sighting in sightings:
         member, record = sighting.member, sighting.record
         if record is None:
-            rows.append((str(member.rank), member.place, "", "", "", f"nothing is known of it (process {member.pid} on {member.host})"))
+            rows.append(
+                (
+                    str(member.rank),
+                    member.place,
+                    "",
+                    "",
+                    "",
+                    f"nothing is known of it (process {member.pid} on {member.host})",
+                )
+            )
             continue
         waits = waiting(record, edges.get(member.rank, ()))
-        does = ", ".join(part for part in (doing(record), f"waits {waits}" if waits else "") if part) or "between phases"
+        does = (
+            ", ".join(part for part in (doing(record), f"waits {waits}" if waits else "") if part) or "between phases"
+        )
         if sighting.is_gone or sighting.is_stopped:
             does += f"; {sighting.process}"
         step = str(record.step) if record.step >= 0 else ""
         rows.append((str(member.rank), member.place, step, _computing(sighting), seconds(sighting.age_seconds), does))
     rank, where, step_, computes, age = (max(len(row[column]) for row in rows) for column in range(5))
-    return [f"{row[0]:>{rank}}  {row[1]:<{where}}  {row[2]:>{step_}}  {row[3]:>{computes}}  {row[4]:>{age}}  {row[5]}" for row in rows]
+    return [
+        f"{row[0]:>{rank}}  {row[1]:<{where}}  {row[2]:>{step_}}  {row[3]:>{computes}}  {row[4]:>{age}}  {row[5]}"
+        for row in rows
+    ]
 
 
 def _computing(sighting: Sighting) -> str:

@@ -96,7 +96,13 @@ class Optimizer:
         holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]  # two in a mirrored pipeline
         counts = self._sharded or groups.model.global_rank == holders[0]
         self._shards = make_shards(
-            stages, self._replica, groups.tp.rank, groups.tp.size, moment_names(config), counts, config.optimizer_cpu_offload
+            stages,
+            self._replica,
+            groups.tp.rank,
+            groups.tp.size,
+            moment_names(config),
+            counts,
+            config.optimizer_cpu_offload,
         )
         self._rule = make_update_rule(config, self._shards, library)
         if self._sharded and gather is None:
@@ -184,7 +190,9 @@ class Optimizer:
             self.masters_to_parameters()
         self.scaler.update(skipped)
         remark = "" if self._kept is None else self._confidence.learn(amended)
-        return StepReport(norm, coefficient, skipped, underway.loss_scale, int(zeros[0]) if zeros else None, rolled_back, remark)
+        return StepReport(
+            norm, coefficient, skipped, underway.loss_scale, int(zeros[0]) if zeros else None, rolled_back, remark
+        )
 
     @torch.no_grad()
     def update(self, gradient_factor: float, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
@@ -194,7 +202,9 @@ class Optimizer:
         """
         if self._gather is not None:
             self._gather.finish()
-        self._update(gradient_factor / self.scaler.scale, (lr, lr if decoupled_lr is None else decoupled_lr, weight_decay))
+        self._update(
+            gradient_factor / self.scaler.scale, (lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
+        )
 
     @torch.no_grad()
     def last_update(self, count_zero_gradients: bool = False) -> StepReport:
@@ -244,7 +254,9 @@ class Optimizer:
         self._check_settled()
         found: dict[str, None] = {}
         for shard in self._shards:
-            if shard.has_own_master and not torch.equal(raw_bytes(shard.parameter), raw_bytes(shard.master.to(shard.parameter))):
+            if shard.has_own_master and not torch.equal(
+                raw_bytes(shard.parameter), raw_bytes(shard.master.to(shard.parameter))
+            ):
                 rounded = shard.master.to(shard.parameter)
                 for position, piece in shard.pieces():
                     part = slice(position, position + piece.box.num_elements)
@@ -259,14 +271,20 @@ class Optimizer:
             for key, tensor in (("master", shard.master), *shard.moments.items()):
                 for position, piece in shard.pieces():
                     primary = piece.owned and not shard.is_copy and (self._sharded or self._replica == 0)
-                    yield StatePiece(key, shard.stage, piece, primary, tensor[position : position + piece.box.num_elements])
+                    yield StatePiece(
+                        key, shard.stage, piece, primary, tensor[position : position + piece.box.num_elements]
+                    )
 
     def held(self) -> dict[str, list[Tensor]]:
         """All it keeps on the device from step to step, by the planner's item: masters of their own and moments, and copies for taking an
         update back."""
         if self._on_host:
             return {"optimizer": [], "rollback": []}
-        own = [tensor for shard in self._shards for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))]
+        own = [
+            tensor
+            for shard in self._shards
+            for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
+        ]
         return {"optimizer": own, "rollback": [] if self._kept is None else self._kept.copies}
 
     def plain_state(self) -> dict[str, Any]:
@@ -292,7 +310,9 @@ class Optimizer:
             for shard in self._shards:
                 shard.fetch_gradient()
             if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()  # the last copies of weights from the host are done by then too
+                torch.cuda.current_stream(
+                    self._device
+                ).synchronize()  # the last copies of weights from the host are done by then too
         self._rule.step(factor, *rates)
         self.masters_to_parameters()
 

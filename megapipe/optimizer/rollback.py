@@ -23,7 +23,9 @@ class KeptShards:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = [
-            (live, torch.empty_like(live)) for shard in shards for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
+            (live, torch.empty_like(live))
+            for shard in shards
+            for live in (shard.gradient, shard.master.detach(), *shard.moments.values())
         ]
 
     @property

@@ -76,14 +76,18 @@ class LrSchedule:
         if consumed_samples > self.decay_samples:
             return self.min_lr
         if self.style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1)))
+            return max(
+                self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(consumed_samples, 1))
+            )
         return self.min_lr + self._share(consumed_samples) * (self.max_lr - self.min_lr)
 
     def _share(self, consumed_samples: int) -> float:
         if self.style == "WSD":
             into_last_phase = consumed_samples - (self.decay_samples - self.wsd_samples)
             return WSD_SHAPES[self.wsd_style](into_last_phase / self.wsd_samples) if into_last_phase > 0 else 1.0
-        return DECAY_SHAPES[self.style]((consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples))
+        return DECAY_SHAPES[self.style](
+            (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ class WeightDecaySchedule:
         """The weight decay of the step that starts after consumed_samples."""
         if self.style == "constant" or consumed_samples > self.ramp_samples:
             return self.end
-        return self.start + WEIGHT_DECAY_SHAPES[self.style](consumed_samples / self.ramp_samples) * (self.end - self.start)
+        return self.start + WEIGHT_DECAY_SHAPES[self.style](consumed_samples / self.ramp_samples) * (
+            self.end - self.start
+        )
 
 
 def lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LrSchedule:
@@ -144,7 +150,16 @@ def _lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, max_lr: f
     else:
         warmup = float(optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch)
     wsd = optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * batch
-    return LrSchedule(max_lr, min_lr, optimizer.lr_warmup_init, optimizer.lr_decay_style, warmup, decay, optimizer.lr_wsd_decay_style, wsd)
+    return LrSchedule(
+        max_lr,
+        min_lr,
+        optimizer.lr_warmup_init,
+        optimizer.lr_decay_style,
+        warmup,
+        decay,
+        optimizer.lr_wsd_decay_style,
+        wsd,
+    )
 
 
 def _training_samples(training: TrainingConfig) -> int:

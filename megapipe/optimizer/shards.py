@@ -111,7 +111,10 @@ class Shard:
             if low >= high:
                 continue
             following = Run(low, high, slot.spec.weight_decay, slot.spec.decoupled_lr)
-            if run is not None and (run.weight_decay, run.decoupled_lr) == (following.weight_decay, following.decoupled_lr):
+            if run is not None and (run.weight_decay, run.decoupled_lr) == (
+                following.weight_decay,
+                following.decoupled_lr,
+            ):
                 run = Run(run.start, high, run.weight_decay, run.decoupled_lr)
                 continue
             if run is not None:

@@ -38,7 +38,9 @@ def moment_names(config: OptimizerConfig) -> tuple[str, ...]:
     return ("momentum",) if config.sgd_momentum else ()
 
 
-def make_update_rule(config: OptimizerConfig, shards: Sequence[Shard], library: AdamLibrary | None = None) -> UpdateRule:
+def make_update_rule(
+    config: OptimizerConfig, shards: Sequence[Shard], library: AdamLibrary | None = None
+) -> UpdateRule:
     """library: whose Adam it is, None: torch's."""
     if library is not None and config.optimizer == "adam":
         return LibraryAdamRule(config, shards, library)
@@ -65,7 +67,11 @@ class _FlatRule(ABC):
         self.num_steps = 0
         # torch refuses to build what runs fused on the meta device, and runs it
         self._asks_for_fused = self._fused and all(master.device.type != "meta" for master, _, _ in self._runs)
-        self._optimizer = self._build([{"params": masters, "kind": kind} for kind, masters in self._kinds.items()]) if self._runs else None
+        self._optimizer = (
+            self._build([{"params": masters, "kind": kind} for kind, masters in self._kinds.items()])
+            if self._runs
+            else None
+        )
         if self._optimizer is not None and self._fused and not self._asks_for_fused:
             for group in self._optimizer.param_groups:
                 group["fused"] = True
@@ -95,7 +101,9 @@ class _FlatRule(ABC):
         if factor != 1.0:
             # the kernels divide by an fp32 scalar: too coarse for fp64
             if self._fused and gradients[0].dtype == torch.float32:
-                divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=gradients[0].device)  # no copy from the host
+                divisor = torch.full(
+                    (), 1.0 / factor, dtype=torch.float32, device=gradients[0].device
+                )  # no copy from the host
             else:
                 torch._foreach_mul_(gradients, factor)
         self._optimizer.grad_scale = divisor  # type: ignore[attr-defined]
@@ -112,7 +120,9 @@ class AdamRule(_FlatRule):
 
     def _build(self, groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         betas = (self._config.adam_beta1, self._config.adam_beta2)
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self._config.adam_eps, fused=self._asks_for_fused)
+        optimizer = torch.optim.AdamW(
+            groups, lr=0.0, betas=betas, eps=self._config.adam_eps, fused=self._asks_for_fused
+        )
         for master, shard, run in self._runs:
             optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=master.device if self._fused else None),

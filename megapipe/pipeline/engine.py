@@ -56,9 +56,13 @@ class BegunRun:
     """A row being run: the values in flight. Made by `Engine.begin`, used up by `Engine.finish`."""
 
     step: Step
-    activations: dict[Key, Tensors] = field(default_factory=dict)  # input of (stage, microbatch) from a stage on this rank
+    activations: dict[Key, Tensors] = field(
+        default_factory=dict
+    )  # input of (stage, microbatch) from a stage on this rank
     outputs: dict[Key, Tensors] = field(default_factory=dict)  # computed, not yet handed to a channel
-    gradients: dict[Key, Tensors] = field(default_factory=dict)  # output gradient of (stage, microbatch) from a stage on this rank
+    gradients: dict[Key, Tensors] = field(
+        default_factory=dict
+    )  # output gradient of (stage, microbatch) from a stage on this rank
     input_gradients: dict[Key, Tensors] = field(default_factory=dict)
     receives: dict[tuple[Op, int, int], PendingReceive] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
@@ -105,7 +109,9 @@ class Engine:
             raise ValueError(f"schedule {schedule} holds no messages: the engine runs what schedule.lower made of it")
         if weights is None and not schedule.is_synchronous:
             raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
-        self.row = tuple(action for action in schedule.rows[pp_rank] if streams is not None or action.op is not Op.OVERLAP)
+        self.row = tuple(
+            action for action in schedule.rows[pp_rank] if streams is not None or action.op is not Op.OVERLAP
+        )
         self.num_microbatches = schedule.num_microbatches
         self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1
@@ -159,7 +165,9 @@ class Engine:
     def begin(self, step: Step) -> BegunRun:
         """Run the head start of the row: forwards, whose messages peers take in their own. `finish` runs the rest."""
         if len(step.microbatches) != self.num_microbatches:
-            raise ValueError(f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given")
+            raise ValueError(
+                f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given"
+            )
         run = BegunRun(step)
         for runner in self._stages.values():
             runner.begin_row(self.is_training)
@@ -241,14 +249,20 @@ class Engine:
         start = tracer.now()
         self._handlers[action.op](run, action)
         # a half of a pair ends on its own stream; the current one waits for both
-        ended = tracer.now() if self._streams is None or action.op not in COMPUTE_OPS else tracer.now(self._streams.of(action.stage))
+        ended = (
+            tracer.now()
+            if self._streams is None or action.op not in COMPUTE_OPS
+            else tracer.now(self._streams.of(action.stage))
+        )
         tracer.event(str(action), "action", start, ended)
 
     def _forward(self, run: BegunRun, action: Action) -> None:
         stage, microbatch = action.stage, _number(action)
         inputs = self._inputs(run, stage, microbatch)
         is_last = stage == self.last_stage
-        result = self._stages[stage].forward(microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None)
+        result = self._stages[stage].forward(
+            microbatch, inputs, run.step.microbatches[microbatch], run.step.loss if is_last else None
+        )
         if is_last:
             run.reports[microbatch] = result
         elif self._is_local(stage, microbatch):
@@ -273,7 +287,9 @@ class Engine:
         self._channel(action.stage, "activation", action).send(run.outputs.pop((action.stage, _number(action))))
 
     def _send_backward(self, run: BegunRun, action: Action) -> None:
-        self._channel(action.stage - 1, "gradient", action).send(run.input_gradients.pop((action.stage, _number(action))))
+        self._channel(action.stage - 1, "gradient", action).send(
+            run.input_gradients.pop((action.stage, _number(action)))
+        )
 
     def _receive_forward(self, run: BegunRun, action: Action) -> None:
         boundary = action.stage - 1

@@ -127,7 +127,9 @@ class StageGraphs:
     def check_addresses(self) -> None:
         """Raises RuntimeError if parameters or gradients have moved since they were recorded."""
         if self._slots and self._addresses_now() != self._addresses:
-            raise RuntimeError(f"stage {self.stage}: parameters or gradients lie elsewhere than when its graphs were recorded")
+            raise RuntimeError(
+                f"stage {self.stage}: parameters or gradients lie elsewhere than when its graphs were recorded"
+            )
 
     def forward(self, slot: int, inputs: Tensors, payload: Any) -> tuple[Any, Any]:
         """(the module's output, the runner's result), both at their fixed addresses."""
@@ -175,10 +177,14 @@ class StageGraphs:
         # one a slot: what waits for W may hold the gradient as it came
         coming = () if example.loss is not None else tuple(t for t in result if t.is_floating_point())
         slot.gradients = (
-            (None,) if example.loss is not None else tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in coming)
+            (None,)
+            if example.loss is not None
+            else tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in coming)
         )
         if self._splits:
-            slot.backward, slot.input_gradients = record("backward", lambda: runner.backward_input(number, slot.gradients))
+            slot.backward, slot.input_gradients = record(
+                "backward", lambda: runner.backward_input(number, slot.gradients)
+            )
             slot.backward_weight, _ = record("weight gradients", lambda: runner.backward_weight(number))
         else:
             slot.backward, slot.input_gradients = record("backward", lambda: runner.backward(number, slot.gradients))
@@ -210,7 +216,9 @@ class CapturedStage:
         self._runner.begin_row(trains)
         self._graphs.check_addresses()
 
-    def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None) -> Any:
+    def forward(
+        self, microbatch: int, inputs: Tensors, payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
+    ) -> Any:
         if not self._graphs.are_recorded or not torch.is_grad_enabled():
             return self._runner.forward(microbatch, inputs, payload, loss)
         output, result = self._graphs.forward(self._slots[microbatch], inputs, payload)
@@ -293,7 +301,9 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(part, change) for key, part in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(value, **{f.name: mapped(getattr(value, f.name), change) for f in dataclasses.fields(value)})
+        return dataclasses.replace(
+            value, **{f.name: mapped(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        )
     return value
 
 

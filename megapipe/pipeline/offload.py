@@ -30,7 +30,9 @@ class Offload:
         self._next = 0  # moments reached so far
         self._action: Action | None = None  # that computes now
         self._units: dict[Unit, _Carried] = {}  # from their forward until their way back begins
-        self._coming: dict[Unit, tuple[Any, Any]] = {}  # from then until their backward: their stream, and the event behind the copy
+        self._coming: dict[
+            Unit, tuple[Any, Any]
+        ] = {}  # from then until their backward: their stream, and the event behind the copy
 
     def begin(self, moves: Moves) -> None:
         """A row begins."""
@@ -55,7 +57,9 @@ class Offload:
         """It is over: what runs until the next one (an evaluation, say) is not of the row."""
         self._action = None
 
-    def run(self, stage: int, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
+    def run(
+        self, stage: int, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]
+    ) -> Tensor:
         """fn(hidden), the forward of one group. stays: tensors that are there anyway, such as parameters and masks."""
         if self._action is None or not torch.is_grad_enabled():
             return fn(hidden)
@@ -77,7 +81,9 @@ class Offload:
     def _backward(self, stage: int, microbatch: int, group: int, gradients: Any) -> None:
         """Called by autograd as the backward of a group begins."""
         if self._action is None:
-            raise RuntimeError(f"the backward of stage {stage}, microbatch {microbatch} runs outside the row that its forward was in")
+            raise RuntimeError(
+                f"the backward of stage {stage}, microbatch {microbatch} runs outside the row that its forward was in"
+            )
         self._reach(Moment(stage, self._action.op, microbatch, group))
 
     def _reach(self, moment: Moment) -> None:
@@ -109,7 +115,9 @@ class RowOffload:
     @classmethod
     def of(cls, offload: Offload, moves: Moves, row: Iterable[Action], stages: Mapping[int, StageGroups]) -> RowOffload:
         """stages: as `plan_moves` took them."""
-        return cls(offload, moves, {action: moment for action in row for moment in list(moments_of(action, stages))[:1]})
+        return cls(
+            offload, moves, {action: moment for action in row for moment in list(moments_of(action, stages))[:1]}
+        )
 
     def begin(self) -> None:
         self._offload.begin(self._moves)
@@ -221,7 +229,9 @@ class _Part:
     def used(self) -> Tensor:
         """The bytes. Raises RuntimeError while they are in the host's memory alone."""
         if self.bytes is None:
-            raise RuntimeError("activations are asked for that are in the host's memory: a backward came before its moment in the plan")
+            raise RuntimeError(
+                "activations are asked for that are in the host's memory: a backward came before its moment in the plan"
+            )
         return self.bytes
 
 

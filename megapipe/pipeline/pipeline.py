@@ -26,13 +26,18 @@ PLAIN_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first")  # 
 
 
 @contextmanager
-def pipeline_ranks(backend: str = "auto", device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[tuple[Group, torch.device]]:
+def pipeline_ranks(
+    backend: str = "auto", device: str = "auto", timeout_seconds: float = 600.0
+) -> Iterator[tuple[Group, torch.device]]:
     """All ranks that the launcher started as one pipeline, a single one without a launcher: (pp group, this rank's device).
 
     With several ranks the process ends where the block ends, with code 0; what is raised inside comes through.
     """
     world = start(read_environment(), backend, timeout_seconds, device)
-    yield build_process_groups(Topology(pp=world.world_size), world.global_rank, world.backend, timeout_seconds).pp, world.device
+    yield (
+        build_process_groups(Topology(pp=world.world_size), world.global_rank, world.backend, timeout_seconds).pp,
+        world.device,
+    )
     shutdown()
 
 
@@ -60,7 +65,9 @@ class Pipeline:
         tracer: Tracer | None = None,
     ) -> None:
         if num_stages % pp.size:
-            raise ConfigError(f"{num_stages} stages do not divide over {pp.size} pipeline ranks; use a multiple of {pp.size} stages")
+            raise ConfigError(
+                f"{num_stages} stages do not divide over {pp.size} pipeline ranks; use a multiple of {pp.size} stages"
+            )
         self._num_chunks = num_stages // pp.size
         self._schedule = ("interleaved" if self._num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
         self._pp, self._loss, self._receive_depth, self._tracer = pp, loss, receive_depth, tracer
@@ -96,13 +103,17 @@ class Pipeline:
             value = self._loss(output, microbatch)
             return value / count, value.detach()
 
-        return self._engine(count, is_training).run(Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss))
+        return self._engine(count, is_training).run(
+            Step(microbatches, lambda boundary: tuple(self._message(boundary)), loss)
+        )
 
     def _engine(self, count: int, is_training: bool) -> Engine:
         key = count, is_training
         if key not in self._engines:
             if is_training:
-                schedule = build_lowered(self._schedule, self._pp.size, self._num_chunks, count, receive_depth=self._receive_depth)
+                schedule = build_lowered(
+                    self._schedule, self._pp.size, self._num_chunks, count, receive_depth=self._receive_depth
+                )
             else:
                 schedule = build_forward_only(self._placement, count, self._receive_depth)
             depth = 1 + unhindered_send_depth(schedule)

@@ -34,7 +34,11 @@ class Stage(Protocol):
     def begin_row(self) -> Callable[[bool], None]: ...
 
     def forward(
-        self, microbatch: int, inputs: tuple[Tensor, ...], payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
+        self,
+        microbatch: int,
+        inputs: tuple[Tensor, ...],
+        payload: Any,
+        loss: Callable[[Any, Any], tuple[Tensor, Any]] | None,
     ) -> Any: ...
 
     def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]: ...
@@ -78,7 +82,11 @@ class StageRunner:
         self._kept: dict[int, _Kept] = {}
 
     def forward(
-        self, microbatch: int, inputs: tuple[Tensor, ...], payload: Any, loss: Callable[[Any, Any], tuple[Tensor, Any]] | None
+        self,
+        microbatch: int,
+        inputs: tuple[Tensor, ...],
+        payload: Any,
+        loss: Callable[[Any, Any], tuple[Tensor, Any]] | None,
     ) -> Any:
         """Run one forward; what its backward needs is kept under the microbatch's number.
 
@@ -137,5 +145,7 @@ class StageRunner:
 
     def _queue(self) -> WeightGradients:
         if self.weight_gradients is None:
-            raise ValueError("this schedule splits the backward (I and W): the stage needs `weight_gradients`, the queue its linears use")
+            raise ValueError(
+                "this schedule splits the backward (I and W): the stage needs `weight_gradients`, the queue its linears use"
+            )
         return self.weight_gradients

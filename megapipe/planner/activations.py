@@ -61,7 +61,9 @@ class LocalSizes:
         )
 
     @classmethod
-    def asked(cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int) -> LocalSizes:
+    def asked(
+        cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int
+    ) -> LocalSizes:
         """With the kernels and the loss that a configuration asks for. model: resolved; its vocabulary is padded for this tp."""
         sizes = cls.of(model, tp, sequence_parallel, micro_batch_size, config.precision.dtype)
         chunks_loss = config.training.cross_entropy_chunk_size is not None
@@ -124,7 +126,11 @@ def layer_activation_bytes(
 
 
 def stage_bytes(
-    model: ModelConfig, sizes: LocalSizes, layers: StageLayers, recompute: RecomputeConfig, documents: Documents = NO_DOCUMENTS
+    model: ModelConfig,
+    sizes: LocalSizes,
+    layers: StageLayers,
+    recompute: RecomputeConfig,
+    documents: Documents = NO_DOCUMENTS,
 ) -> dict[str, int]:
     """Bytes that a stage keeps from the forward to the backward of one microbatch, its input included, by what is kept."""
     total: Counter[str] = Counter()
@@ -136,7 +142,9 @@ def stage_bytes(
     for what, size in layer_activation_bytes(model, sizes, modules, documents).items():
         total[what] += whole_layers * size
     if layers.num_layers:
-        total["document masks"] = _document_masks(model, sizes, documents, replays=bool(checkpoints) or "core_attn" in modules)
+        total["document masks"] = _document_masks(
+            model, sizes, documents, replays=bool(checkpoints) or "core_attn" in modules
+        )
         if documents.position_ids and model.position_embedding_type == "rope":
             total["rotary tables"] = rotary_table_bytes(model, sizes) * sizes.batch
     if layers.has_embedding and model.hidden_dropout > 0:
@@ -154,7 +162,11 @@ def kept_through_replays(sizes: LocalSizes, recompute: RecomputeConfig, num_laye
 
 
 def replay_bytes(
-    model: ModelConfig, sizes: LocalSizes, num_layers: int, recompute: RecomputeConfig, documents: Documents = NO_DOCUMENTS
+    model: ModelConfig,
+    sizes: LocalSizes,
+    num_layers: int,
+    recompute: RecomputeConfig,
+    documents: Documents = NO_DOCUMENTS,
 ) -> int:
     """The most that one replay in the backward makes again and holds until its own backward is done."""
     if not num_layers or recompute.recompute_granularity is None:
@@ -166,11 +178,15 @@ def replay_bytes(
         kept = sum(kept_through_replays(sizes, recompute, in_one_replay).values())
         return in_one_replay * whole - kept - sizes.hidden_states  # the input is the checkpoint, which is counted there
     modules = frozenset(recompute.recompute_modules)
-    saved = {module: whole - sum(layer_activation_bytes(model, sizes, {module}, documents).values()) for module in modules}
+    saved = {
+        module: whole - sum(layer_activation_bytes(model, sizes, {module}, documents).values()) for module in modules
+    }
     if "layernorm" in modules:
         saved["layernorm"] //= 2  # the two norms of a layer are made again one after the other
         if "mlp" in modules:
-            saved["mlp"] += saved["layernorm"] + sizes.own_tokens * sizes.wide * (2 if model.normalization == "LayerNorm" else 1)
+            saved["mlp"] += saved["layernorm"] + sizes.own_tokens * sizes.wide * (
+                2 if model.normalization == "LayerNorm" else 1
+            )
     return max(saved.values(), default=0)
 
 
@@ -187,7 +203,9 @@ def deferred_bytes(model: ModelConfig, sizes: LocalSizes, layers: StageLayers, r
     inputs = 2 * sizes.hidden_states + sizes.query + width  # of linear_qkv and linear_fc1, linear_proj, linear_fc2
     if "activation" in modules and "mlp" not in modules and model.activation != "relu":
         inputs += gates * width - width
-    gradients = 2 * sizes.hidden_states + qkv + gates * width  # of the outputs of linear_proj and linear_fc2, linear_qkv, linear_fc1
+    gradients = (
+        2 * sizes.hidden_states + qkv + gates * width
+    )  # of the outputs of linear_proj and linear_fc2, linear_qkv, linear_fc1
     total = layers.num_layers * (inputs + gradients)
     if layers.has_embedding:
         total += sizes.hidden_states
@@ -269,7 +287,9 @@ def _document_masks(model: ModelConfig, sizes: LocalSizes, documents: Documents,
 def _head(model: ModelConfig, sizes: LocalSizes, documents: Documents) -> Mapping[str, int]:
     statistics = sizes.wide * (2 if model.normalization == "LayerNorm" else 1)
     capped = model.final_logit_softcapping is not None
-    loss_mask = sizes.tokens * sizes.wide if documents.loss_mask and sizes.wide > 4 else 0  # fp32 as it comes, else a copy
+    loss_mask = (
+        sizes.tokens * sizes.wide if documents.loss_mask and sizes.wide > 4 else 0
+    )  # fp32 as it comes, else a copy
     final_norm = 2 * sizes.hidden_states + sizes.own_tokens * statistics
     if sizes.chunks_loss:
         return {"final norm": final_norm, "loss": sizes.tokens * sizes.wide + loss_mask}

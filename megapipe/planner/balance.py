@@ -26,7 +26,9 @@ def _check_wishes(config: Config) -> None:
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
     if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
-        raise ConfigError("--pipeline-balance measured needs --pipeline-layer-times FILE (megapipe profile-layers writes it)")
+        raise ConfigError(
+            "--pipeline-balance measured needs --pipeline-layer-times FILE (megapipe profile-layers writes it)"
+        )
     speeds, memory = parallel.pipeline_rank_speeds, parallel.pipeline_rank_memory
     if speeds is not None and len(speeds) != pp:
         raise ConfigError(
@@ -66,7 +68,10 @@ def stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> Sta
     if not costs.layers_alike:
         return of_layers
     # asked for a million times in a search: by stage at the front, in the middle, at the end, and by number of layers
-    by_count = {stage: [of_layers(stage, 0, count) for count in range(len(costs.layers) + 2)] for stage in {0, min(1, last), last}}
+    by_count = {
+        stage: [of_layers(stage, 0, count) for count in range(len(costs.layers) + 2)]
+        for stage in {0, min(1, last), last}
+    }
     of_stage = [by_count[0 if stage == 0 else last if stage == last else 1] for stage in range(num_stages)]
     return lambda stage, first, end: of_stage[stage][end - first]
 
@@ -78,7 +83,9 @@ def _within_memory(draft: RunPlan, question: CutQuestion) -> list[Partition]:
         return balanced_cuts(question)
     estimate, spare, tried = RankBytes(draft), [0.0] * len(limits), []
     for _ in range(MOST_RETRIES):
-        tried = balanced_cuts(dataclasses.replace(question, fits=_fits(estimate, [a - b for a, b in zip(limits, spare, strict=True)])))
+        tried = balanced_cuts(
+            dataclasses.replace(question, fits=_fits(estimate, [a - b for a, b in zip(limits, spare, strict=True)]))
+        )
         over = [_bytes_over(draft, cut, limits) for cut in tried]
         fitting = [cut for cut, bytes_over in zip(tried, over, strict=True) if max(bytes_over) <= 0]
         if fitting:

@@ -80,7 +80,9 @@ def _schedule(full: int | None, unit: int, rampup: tuple[int, int, int] | None) 
         return BatchSchedule(full, unit)
     start, increment, samples = rampup
     if start > full:
-        raise ConfigError(f"--rampup-batch-size starts at {start}, above --global-batch-size {full}; start at or below it")
+        raise ConfigError(
+            f"--rampup-batch-size starts at {start}, above --global-batch-size {full}; start at or below it"
+        )
     if start == full:
         return BatchSchedule(full, unit)
     if increment < 1 or (full - start) % increment:
@@ -95,7 +97,11 @@ def _indivisible(schedule: BatchSchedule, size: int, micro: int, dp: int, ranks_
     """What is wrong with a batch size, and the batches and numbers of ranks that would do."""
     unit = schedule.samples_per_microbatch
     near = sorted({max(unit, size // unit * unit), (size // unit + 1) * unit})
-    what = "--global-batch-size" if size == schedule.full else f"--rampup-batch-size {schedule.start} {schedule.increment} reaches"
+    what = (
+        "--global-batch-size"
+        if size == schedule.full
+        else f"--rampup-batch-size {schedule.start} {schedule.increment} reaches"
+    )
     ways = [f"use {one_of(near)}", "another --micro-batch-size"]
     if all(other % micro == 0 for other in schedule.sizes):
         fitting = nearest_values(divisors(*(other // micro for other in schedule.sizes)), dp)

@@ -111,7 +111,9 @@ class Bounds:
         count = batch // dp // layout.micro_batch_size
         times, few = self._times(model.config, layout), min(count, FILLS * layout.pp)
         waits = self._shelf.once(("waits", layout.schedule, cut), lambda: _undominated(_waits(cut)))
-        holds = self._shelf.once(("holds", layout.schedule, cut, few), lambda: _undominated(_holds(cut, layout.schedule, few)))
+        holds = self._shelf.once(
+            ("holds", layout.schedule, cut, few), lambda: _undominated(_holds(cut, layout.schedule, few))
+        )
         least, optimizer = self._bytes(model, layout, holds, times)
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
 
@@ -125,7 +127,10 @@ class Bounds:
             hops = rank.stages_before * times.message
             if is_split:  # weight gradients may come last, while the input gradients go on
                 short = forward + rank.layers * times.inputs + rank.heads * times.head_inputs
-                before, both_ways = rank.layers_before * times.forward + hops, rank.layers_before * (times.forward + times.inputs)
+                before, both_ways = (
+                    rank.layers_before * times.forward + hops,
+                    rank.layers_before * (times.forward + times.inputs),
+                )
                 longest = max(longest, waits * before + count * work, waits * (both_ways + 2 * hops) + count * short)
             else:
                 both_ways = rank.layers_before * (times.forward + times.both) + 2 * hops
@@ -138,7 +143,11 @@ class Bounds:
         per_element = self._bytes_of_an_element(shards)
         least = most = 0.0
         for rank in ranks:
-            elements = rank.layers * model.layer_elements + rank.embeddings * model.embedding_elements + rank.heads * model.head_elements
+            elements = (
+                rank.layers * model.layer_elements
+                + rank.embeddings * model.embedding_elements
+                + rank.heads * model.head_elements
+            )
             # with several stages on a rank the head may keep nothing while most layers are kept
             kept = rank.live_layers * times.layer_bytes + (rank.heads * times.head_bytes if layout.chunks == 1 else 0)
             least = max(least, elements * per_element + kept)
@@ -183,12 +192,18 @@ class Bounds:
     def _times(self, model: ModelConfig, layout: Layout) -> _Times:
         sliced, split = layout.sequence_parallel and layout.tp > 1, layout.schedule in SPLIT_SCHEDULES
         key = "times", layout.tp, sliced, split, layout.micro_batch_size, layout.recompute
-        return self._shelf.once(key, lambda: self._make_times(model, layout.tp, sliced, split, layout.micro_batch_size, layout.recompute))
+        return self._shelf.once(
+            key, lambda: self._make_times(model, layout.tp, sliced, split, layout.micro_batch_size, layout.recompute)
+        )
 
-    def _make_times(self, model: ModelConfig, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig) -> _Times:
+    def _make_times(
+        self, model: ModelConfig, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig
+    ) -> _Times:
         hardware = self._hardware
         fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
-        tp_link = dataclasses.replace(fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds))
+        tp_link = dataclasses.replace(
+            fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds)
+        )
         tensors = Tensors.asked(self._config, model, tp, sliced, size)
         head = head_seconds(tensors, hardware, tp_link)
         kinds = [layer_seconds(each, recompute, hardware, tp_link) for each in self._kinds_of_layers(tensors)]
@@ -202,7 +217,9 @@ class Bounds:
 
         message = tensors.sizes.hidden_states / tp_link.bytes_per_second + tp_link.latency_seconds
         forward, inputs, backward = (min(map(of, kinds)) for of in (lambda k: k.of(Op.F), lambda k: k.of(Op.I), both))
-        return _Times(forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message)
+        return _Times(
+            forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message
+        )
 
     def _kinds_of_layers(self, tensors: Tensors) -> list[Tensors]:
         """In fp8, without, or both."""
@@ -214,7 +231,10 @@ class Bounds:
 
 def _waits(cut: Cut) -> list[_Waits]:
     pp, ranks, counts = cut
-    return [_Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank)) for rank in range(pp)]
+    return [
+        _Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank))
+        for rank in range(pp)
+    ]
 
 
 def _holds(cut: Cut, schedule: str, count: int) -> list[_Holds]:

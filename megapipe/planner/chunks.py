@@ -30,7 +30,9 @@ def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str,
             )
         return name, family.chunks
     if family.takes_chunks and chunks == 1:
-        raise ConfigError(f"--pipeline-schedule {name} needs chunks; give {CHUNKS_FLAG} 2 or more, or choose {_without_chunks(name)}")
+        raise ConfigError(
+            f"--pipeline-schedule {name} needs chunks; give {CHUNKS_FLAG} 2 or more, or choose {_without_chunks(name)}"
+        )
     if chunks > 1 and not family.takes_chunks:
         raise ConfigError(
             f"--pipeline-schedule {name} runs one chunk a rank, but {chunks} were asked for; choose interleaved or breadth-first, or leave "

@@ -12,5 +12,9 @@ def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[flo
     """Seconds of every op of every stage, relative where they come from FLOPs; messages take no time."""
     stages = [layers.of_stage(stage) for stage in partition.stages]
     smallest = max(stage.forward for stage in stages) * 1e-6  # a stage without layers still takes its turn
-    seconds = {(index, op): max(stage.of(op), smallest) for index, stage in enumerate(stages) for op in (Op.F, Op.B, Op.I, Op.W)}
+    seconds = {
+        (index, op): max(stage.of(op), smallest)
+        for index, stage in enumerate(stages)
+        for op in (Op.F, Op.B, Op.I, Op.W)
+    }
     return Costs(seconds, rank_speeds=rank_speeds)

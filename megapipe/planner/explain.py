@@ -54,7 +54,9 @@ def cost_of(config: Config, world_size: int, ranks_per_node: int | None, hardwar
         return Cost(memory, None, bubble)
 
 
-def alternatives(field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware) -> list[Alternative]:
+def alternatives(
+    field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
+) -> list[Alternative]:
     """The field's value in the configuration, then others."""
     current = value_of(config, field)
     found = [Alternative(value_text(current), True, cost_of(config, world_size, ranks_per_node, hardware))]
@@ -72,7 +74,10 @@ def other_values(field: ConfigField, current: Any) -> list[Any]:
         return [not current]
     if option.choices:
         values: list[Any] = [(choice,) if kind.many else choice for choice in option.choices]
-        return [*([None] if kind.optional and current is not None else []), *(value for value in values if value != current)]
+        return [
+            *([None] if kind.optional and current is not None else []),
+            *(value for value in values if value != current),
+        ]
     if kind.many or kind.scalar is str:
         return []
     if current is None:

@@ -57,7 +57,10 @@ def recomputed_flops(model: ModelConfig, recompute: RecomputeConfig, sequences: 
         again = replayed_flops(model, recompute, causal)
     else:
         gates = 2 if model.activation in GATED_ACTIVATIONS else 1
-        of_module = {"core_attn": whole - 2.0 * layer_weights(model), "mlp": 2.0 * gates * model.hidden_size * model.ffn_hidden_size}
+        of_module = {
+            "core_attn": whole - 2.0 * layer_weights(model),
+            "mlp": 2.0 * gates * model.hidden_size * model.ffn_hidden_size,
+        }
         again = sum(of_module.get(module, 0.0) for module in recompute.recompute_modules)
     return again * model.num_layers * sequences * model.seq_length
 

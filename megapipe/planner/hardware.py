@@ -41,7 +41,10 @@ ATTENTION_SHARE = 0.45  # of a fused attention kernel, forward and backward
 POINTWISE_SHARE = 0.9  # of the memory's rate, what kernels reach that only move memory
 
 
-PCIE_4, PCIE_5 = 32.0, 64.0  # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
+PCIE_4, PCIE_5 = (
+    32.0,
+    64.0,
+)  # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
 
 
@@ -153,7 +156,9 @@ OTHER_PEAKS: tuple[tuple[str, float], ...] = (("H100 PCIe", 756 * TERA),)
 def hardware_named(name: str) -> Hardware:
     """A row of the table. Raises ConfigError for another name."""
     if name.lower() not in HARDWARE:
-        raise ConfigError(f"--gpu {name} is not in the table: there are {', '.join(HARDWARE)}; describe others in a file, --hardware FILE")
+        raise ConfigError(
+            f"--gpu {name} is not in the table: there are {', '.join(HARDWARE)}; describe others in a file, --hardware FILE"
+        )
     return HARDWARE[name.lower()]
 
 
@@ -180,12 +185,16 @@ def read_hardware(path: Path) -> Hardware:
     known = {field.name for field in dataclasses.fields(Hardware)}
     unknown = sorted(set(found) - known)
     if unknown:
-        raise ConfigError(f"--hardware {path}: {', '.join(unknown)} is no key; there are like, {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"--hardware {path}: {', '.join(unknown)} is no key; there are like, {', '.join(sorted(known))}"
+        )
     values: dict[str, Any] = {} if base is None else {name: getattr(base, name) for name in known}
     values |= {key: _value(path, key, value) for key, value in found.items()}
     missing = sorted({f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING} - set(values))
     if missing:
-        raise ConfigError(f"--hardware {path} lacks {', '.join(missing)}; add them, or `like: h100` for those of a row of the table")
+        raise ConfigError(
+            f"--hardware {path} lacks {', '.join(missing)}; add them, or `like: h100` for those of a row of the table"
+        )
     return Hardware(**values)
 
 
@@ -201,7 +210,9 @@ def _value(path: Path, key: str, value: Any) -> Any:
             return int(float(value))
         return str(value) if key in ("name", "driver_name") else float(value)
     except (TypeError, ValueError, KeyError, AttributeError):
-        raise ConfigError(f"--hardware {path}: {key} {value!r} is not what the key holds; see docs/planner.md") from None
+        raise ConfigError(
+            f"--hardware {path}: {key} {value!r} is not what the key holds; see docs/planner.md"
+        ) from None
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

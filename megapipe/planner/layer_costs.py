@@ -34,11 +34,18 @@ class PartCost:
         )
 
     def __mul__(self, count: int) -> PartCost:
-        return PartCost(self.forward * count, self.backward * count, self.inputs * count, self.weights * count, self.replay * count)
+        return PartCost(
+            self.forward * count, self.backward * count, self.inputs * count, self.weights * count, self.replay * count
+        )
 
     def of(self, op: Op) -> float:
         """Replays, which a sum over layers has counted, included."""
-        costs = {Op.F: self.forward, Op.B: self.backward + self.replay, Op.I: self.inputs + self.replay, Op.W: self.weights}
+        costs = {
+            Op.F: self.forward,
+            Op.B: self.backward + self.replay,
+            Op.I: self.inputs + self.replay,
+            Op.W: self.weights,
+        }
         return costs[op]
 
     def step(self, splits_backward: bool) -> float:

@@ -20,10 +20,18 @@ from megapipe.planner.flops import mean_keys
 from megapipe.planner.fp8 import Casts
 from megapipe.planner.hardware import FP8, Hardware, Link
 from megapipe.planner.linears import linear_shapes
-from megapipe.planner.traffic import ALL_REDUCE, collective_bytes, head_collectives, layer_collectives, repeated_collectives
+from megapipe.planner.traffic import (
+    ALL_REDUCE,
+    collective_bytes,
+    head_collectives,
+    layer_collectives,
+    repeated_collectives,
+)
 from megapipe.schedule.action import Op
 
-POINTWISE_PASSES = 2.0  # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
+POINTWISE_PASSES = (
+    2.0  # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
+)
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,14 @@ class Tensors:
     @classmethod
     def of(cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str) -> Tensors:
         """With what is the default in all else."""
-        return cls(model, LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype), tp, sequence_parallel, dtype)
+        return cls(
+            model, LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype), tp, sequence_parallel, dtype
+        )
 
     @classmethod
-    def asked(cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int) -> Tensors:
+    def asked(
+        cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int
+    ) -> Tensors:
         """With the kernels, the loss and the overlaps that a configuration asks for, its layers in the model's dtype."""
         sizes = LocalSizes.asked(config, model, tp, sequence_parallel, micro_batch_size)
         chunks = comm_chunks(config.parallel) if tp > 1 else WHOLE
@@ -125,7 +137,10 @@ def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSecon
     """Final norm, output layer and loss."""
     sizes = tensors.sizes
     linear = sizes.tokens, sizes.hidden, sizes.vocab
-    gemm, reduction = _gemm_seconds(hardware, tensors.dtype, *linear), _reduction_seconds(tensors, hardware, tp_link, linear)
+    gemm, reduction = (
+        _gemm_seconds(hardware, tensors.dtype, *linear),
+        _reduction_seconds(tensors, hardware, tp_link, linear),
+    )
     logits = sizes.tokens * sizes.vocab * sizes.wide
     collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
     again = 1 if sizes.chunks_loss else 0  # logits in chunks are computed once more in a backward
@@ -155,7 +170,9 @@ def attention_seconds(tensors: Tensors, hardware: Hardware) -> float:
     dropped = 2.0 * sizes.element + 1.0 if model.attention_dropout > 0 else 0.0  # read, write, and the mask
     flops = 4.0 * squares * sizes.channels
     moved = squares * (4.0 * sizes.element + dropped)
-    return flops / (hardware.peak(tensors.dtype) * hardware.attention_share) + moved / hardware.pointwise_bytes_per_second
+    return (
+        flops / (hardware.peak(tensors.dtype) * hardware.attention_share) + moved / hardware.pointwise_bytes_per_second
+    )
 
 
 def _backward_of_attention(model: ModelConfig) -> float:
@@ -208,7 +225,11 @@ def _collective_seconds(tensors: Tensors, link: Link, chunks: int = 1) -> float:
 def _gather_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear: tuple[int, int, int]) -> float:
     """What gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
     chunks = tensors.chunks.gather
-    return _exposed(tensors, hardware, _collective_seconds(tensors, link, chunks), chunks, linear) if tensors.sequence_parallel else 0.0
+    return (
+        _exposed(tensors, hardware, _collective_seconds(tensors, link, chunks), chunks, linear)
+        if tensors.sequence_parallel
+        else 0.0
+    )
 
 
 def _reduction_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear: tuple[int, int, int]) -> float:
@@ -217,7 +238,9 @@ def _reduction_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear:
     return _exposed(tensors, hardware, _passes(tensors) * _collective_seconds(tensors, link, chunks), chunks, linear)
 
 
-def _exposed(tensors: Tensors, hardware: Hardware, collective: float, chunks: int, linear: tuple[int, int, int]) -> float:
+def _exposed(
+    tensors: Tensors, hardware: Hardware, collective: float, chunks: int, linear: tuple[int, int, int]
+) -> float:
     """Of a collective in chunks that each take so long and run under the GEMM of a neighbour: one, what is longer than a GEMM of the
     others, and what smaller GEMMs take longer than one."""
     tokens, *sizes = linear
@@ -239,7 +262,9 @@ def _hidden(tensors: Tensors, link: Link, gemm: float, reduction: float) -> floa
     return gather + min(passes * collective, gemm) - (passes * collective - reduction)
 
 
-def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]) -> dict[str, float]:
+def _recomputed(
+    tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]
+) -> dict[str, float]:
     """What a backward computes again; its tensor-parallel messages are counted in `traffic`."""
     if recompute.recompute_granularity is None:
         return {}
@@ -254,6 +279,8 @@ def _recomputed(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware
         again["gemm"] += _linear_seconds(tensors, hardware, *first)
         again["pointwise"] += _cast_seconds(tensors, hardware, Op.F, [first])
     kept = layer_activation_bytes(tensors.model, tensors.sizes)
-    saved = sum(kept.values()) - sum(layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values())
+    saved = sum(kept.values()) - sum(
+        layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values()
+    )
     again["pointwise"] += POINTWISE_PASSES * saved / hardware.pointwise_bytes_per_second
     return again

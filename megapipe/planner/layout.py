@@ -28,7 +28,11 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
     RecomputeConfig("full", "uniform", 1),
 )
-CUTS = ("cost", "even", "ends")  # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
+CUTS = (
+    "cost",
+    "even",
+    "ends",
+)  # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 
 
 @dataclass(frozen=True)

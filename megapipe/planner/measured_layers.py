@@ -19,7 +19,13 @@ FORMAT = "megapipe layer times"
 VERSION = 1
 FLAG = "--pipeline-layer-times"
 # of the model: they change neither the shapes nor the work of a layer, of the embedding or of the head
-WITHOUT_EFFECT = ("num_layers", "vocab_size", "make_vocab_size_divisible_by", "init_method_std", "untie_embeddings_and_output_weights")
+WITHOUT_EFFECT = (
+    "num_layers",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "init_method_std",
+    "untie_embeddings_and_output_weights",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,9 @@ def measured_costs(path: Path, config: Config) -> LayerCosts:
     times = read_layer_times(path)
     wanted = json.loads(json.dumps(setting_of(config)))  # as JSON has it: lists for tuples
     other = [
-        f"{name} {times.setting.get(name)!r}, the run has {value!r}" for name, value in wanted.items() if times.setting.get(name) != value
+        f"{name} {times.setting.get(name)!r}, the run has {value!r}"
+        for name, value in wanted.items()
+        if times.setting.get(name) != value
     ]
     if other:
         more = f" (and {len(other) - 4} more)" if len(other) > 4 else ""
@@ -102,13 +110,17 @@ def read_layer_times(path: Path) -> LayerTimes:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{FLAG} {path} is no file of layer times; megapipe profile-layers writes one")
     if found.get("version") != VERSION:
-        raise ConfigError(f"{FLAG} {path} has version {found.get('version')!r}, this megapipe reads {VERSION}; measure again")
+        raise ConfigError(
+            f"{FLAG} {path} has version {found.get('version')!r}, this megapipe reads {VERSION}; measure again"
+        )
     try:
         seconds, setting, measured = found["seconds"], dict(found["setting"]), dict(found.get("measured", {}))
         layers = tuple(part for entry in seconds["layers"] for part in _counted(entry))
         times = LayerTimes(setting, _part(seconds["embedding"]), layers, _part(seconds["head"]), measured)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{FLAG} {path} lacks or misstates something: {error!r}; docs/balance.md shows such a file") from None
+        raise ConfigError(
+            f"{FLAG} {path} lacks or misstates something: {error!r}; docs/balance.md shows such a file"
+        ) from None
     if not layers or not any(part.forward for part in layers):
         raise ConfigError(f"{FLAG} {path} has no time for a layer's forward")
     return times

@@ -59,8 +59,12 @@ def _activation_bytes(plan: RunPlan) -> float:
     tokens = float(model.seq_length * config.training.micro_batch_size)
     h, vocabulary = model.hidden_size, _known(model.padded_vocab_size)
     is_short = config.parallel.sequence_parallel and config.recompute.recompute_granularity == "selective"
-    layer = tokens * h * (18.0 + 4.0 * _known(model.ffn_hidden_size) / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
-    kept = model.num_layers * layer + tokens * (8.0 + h) * t.pp  # token ids and the embedding's dropout, pp microbatches of them
+    layer = (
+        tokens * h * (18.0 + 4.0 * _known(model.ffn_hidden_size) / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
+    )
+    kept = (
+        model.num_layers * layer + tokens * (8.0 + h) * t.pp
+    )  # token ids and the embedding's dropout, pp microbatches of them
     kept *= _in_flight(plan)
     if is_short:
         return (kept + (4.0 * tokens * (h + vocabulary) if t.pp == 1 else 0.0)) / t.tp

@@ -102,7 +102,12 @@ class RankMemory:
 
 def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     """Every item of one rank, for a step at the full global batch size."""
-    model, recompute, documents, sizes = plan.config.model, plan.config.recompute, Documents.of(plan.config.data), local_sizes(plan)
+    model, recompute, documents, sizes = (
+        plan.config.model,
+        plan.config.recompute,
+        Documents.of(plan.config.data),
+        local_sizes(plan),
+    )
     stages = plan.placement.stages_of(pp_rank)
     num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
@@ -110,7 +115,9 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     inside = {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()}
     residence, host = _offloaded(plan, pp_rank, num_microbatches, kept)
     row = plan.schedule(num_microbatches).rows[pp_rank]
-    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, sizes.hidden_states, plan.send_depth, inside, residence)
+    peak = peak_of_row(
+        row, pp_rank, plan.placement, kept, waiting, sizes.hidden_states, plan.send_depth, inside, residence
+    )
     graphs, reusable, beside = 0, peak.total, max(kept.values())
     if plan.config.gpu.cuda_graph_impl != "none":
         slots, last, splits = plan.num_slots(pp_rank), plan.placement.num_stages - 1, plan.splits_backward
@@ -164,7 +171,9 @@ def _attention_copies(plan: RunPlan, num_layers: int, documents: Documents) -> i
     is_made_again = recompute.recompute_granularity == "full" or (
         recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
     )
-    is_efficient = runs_on_cuda(plan) and not is_explicit(model) and (plan.config.precision.dtype == "fp32" or is_masked)
+    is_efficient = (
+        runs_on_cuda(plan) and not is_explicit(model) and (plan.config.precision.dtype == "fp32" or is_masked)
+    )
     return num_layers * sizes.query if is_efficient and shares and not is_made_again else 0
 
 
@@ -235,15 +244,22 @@ def _backward(plan: RunPlan, stage: int) -> Backward:
     layers, documents = plan.partition.stages[stage], Documents.of(config.data)
     chunks, is_cuda = comm_chunks(config.parallel).gather, runs_on_cuda(plan)
     fp8 = LinearBytes.of(config, layers, is_cuda)
-    return Backward(config.model, local_sizes(plan), layers, config.recompute, documents, is_cuda, gathers, chunks, fp8=fp8)
+    return Backward(
+        config.model, local_sizes(plan), layers, config.recompute, documents, is_cuda, gathers, chunks, fp8=fp8
+    )
 
 
-def _offloaded(plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]) -> tuple[Residence | None, dict[str, int]]:
+def _offloaded(
+    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
+) -> tuple[Residence | None, dict[str, int]]:
     """What is on the device when, and bytes in the host's memory; (None, none) where no activations are offloaded."""
     if not plan.config.offload.cpu_offloading_num_layers:
         return None, {}
     held = plan.placement.stages_of(pp_rank)
-    stages, groups = {stage: stage_groups(plan, stage) for stage in held}, {stage: offloaded_groups(plan, stage) for stage in held}
+    stages, groups = (
+        {stage: stage_groups(plan, stage) for stage in held},
+        {stage: offloaded_groups(plan, stage) for stage in held},
+    )
     away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups)
     inside = {}
     for stage in held:
@@ -262,7 +278,9 @@ def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = Non
     if _attention_copies(plan, 1, documents):
         copy = Storage(sizes.query, sizes.element)
         storages = [[*group, copy] for group in storages]
-    return stage_group_bytes(storages, groups_of(config, layers).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding)
+    return stage_group_bytes(
+        storages, groups_of(config, layers).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding
+    )
 
 
 def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:
@@ -308,7 +326,9 @@ def _reduction(plan: RunPlan, stages: Iterable[int], beside: int) -> int:
 def _tables(plan: RunPlan, sizes: LocalSizes, documents: Documents) -> int:
     """Of one stage."""
     model = plan.config.model
-    return shared_mask_bytes(model, sizes, documents) + (0 if documents.position_ids else rotary_table_bytes(model, sizes))
+    return shared_mask_bytes(model, sizes, documents) + (
+        0 if documents.position_ids else rotary_table_bytes(model, sizes)
+    )
 
 
 def _token_bytes(documents: Documents) -> int:

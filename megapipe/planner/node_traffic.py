@@ -37,8 +37,14 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
         most = max(sent[name] for sent in by_pp_rank)
         if groups and most:
             crossing = [group for group in groups if len(plan.topology.nodes_of(group)) > 1]
-            leaving = _messages_leaving(plan) if name == "pp" else _rings_leaving(plan, crossing, [sent[name] for sent in by_pp_rank])
-            found.append(GroupTraffic(name, len(groups[0]), len(groups), len(crossing), most, max(leaving.values(), default=0.0)))
+            leaving = (
+                _messages_leaving(plan)
+                if name == "pp"
+                else _rings_leaving(plan, crossing, [sent[name] for sent in by_pp_rank])
+            )
+            found.append(
+                GroupTraffic(name, len(groups[0]), len(groups), len(crossing), most, max(leaving.values(), default=0.0))
+            )
     return tuple(found)
 
 

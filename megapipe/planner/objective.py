@@ -46,7 +46,11 @@ class Chosen:
 
 
 def choose(
-    config: Config, most: int, hardware: Hardware, objective: Objective, pinned: Callable[[Layout], bool] = lambda _: True
+    config: Config,
+    most: int,
+    hardware: Hardware,
+    objective: Objective,
+    pinned: Callable[[Layout], bool] = lambda _: True,
 ) -> Chosen:
     """The best of up to `most` accelerators. Raises ConfigError where nothing fits or reaches tokens_per_second.
 
@@ -68,7 +72,9 @@ def choose(
 class Sizes:
     """Searches on different numbers of accelerators, each made once."""
 
-    def __init__(self, config: Config, most: int, hardware: Hardware, objective: Objective, pinned: Callable[[Layout], bool]) -> None:
+    def __init__(
+        self, config: Config, most: int, hardware: Hardware, objective: Objective, pinned: Callable[[Layout], bool]
+    ) -> None:
         self._config, self._hardware, self._objective, self._pinned = config, hardware, objective, pinned
         self.most = most
         self.tried: dict[int, Sized | None] = {}
@@ -96,7 +102,9 @@ class Sizes:
     def candidates(self) -> list[int]:
         """Parts of a node that divide it, and whole nodes, from the fewest that could hold the model."""
         node = self._hardware.ranks_per_node
-        numbers = [n for n in range(1, min(node, self.most) + 1) if node % n == 0] + list(range(2 * node, self.most + 1, node))
+        numbers = [n for n in range(1, min(node, self.most) + 1) if node % n == 0] + list(
+            range(2 * node, self.most + 1, node)
+        )
         return [n for n in numbers if n >= self._least()] or [self.most]
 
     def _least(self) -> int:
@@ -106,7 +114,9 @@ class Sizes:
     def _cost(self, num_gpus: int, found: Found) -> float | None:
         if self._objective.price_per_hour is None or not found.best:
             return None
-        return num_gpus * self._objective.price_per_hour / SECONDS_OF_AN_HOUR / found.best[0].time.tokens_per_second * 1e9
+        return (
+            num_gpus * self._objective.price_per_hour / SECONDS_OF_AN_HOUR / found.best[0].time.tokens_per_second * 1e9
+        )
 
 
 def _fewest(sizes: Sizes) -> Sized | None:
@@ -125,5 +135,7 @@ def _cheapest(sizes: Sizes) -> Sized | None:
     while number >= sizes.candidates()[0]:
         numbers.append(number)
         number //= 2
-    enough = [sized for n in numbers if sizes.is_enough(n) and (sized := sizes.of(n)) is not None and sized.cost is not None]
+    enough = [
+        sized for n in numbers if sizes.is_enough(n) and (sized := sizes.of(n)) is not None and sized.cost is not None
+    ]
     return min(enough, key=lambda sized: sized.cost or math.inf, default=None)

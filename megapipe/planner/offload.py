@@ -18,7 +18,9 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.moves import Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
 from megapipe.schedule.partition import StageLayers
 
-USUAL_UNITS_ON_DEVICE = 2  # at the peak of a step, of those that are moved: made and being copied, or used and coming back
+USUAL_UNITS_ON_DEVICE = (
+    2  # at the peak of a step, of those that are moved: made and being copied, or used and coming back
+)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,11 @@ def _attention(model: ModelConfig, sizes: LocalSizes) -> Iterator[Storage]:
 
 
 def group_storages(
-    model: ModelConfig, sizes: LocalSizes, recompute: RecomputeConfig, num_layers: int, documents: Documents = NO_DOCUMENTS
+    model: ModelConfig,
+    sizes: LocalSizes,
+    recompute: RecomputeConfig,
+    num_layers: int,
+    documents: Documents = NO_DOCUMENTS,
 ) -> list[list[Storage]]:
     """What each group of a stage keeps; the first is its input."""
     modules = frozenset(recompute.recompute_modules) if recompute.recompute_granularity == "selective" else frozenset()
@@ -128,7 +134,10 @@ def group_storages(
             continue
         checkpoint = [Storage(sizes.hidden_states, sizes.element)]
         if recompute.recompute_keep_attention:
-            checkpoint += size * [Storage(sizes.query, sizes.element), Storage(sizes.tokens * sizes.heads * sizes.wide, sizes.wide)]
+            checkpoint += size * [
+                Storage(sizes.query, sizes.element),
+                Storage(sizes.tokens * sizes.heads * sizes.wide, sizes.wide),
+            ]
         found.append(checkpoint)
     return found
 

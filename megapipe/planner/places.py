@@ -69,7 +69,9 @@ def _of_node(topology: Topology, node: int) -> list[Box]:
     """The boxes of one node: single ranks, joined while any two neighbours can be."""
     per_node = topology.ranks_per_node or topology.world_size
     ranks = range(node * per_node, min((node + 1) * per_node, topology.world_size))
-    found = [Box((node, node), (rank, rank), tuple((place, place) for place in topology.coordinates(rank))) for rank in ranks]
+    found = [
+        Box((node, node), (rank, rank), tuple((place, place) for place in topology.coordinates(rank))) for rank in ranks
+    ]
     while True:
         joined: list[Box] = []
         for box in found:
@@ -93,7 +95,11 @@ def _continues(box: Box, node: Box) -> bool:
 def _next_along(box: Box, other: Box) -> int | None:
     """The one axis on which `other` follows `box`, all else being equal; None where there is none."""
     differing = [axis for axis, (one, two) in enumerate(zip(box.places, other.places, strict=True)) if one != two]
-    if len(differing) != 1 or box.ranks[1] + 1 != other.ranks[0] or box.places[differing[0]][1] + 1 != other.places[differing[0]][0]:
+    if (
+        len(differing) != 1
+        or box.ranks[1] + 1 != other.ranks[0]
+        or box.places[differing[0]][1] + 1 != other.places[differing[0]][0]
+    ):
         return None
     return differing[0]
 

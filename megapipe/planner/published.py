@@ -62,7 +62,11 @@ def published_runs() -> tuple[PublishedRun, ...]:
 def gpt(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelConfig:
     """The GPT models of both papers: sequences of 2,048 tokens, a vocabulary of 51,200."""
     return ModelConfig(
-        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, seq_length=2048, vocab_size=51200
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        seq_length=2048,
+        vocab_size=51200,
     )
 
 
@@ -94,7 +98,11 @@ def _narayanan() -> tuple[PublishedRun, ...]:
         model = gpt(layers, hidden, heads)
         chunks = 1 if pp == 1 else 2 if layers % (2 * pp) == 0 else 3
         config = _config(model, tp, pp, chunks, batch, 4 if pp == 1 else 1, FULL, sliced=False)
-        runs.append(PublishedRun("narayanan", name, "a100-80", gpus, config, narayanan_flops(model, batch) / gpus / (tflops * TERA)))
+        runs.append(
+            PublishedRun(
+                "narayanan", name, "a100-80", gpus, config, narayanan_flops(model, batch) / gpus / (tflops * TERA)
+            )
+        )
     return tuple(runs)
 
 
@@ -111,7 +119,10 @@ def _korthikanti() -> tuple[PublishedRun, ...]:
     runs = []
     for name, (heads, hidden, layers, pp, chunks, batch, micro, full, selective) in KORTHIKANTI.items():
         model, gpus = gpt(layers, hidden, heads), 8 * pp
-        for what, recompute, sliced, seconds in (("full", FULL, False, full), ("selective, sp", CORE_ATTENTION, True, selective)):
+        for what, recompute, sliced, seconds in (
+            ("full", FULL, False, full),
+            ("selective, sp", CORE_ATTENTION, True, selective),
+        ):
             config = _config(model, 8, pp, chunks, batch, micro, recompute, sliced)
             runs.append(PublishedRun("korthikanti", f"{name} {what}", "a100-80", gpus, config, seconds))
     return tuple(runs)
@@ -155,7 +166,9 @@ def _llama() -> tuple[PublishedRun, ...]:
     return tuple(runs)
 
 
-def _config(model: ModelConfig, tp: int, pp: int, chunks: int, batch: int, micro: int, recompute: RecomputeConfig, sliced: bool) -> Config:
+def _config(
+    model: ModelConfig, tp: int, pp: int, chunks: int, batch: int, micro: int, recompute: RecomputeConfig, sliced: bool
+) -> Config:
     return Config(
         model=model,
         parallel=ParallelConfig(

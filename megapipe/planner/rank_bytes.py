@@ -50,7 +50,12 @@ class RankBytes:
         """(kept from F to B, kept from I to W) of a stage with so many layers."""
         if (stage, count) not in self._stages:
             plan, last = self._draft, self._draft.placement.num_stages - 1
-            model, recompute, documents, sizes = plan.config.model, plan.config.recompute, Documents.of(plan.config.data), local_sizes(plan)
+            model, recompute, documents, sizes = (
+                plan.config.model,
+                plan.config.recompute,
+                Documents.of(plan.config.data),
+                local_sizes(plan),
+            )
             layers = StageLayers(0, count, stage == 0, stage == last)
             moved = sum(group.moved for group in self._groups(stage, count))
             self._stages[stage, count] = (

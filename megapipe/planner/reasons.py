@@ -29,7 +29,12 @@ def reasons(found: Found, hardware: Hardware) -> tuple[str, ...]:
     if not found.best:
         return ()
     winner = found.best[0]
-    return (*_pipeline(found, hardware), *_recompute(winner, hardware), *fill_the_pipeline(winner), *_messages(winner, hardware))
+    return (
+        *_pipeline(found, hardware),
+        *_recompute(winner, hardware),
+        *fill_the_pipeline(winner),
+        *_messages(winner, hardware),
+    )
 
 
 def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
@@ -73,7 +78,9 @@ def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     bare = dataclasses.replace(layout, recompute=RecomputeConfig())
     plan = winner.plan
     try:
-        without = predict_plan(bare, dataclasses.replace(plan, config=dataclasses.replace(plan.config, recompute=bare.recompute)), hardware)
+        without = predict_plan(
+            bare, dataclasses.replace(plan, config=dataclasses.replace(plan.config, recompute=bare.recompute)), hardware
+        )
     except ConfigError:
         return
     rank = max(without.memory, key=lambda each: each.total)
@@ -195,6 +202,8 @@ def _replanned(candidate: Candidate, changes: dict[str, bool], hardware: Hardwar
         changed_section = dataclasses.replace(getattr(config, section), **{name: is_on})
         config = dataclasses.replace(config, **{section: changed_section})
     training = dataclasses.replace(config.training, train_iters=None, train_samples=None)
-    optimizer = dataclasses.replace(config.optimizer, lr_decay_iters=None, lr_warmup_samples=0, lr_wsd_decay_samples=None)
+    optimizer = dataclasses.replace(
+        config.optimizer, lr_decay_iters=None, lr_warmup_samples=0, lr_wsd_decay_samples=None
+    )
     changed = dataclasses.replace(config, training=training, optimizer=optimizer)
     return resolve(changed, t.world_size, hardware.ranks_per_node)

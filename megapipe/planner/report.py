@@ -39,12 +39,15 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         )
         if is_on
     ]
-    yield f"plan: {_count(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {plan.schedule_name}" + "".join(
-        f", {e}" for e in extras
+    yield (
+        f"plan: {_count(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {plan.schedule_name}"
+        + "".join(f", {e}" for e in extras)
     )
     if not plan.is_synchronous:
         yield from _asynchronous(plan)
-    groups = f", {model.num_query_groups} key/value heads" if model.num_query_groups != model.num_attention_heads else ""
+    groups = (
+        f", {model.num_query_groups} key/value heads" if model.num_query_groups != model.num_attention_heads else ""
+    )
     yield (
         f"  model    {model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads{groups}, "
@@ -89,14 +92,19 @@ def _grid(plan: RunPlan) -> Iterator[str]:
 def _stages(plan: RunPlan) -> Iterator[str]:
     """One line a stage; in a plan of many, one line for neighbours that hold equally much."""
     counts = [sum(spec.num_elements for spec in specs) for specs in plan.stage_specs]
-    rows = [(_span(run), _ranks_of(plan, run), f"{counts[run[0]]:,}", _holds(plan, run)) for run in _equal_neighbours(plan, counts)]
+    rows = [
+        (_span(run), _ranks_of(plan, run), f"{counts[run[0]]:,}", _holds(plan, run))
+        for run in _equal_neighbours(plan, counts)
+    ]
     copies = sum(counts) - sum(spec.num_elements for spec in plan.specs)
     once = "every element of the model once"
     if copies:
         once = f"less {copies:,} of the tied embedding's copy = {sum(counts) - copies:,}, {once}"
     if plan.topology.mirrored_pipeline:
         once = once.removesuffix(" once") + ", on two pipeline ranks"
-    yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True)
+    yield from text_table(
+        [("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True
+    )
 
 
 def _equal_neighbours(plan: RunPlan, counts: Sequence[int]) -> list[list[int]]:
@@ -115,7 +123,11 @@ def _ranks_of(plan: RunPlan, run: Sequence[int]) -> str:
     ranks = [rank for stage in run for rank in plan.placement.ranks_of(stage)]
     if len(set(ranks)) == plan.topology.pp > 1:
         return "all"
-    return _span(ranks) if ranks == list(range(ranks[0], ranks[0] + len(ranks))) else ", ".join(map(str, sorted(set(ranks))))
+    return (
+        _span(ranks)
+        if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+        else ", ".join(map(str, sorted(set(ranks))))
+    )
 
 
 def _holds(plan: RunPlan, run: Sequence[int]) -> str:
@@ -135,7 +147,11 @@ def _memory(plan: RunPlan) -> Iterator[str]:
     """One line a pp_rank, equal neighbours as one; of many only the largest. Items that are small on every rank are added up."""
     ranks = all_rank_memory(plan)
     shown = _largest(ranks)
-    columns = [item for item in ranks[0].items if item in ALWAYS_SHOWN or any(rank.items[item] > SMALL * rank.total for rank in ranks)]
+    columns = [
+        item
+        for item in ranks[0].items
+        if item in ALWAYS_SHOWN or any(rank.items[item] > SMALL * rank.total for rank in ranks)
+    ]
     rows = []
     for run in _equal_ranks(shown):
         rank = run[0]
@@ -163,7 +179,9 @@ def _kept(plan: RunPlan, pp_rank: int) -> str:
     stage = max(kept, key=lambda stage: sum(kept[stage].values()))
     parts = sorted(kept[stage].items(), key=lambda part: -part[1])
     rest = sum(size for _, size in parts[MOST_PARTS_SHOWN:])
-    words = [f"{what} {bytes_text(size)}" for what, size in parts[:MOST_PARTS_SHOWN]] + ([f"other {bytes_text(rest)}"] if rest else [])
+    words = [f"{what} {bytes_text(size)}" for what, size in parts[:MOST_PARTS_SHOWN]] + (
+        [f"other {bytes_text(rest)}"] if rest else []
+    )
     return f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for one microbatch: {', '.join(words)}"
 
 

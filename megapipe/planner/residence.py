@@ -71,14 +71,18 @@ def inside_of_backward(backward: Backward, sizes: tuple[int, ...], splits: bool)
     """backward: of the whole stage. sizes: layers of each of its groups."""
     first, last = backward.layers.first_layer, backward.layers.last_layer_exclusive
     group = sizes[-1] if sizes else 0
-    top = dataclasses.replace(backward, layers=StageLayers(last - group, last, False, backward.layers.has_head), splits=splits)
+    top = dataclasses.replace(
+        backward, layers=StageLayers(last - group, last, False, backward.layers.has_head), splits=splits
+    )
     lower = dataclasses.replace(top, layers=StageLayers(first, first + (sizes[0] if sizes else 0), False, False))
     in_head, in_top = top.most_in_parts()
     waits: tuple[int, ...] = ()
     head_waits = 0
     if splits:
         model, recompute = backward.model, backward.recompute
-        waits = tuple(deferred_bytes(model, backward.sizes, StageLayers(0, size, False, False), recompute) for size in sizes)
+        waits = tuple(
+            deferred_bytes(model, backward.sizes, StageLayers(0, size, False, False), recompute) for size in sizes
+        )
         if backward.layers.has_head:
             head_waits = deferred_bytes(model, backward.sizes, StageLayers(0, 0, False, True), recompute)
     return Inside(in_head, in_top, lower.most() + backward.sizes.hidden_states, waits, head_waits)

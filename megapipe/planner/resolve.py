@@ -51,11 +51,15 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     data = config.data
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
-    resolved = dataclasses.replace(config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data)
+    resolved = dataclasses.replace(
+        config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
+    )
     draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
     _check_counts(draft)
     plan = _balanced(draft)
-    plan.shelf.once(("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp))
+    plan.shelf.once(
+        ("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp)
+    )
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     _check_post_validation(plan)
     _make_schedules(plan)
@@ -90,7 +94,9 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
     """Fill in the sizes that follow from others."""
     if model.vocab_size is None:
-        raise ConfigError("the size of the vocabulary is not known: give --vocab-size, or --tokenizer-type and --tokenizer-model")
+        raise ConfigError(
+            "the size of the vocabulary is not known: give --vocab-size, or --tokenizer-type and --tokenizer-model"
+        )
     multiple = model.make_vocab_size_divisible_by * tp
     kv_channels = model.head_size()
     filled = dataclasses.replace(
@@ -132,7 +138,9 @@ def _check_post_validation(plan: RunPlan) -> None:
         )
 
 
-def _topology(parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None, placement: Placement) -> Topology:
+def _topology(
+    parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None, placement: Placement
+) -> Topology:
     tp, groups = parallel.tensor_model_parallel_size, model.num_query_groups
     assert groups
     return Topology.of_world(
@@ -152,7 +160,11 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig
     """Global batch and length of the run, each given either way, in both units."""
     ranks_per_replica = topology.tp * topology.cp * topology.pp
     batch = batch_schedule(
-        training.global_batch_size, training.micro_batch_size, topology.dp, training.rampup_batch_size, ranks_per_replica
+        training.global_batch_size,
+        training.micro_batch_size,
+        topology.dp,
+        training.rampup_batch_size,
+        ranks_per_replica,
     )
     iters, samples = training.train_iters, training.train_samples
     if iters is None and samples is not None:
@@ -181,7 +193,11 @@ def _check_counts(plan: RunPlan) -> None:
         count = size // batch.samples_per_microbatch
         trouble, near = counts(plan.topology.pp, count) if counts else ("", ())
         if trouble:
-            flag = "--global-batch-size" if size == batch.full else f"--rampup-batch-size {batch.start} {batch.increment} reaches"
+            flag = (
+                "--global-batch-size"
+                if size == batch.full
+                else f"--rampup-batch-size {batch.start} {batch.increment} reaches"
+            )
             ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
             raise ConfigError(
                 f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatch(es) of "
@@ -200,8 +216,11 @@ def _optimizer(optimizer: OptimizerConfig, training: TrainingConfig, batch: Batc
     return dataclasses.replace(
         optimizer,
         lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
-        lr_decay_samples=optimizer.lr_decay_samples or _samples(optimizer.lr_decay_iters, training.train_samples, batch),
-        start_weight_decay=optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay,
+        lr_decay_samples=optimizer.lr_decay_samples
+        or _samples(optimizer.lr_decay_iters, training.train_samples, batch),
+        start_weight_decay=optimizer.weight_decay
+        if optimizer.start_weight_decay is None
+        else optimizer.start_weight_decay,
         end_weight_decay=optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay,
         lr_wsd_decay_samples=optimizer.lr_wsd_decay_samples or _samples(optimizer.lr_wsd_decay_iters, None, batch),
         lr_warmup_samples=optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch.full,

@@ -60,7 +60,13 @@ class RunPlan:
 
     def _make_stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
         return tuple(
-            specs_of_stage(self.specs, range(s.first_layer, s.last_layer_exclusive), s.has_embedding, s.has_head, self.tied_across_ranks)
+            specs_of_stage(
+                self.specs,
+                range(s.first_layer, s.last_layer_exclusive),
+                s.has_embedding,
+                s.has_head,
+                self.tied_across_ranks,
+            )
             for s in self.partition.stages
         )
 
@@ -68,7 +74,15 @@ class RunPlan:
     def _of_parameters(self) -> Shelf:
         """What depends on the parameters of stages and how they lie, found by all that decides these."""
         sliced, bucket = self.config.parallel.sequence_parallel, self.config.parallel.ddp_bucket_size
-        key = self.config.model, self.topology.tp, sliced, self.partition, self.num_optimizer_shards, bucket, self.tied_kind
+        key = (
+            self.config.model,
+            self.topology.tp,
+            sliced,
+            self.partition,
+            self.num_optimizer_shards,
+            bucket,
+            self.tied_kind,
+        )
         return self.shelf.once(("parameters", *key), Shelf)
 
     @cached_property
@@ -124,7 +138,9 @@ class RunPlan:
         """Of an asynchronous schedule: which version of the weights each microbatch uses on this rank."""
         rule = SCHEDULES[self.schedule_name].versions
         assert rule is not None, f"{self.schedule_name} has one version of the weights"
-        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1  # none: every microbatch by itself
+        group = (
+            self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
+        )  # none: every microbatch by itself
         return weight_versions(self.schedule(num_microbatches), pp_rank, rule, group)
 
     def num_weight_versions(self, pp_rank: int) -> int:
@@ -196,7 +212,9 @@ class RunPlan:
         bucket_size = self.config.parallel.ddp_bucket_size
         assert bucket_size is not None
         specs, t, shards = self.stage_specs[stage], self.topology, self.num_optimizer_shards
-        return self._of_parameters.once((stage, tp_rank), lambda: layout_buffers(specs, tp_rank, t.tp, shards, bucket_size, self.tied_kind))
+        return self._of_parameters.once(
+            (stage, tp_rank), lambda: layout_buffers(specs, tp_rank, t.tp, shards, bucket_size, self.tied_kind)
+        )
 
     def _made(self, num_microbatches: int, training: bool) -> tuple[Schedule, tuple[int, ...]]:
         """A lowered schedule, and how far each of its rows may run ahead of the verdict on the step before."""
@@ -206,7 +224,10 @@ class RunPlan:
     def _schedule_key(self, num_microbatches: int, training: bool) -> tuple[Hashable, ...]:
         """All that a schedule depends on."""
         parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
-        group, ahead = parallel.microbatch_group_size_per_virtual_pipeline_stage, self.config.optimizer.optimizer_post_validation
+        group, ahead = (
+            parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            self.config.optimizer.optimizer_post_validation,
+        )
         costs = None if limit is None else (self.layer_costs, self.rank_speeds, self.partition, limit)
         return self.schedule_name, self.placement, num_microbatches, training, group, self._receive_depth, ahead, costs
 

@@ -62,7 +62,11 @@ class Found:
 
 
 def search(
-    config: Config, world_size: int, hardware: Hardware, pinned: Callable[[Layout], bool] = lambda _: True, num_best: int = 10
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    pinned: Callable[[Layout], bool] = lambda _: True,
+    num_best: int = 10,
 ) -> Found:
     """The `num_best` fastest layouts of `config` on `world_size` accelerators.
 
@@ -70,11 +74,15 @@ def search(
     batch size, if not one layout is legal, and if none nearly fits.
     """
     if config.training.global_batch_size is None:
-        raise ConfigError("--global-batch-size is missing: how many sequences a step takes decides how much parallelism can be fed")
+        raise ConfigError(
+            "--global-batch-size is missing: how many sequences a step takes decides how much parallelism can be fed"
+        )
     walk = _Walk(config, world_size, hardware, num_best)
     bounds = Bounds(config, world_size, hardware, walk.shelf)
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
-    bounded = sorted(((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds)
+    bounded = sorted(
+        ((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds
+    )
     walk.along(bounded)
     if not walk.best and not walk.too_large:
         least = min((bound.least_bytes for bound, _ in bounded), default=None)
@@ -95,7 +103,9 @@ def search(
 class _Walk:
     """What a search has found so far."""
 
-    def __init__(self, config: Config, world_size: int, hardware: Hardware, num_best: int, before: _Walk | None = None) -> None:
+    def __init__(
+        self, config: Config, world_size: int, hardware: Hardware, num_best: int, before: _Walk | None = None
+    ) -> None:
         self._config, self._world_size, self._hardware, self._num_best = config, world_size, hardware, num_best
         self._steps: ShortSteps = before._steps if before else ShortSteps(config, world_size, hardware)
         self.shelf = self._steps.shelf
@@ -154,7 +164,9 @@ class _Walk:
         return tuple(self.in_full(layout) for _, layout in found[:MOST_MISSES])
 
 
-def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware, shelf: Shelf | None = None) -> Candidate:
+def predict(
+    config: Config, layout: Layout, world_size: int, hardware: Hardware, shelf: Shelf | None = None
+) -> Candidate:
     """One layout in full. shelf: of a search. Raises ConfigError if training would refuse it."""
     plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node, shelf)
     return predict_plan(layout, plan, hardware)

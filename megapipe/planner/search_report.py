@@ -50,7 +50,9 @@ class SearchReport:
         return oddities(self.configured, self.found.best[0] if self.found.best else None, self.hardware)
 
     def text(self) -> str:
-        return "\n".join([*self._headline(), *self._sizes(), *self._table(), *self._winner(), *self._misses(), *self._warnings()])
+        return "\n".join(
+            [*self._headline(), *self._sizes(), *self._table(), *self._winner(), *self._misses(), *self._warnings()]
+        )
 
     def data(self) -> dict[str, Any]:
         """The same as data: seconds, bytes, shares."""
@@ -120,17 +122,37 @@ class SearchReport:
         heads = ("gpus", "step", "tokens/s", "MFU", *(["a billion tokens"] if priced else []), "layout")
         what = {"gpus": "the fewest that fit", "cost": "the cheapest tokens"}[kind]
         wanted = self.objective.tokens_per_second
-        yield f"objective {kind}: {chosen.best.num_gpus:,} are {what}" + (f" and reach {wanted:,.0f} tokens/s" if wanted else "")
+        yield f"objective {kind}: {chosen.best.num_gpus:,} are {what}" + (
+            f" and reach {wanted:,.0f} tokens/s" if wanted else ""
+        )
         yield from text_table([heads, *rows], last_left=True)
 
     def _table(self) -> Iterator[str]:
         rows = [self._row(str(place), candidate) for place, candidate in enumerate(self.found.best, 1)]
         configured = self.configured
         if not isinstance(configured, str):
-            fits = "as configured" if configured.peak_bytes <= self.hardware.usable_bytes else "as configured (does not fit)"
+            fits = (
+                "as configured"
+                if configured.peak_bytes <= self.hardware.usable_bytes
+                else "as configured (does not fit)"
+            )
             rows.append(self._row(fits, configured))
         megatron = ["by Megatron"] if self.by_megatron else []
-        heads = ("", "tp", "pp", "chunks", "schedule", "dp", "microbatch", "step", "tokens/s", "MFU", "memory", *megatron, "options")
+        heads = (
+            "",
+            "tp",
+            "pp",
+            "chunks",
+            "schedule",
+            "dp",
+            "microbatch",
+            "step",
+            "tokens/s",
+            "MFU",
+            "memory",
+            *megatron,
+            "options",
+        )
         if rows:
             yield from text_table([heads, *rows], last_left=True)
         if isinstance(configured, str):
@@ -160,7 +182,11 @@ class SearchReport:
             yield "nothing fits; the nearest misses:"
             return
         winner, time = self.found.best[0], self.found.best[0].time
-        parts = ", ".join(f"{part} {seconds / time.seconds:.1%}" for part, seconds in time.parts.items() if seconds > 0.0005 * time.seconds)
+        parts = ", ".join(
+            f"{part} {seconds / time.seconds:.1%}"
+            for part, seconds in time.parts.items()
+            if seconds > 0.0005 * time.seconds
+        )
         share = utilisation(winner)
         yield f"the best: {winner.layout}, {time.flops_per_second / TERA:.0f} TFLOP/s a GPU"
         yield f"  time     of the rank that computes longest: {parts}"
@@ -173,13 +199,19 @@ class SearchReport:
 
     def _memory(self, winner: Candidate) -> Iterator[str]:
         yield f"  memory   of a rank on each pp_rank: {', '.join(f'{letter} {item}' for letter, item in LETTERS.items())}, * other, . free"
-        ranks = winner.memory if len(winner.memory) <= MOST_BARS else sorted(winner.memory, key=lambda rank: -rank.total)[:MOST_BARS]
+        ranks = (
+            winner.memory
+            if len(winner.memory) <= MOST_BARS
+            else sorted(winner.memory, key=lambda rank: -rank.total)[:MOST_BARS]
+        )
         for rank in sorted(ranks, key=lambda rank: rank.pp_rank):
             yield f"           pp {rank.pp_rank:<4} {_bar(rank, self.hardware.usable_bytes)} {gib(rank.total)}"
         if len(ranks) < len(winner.memory):
             yield f"           {len(winner.memory) - len(ranks)} smaller ones are not shown"
         fullest = max(winner.memory, key=lambda rank: rank.total)
-        items = ", ".join(f"{item} {gib(size)}" for item, size in fullest.items.items() if size >= 0.005 * fullest.total)
+        items = ", ".join(
+            f"{item} {gib(size)}" for item, size in fullest.items.items() if size >= 0.005 * fullest.total
+        )
         yield f"           the fullest, pp {fullest.pp_rank}: {items}"
         if self.by_megatron:
             yield megatron_text(winner.plan)

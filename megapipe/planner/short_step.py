@@ -66,6 +66,8 @@ def _period(time: StepTime, pp: int) -> float:
     last = timeline.schedule.num_stages - 1
     rank = timeline.schedule.placement.rank_of_stage[last]
     row = timeline.schedule.rows[rank]
-    ends = [timeline.ends[rank][slot] for slot, (stage, op, _) in enumerate(row) if stage == last and op in (Op.B, Op.I)]
+    ends = [
+        timeline.ends[rank][slot] for slot, (stage, op, _) in enumerate(row) if stage == last and op in (Op.B, Op.I)
+    ]
     middle = len(ends) - 1 - pp - (pp // 2 if time.timeline.schedule.name == "interleaved" else 0)
     return ends[middle] - ends[middle - pp] if middle >= pp else max(timeline.work_seconds) * pp / len(ends)

@@ -24,7 +24,9 @@ from megapipe.planner.traffic import ALL_REDUCE, gather_bytes, message_bytes, re
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
-OPTIMIZER_BYTES = 30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
+OPTIMIZER_BYTES = (
+    30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
+)
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
 NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
 
@@ -93,7 +95,9 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     tensors = Tensors.asked(config, config.model, t.tp, sliced, size)
     layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
     casts = Casts.of(config)
-    in_fp8 = layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)
+    in_fp8 = (
+        layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)
+    )
     counts = [(stage.num_layers, num_fp8_layers(config, stage)) for stage in plan.partition.stages]
     made = {(whole, few): layer * (whole - few) + in_fp8 * few for whole, few in set(counts)}
     stages = (*(made[count] for count in counts[:-1]), made[counts[-1]] + head)
@@ -125,7 +129,9 @@ def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, .
         for op in (Op.F, Op.B, Op.I, Op.W):
             seconds[stage, op] = max(of_stage.of(op), smallest)
         seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = on_the_wire
-    return Costs(seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds)
+    return Costs(
+        seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds
+    )
 
 
 def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
@@ -152,9 +158,15 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
 def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
     """When a rank's last bucket is reduced. Where two ranks hold a stage (DualPipe) its buckets wait for the whole stage."""
     free = 0.0
-    for stage, slot, last_op in reversed(_reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))):
+    for stage, slot, last_op in reversed(
+        _reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))
+    ):
         done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
-        buckets = 1 if plan.topology.mirrored_pipeline else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
+        buckets = (
+            1
+            if plan.topology.mirrored_pipeline
+            else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
+        )
         begun = done - timeline.costs.seconds[stage, last_op] / plan.rank_speeds[pp_rank] * (buckets - 1) / buckets
         free = max(max(begun, free) + seconds, done + seconds / buckets)
     return free
@@ -239,7 +251,9 @@ def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> flo
     casts = Casts.of(plan.config)
     if casts is None:
         return 0.0
-    layers = sum(num_fp8_layers(plan.config, plan.partition.stages[stage]) for stage in plan.placement.stages_of(pp_rank))
+    layers = sum(
+        num_fp8_layers(plan.config, plan.partition.stages[stage]) for stage in plan.placement.stages_of(pp_rank)
+    )
     elements = layers * linear_elements(plan.config.model, local_sizes(plan))
     return casts.weight_once * elements / hardware.pointwise_bytes_per_second
 

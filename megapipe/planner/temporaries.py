@@ -59,7 +59,9 @@ class Backward:
         """(bytes held beyond what was kept, bytes freed of it) in the order of the backward."""
         freed = behind = 0
         if self.layers.has_head:
-            freed = sum(stage_bytes(self.model, self.sizes, _only_head(self.layers), self.recompute, self.documents).values())
+            freed = sum(
+                stage_bytes(self.model, self.sizes, _only_head(self.layers), self.recompute, self.documents).values()
+            )
             behind = self.sizes.hidden_states
             if self.splits:  # the gradient of the logits waits, in their place
                 freed -= self.sizes.hidden_states + self.sizes.tokens * self.sizes.vocab * self.sizes.element
@@ -99,7 +101,10 @@ class Backward:
         gone += hidden
         more += replayed
         again_norm = sizes.hidden_states if "layernorm" in self._modules else 0
-        yield more + inner + again_norm + self._inputs_of_column() + self._weight_of_column(self._gates * sizes.ffn), gone
+        yield (
+            more + inner + again_norm + self._inputs_of_column() + self._weight_of_column(self._gates * sizes.ffn),
+            gone,
+        )
         waiting = inner + sizes.hidden_states if self.splits else 0
         yield more + waiting + sizes.hidden_states + self._of_norm, gone
         gone += 0 if self.splits else kept.get("norm outputs", 0) // 2
@@ -112,7 +117,14 @@ class Backward:
             freed.append("attention statistics")
         gone += sum(kept.get(what, 0) for what in freed)
         qkv = sizes.query + 2 * sizes.key
-        yield more + qkv + again_norm + self._inputs_of_column() + self._weight_of_column(qkv // (sizes.tokens * sizes.element)), gone
+        yield (
+            more
+            + qkv
+            + again_norm
+            + self._inputs_of_column()
+            + self._weight_of_column(qkv // (sizes.tokens * sizes.element)),
+            gone,
+        )
 
     @property
     def _modules(self) -> frozenset[str]:
@@ -164,7 +176,9 @@ class Backward:
     @property
     def _of_activation(self) -> int:
         """Beside its input's gradient: gated, the other gate's product and its gradient; squared ReLU, the ReLU made again."""
-        return {True: 2 * self._width}.get(self._gates == 2, self._width if self.model.activation == "squared_relu" else 0)
+        return {True: 2 * self._width}.get(
+            self._gates == 2, self._width if self.model.activation == "squared_relu" else 0
+        )
 
     @property
     def _of_norm(self) -> int:
@@ -185,7 +199,9 @@ class Backward:
         again = 0
         if "core_attn" in self._modules:
             whole = layer_activation_bytes(model, sizes, (), self.documents)
-            again = sum(whole.get(what, 0) - kept.get(what, 0) for what in ("attention probabilities", "attention output"))
+            again = sum(
+                whole.get(what, 0) - kept.get(what, 0) for what in ("attention probabilities", "attention output")
+            )
         cast = 2 if sizes.element != sizes.wide else 1
         dropped = sizes.element if model.attention_dropout > 0 else 0
         capped = sizes.wide if model.attn_logit_softcapping is not None else 0

@@ -118,11 +118,16 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     row = full_schedule(plan).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
     collectives = {stage: stage_collectives(plan, stage).total for stage in held}
-    reductions = Counter(stage for stage, op, _ in row if op is Op.REDUCE_GRAD)  # more than one where a step has several updates
+    reductions = Counter(
+        stage for stage, op, _ in row if op is Op.REDUCE_GRAD
+    )  # more than one where a step has several updates
     return {
-        "tp": sum(collectives[stage] for stage, op, _ in row if op is Op.F) * collective_bytes(local_sizes(plan), plan.topology.tp),
+        "tp": sum(collectives[stage] for stage, op, _ in row if op is Op.F)
+        * collective_bytes(local_sizes(plan), plan.topology.tp),
         "pp": float(sum(op in MESSAGES for _, op, _ in row) * message_bytes(plan)),
-        "replicas": sum(reductions[stage] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held),
+        "replicas": sum(
+            reductions[stage] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held
+        ),
         "embedding": sum(tied_bytes(plan, stage) for stage in held),
     }
 

@@ -73,7 +73,9 @@ def asynchronous_step(
     return StepResult(sum(losses) / len(losses), norm, averaged)
 
 
-def _loss_and_gradients(model: nn.Module, weights: Mapping[str, Tensor], microbatch: Microbatch) -> tuple[float, dict[str, Tensor]]:
+def _loss_and_gradients(
+    model: nn.Module, weights: Mapping[str, Tensor], microbatch: Microbatch
+) -> tuple[float, dict[str, Tensor]]:
     """The mean loss of one microbatch under the given weights, and its gradients by them."""
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
     loss_sum, num_tokens = torch.func.functional_call(model, leaves, kwargs=dict(microbatch))

@@ -65,10 +65,14 @@ class ReferenceConfig:
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")
         if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(f"num_query_groups {self.num_query_groups} does not divide num_attention_heads {self.num_attention_heads}")
+            raise ValueError(
+                f"num_query_groups {self.num_query_groups} does not divide num_attention_heads {self.num_attention_heads}"
+            )
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
-        if self.position_embedding_type == "rope" and (self.rotary_channels % 2 or not 0 < self.rotary_channels <= self.kv_channels):
+        if self.position_embedding_type == "rope" and (
+            self.rotary_channels % 2 or not 0 < self.rotary_channels <= self.kv_channels
+        ):
             raise ValueError(
                 f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is {self.rotary_channels} channels; "
                 "rotary positions turn pairs of channels: the number is even, above 0 and at most kv_channels"

@@ -85,7 +85,11 @@ class ReferenceGPT(nn.Module):
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.embedding(tokens, position_ids, dropout_masks)
         hidden = self.decoder(hidden, position_ids, visible_keys(config, tokens, document_ids), dropout_masks)
-        head = self.output_layer.weight if config.untie_embeddings_and_output_weights else self.embedding.word_embeddings.weight
+        head = (
+            self.output_layer.weight
+            if config.untie_embeddings_and_output_weights
+            else self.embedding.word_embeddings.weight
+        )
         logits = F.linear(hidden, head)[..., : config.vocab_size]
         return soft_cap(logits.to(at_least_fp32(logits.dtype)), config.final_logit_softcapping)
 
@@ -112,7 +116,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.final_layernorm = Norm(config, config.hidden_size)
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, visible: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, visible: Tensor, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
         rotary = None
         if self.config.position_embedding_type == "rope":
             rotary = cos_sin(self.config, position_ids, at_least_fp32(hidden.dtype))
@@ -132,7 +138,9 @@ class Block(nn.Module):
         self.pre_mlp_layernorm = Norm(config, config.hidden_size)
         self.mlp = MLP(config)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
         rate = self.config.hidden_dropout
         update = self.self_attention(self.input_layernorm(hidden), rotary, visible, dropout_masks)
         hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "attention_output")
@@ -147,17 +155,23 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.config, self.layer = config, layer
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.linear_qkv = nn.Linear(config.hidden_size, (heads + 2 * groups) * channels, bias=config.add_bias_linear or config.add_qkv_bias)
+        self.linear_qkv = nn.Linear(
+            config.hidden_size, (heads + 2 * groups) * channels, bias=config.add_bias_linear or config.add_qkv_bias
+        )
         self.linear_proj = nn.Linear(heads * channels, config.hidden_size, bias=config.add_bias_linear)
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, channels)
             self.k_layernorm = Norm(config, channels)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
         config = self.config
         batch, seq, _ = hidden.shape
         queries_per_group = config.num_attention_heads // config.num_query_groups
-        qkv = self.linear_qkv(hidden).view(batch, seq, config.num_query_groups, queries_per_group + 2, config.kv_channels)
+        qkv = self.linear_qkv(hidden).view(
+            batch, seq, config.num_query_groups, queries_per_group + 2, config.kv_channels
+        )
         q = qkv[:, :, :, :-2].flatten(2, 3)  # [b, s, n, c]
         k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]  # [b, s, g, c]
         if config.qk_layernorm:
@@ -169,7 +183,9 @@ class SelfAttention(nn.Module):
         scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
         scores = scores.to(at_least_fp32(scores.dtype)).masked_fill(~visible, -torch.inf)
-        probs = dropout(scores.softmax(dim=-1).to(v.dtype), config.attention_dropout, dropout_masks, self.layer, "attention_probs")
+        probs = dropout(
+            scores.softmax(dim=-1).to(v.dtype), config.attention_dropout, dropout_masks, self.layer, "attention_probs"
+        )
         context = torch.einsum("bnqk,bknc->bqnc", probs, v)
         return self.linear_proj(context.flatten(2, 3))
 
@@ -181,7 +197,9 @@ class MLP(nn.Module):
         super().__init__()
         self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
         width = config.ffn_hidden_size
-        self.linear_fc1 = nn.Linear(config.hidden_size, 2 * width if config.gated else width, bias=config.add_bias_linear)
+        self.linear_fc1 = nn.Linear(
+            config.hidden_size, 2 * width if config.gated else width, bias=config.add_bias_linear
+        )
         self.linear_fc2 = nn.Linear(width, config.hidden_size, bias=config.add_bias_linear)
 
     def forward(self, hidden: Tensor) -> Tensor:

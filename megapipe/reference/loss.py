@@ -14,7 +14,9 @@ def token_losses(config: ReferenceConfig, logits: Tensor, labels: Tensor) -> Ten
     z-loss (PaLM, arXiv:2204.02311) adds z_loss * logsumexp(logits)^2 to each token.
     """
     smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing).view(labels.shape)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing).view(
+        labels.shape
+    )
     if config.z_loss:
         losses = losses + config.z_loss * logits.logsumexp(dim=-1).square()
     return losses

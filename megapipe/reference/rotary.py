@@ -47,7 +47,9 @@ def _linear(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
 def _llama3(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
     """Llama 3.1: waves longer than original / low_factor are slowed, shorter than original / high_factor kept, in between blended."""
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)  # full turns within the original context
+    turns = (
+        config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
+    )  # full turns within the original context
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / config.rope_scaling_factor
 
@@ -56,7 +58,9 @@ def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
     """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the channel pairs between beta_fast and beta_slow turns."""
     first = max(math.floor(_yarn_pair_with_turns(config, config.yarn_beta_fast)), 0)
     last = min(math.ceil(_yarn_pair_with_turns(config, config.yarn_beta_slow)), config.rotary_channels - 1)
-    width = (last - first) or 1  # pairs are whole numbers: a ramp of no length is a step, whatever width up to 1 it is given
+    width = (
+        last - first
+    ) or 1  # pairs are whole numbers: a ramp of no length is a step, whatever width up to 1 it is given
     pairs = torch.arange(config.rotary_channels // 2, dtype=frequencies.dtype, device=frequencies.device)
     slowed = ((pairs - first) / width).clamp(0.0, 1.0)
     return (1.0 - slowed) * frequencies + slowed * frequencies / config.rope_scaling_factor

@@ -53,7 +53,9 @@ def reference_step(
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0. Returns the norm before."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.stack([torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]).norm().item()
+    norm = (
+        torch.stack([torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]).norm().item()
+    )
     coefficient = max_norm / (norm + 1e-6)
     if max_norm > 0.0 and coefficient < 1.0:
         for grad in grads:
@@ -89,7 +91,14 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_norms_and_bias
     for name, parameter in model.named_parameters():
         decays = decay_norms_and_biases or not (parameter.ndim == 1 or name.endswith(".bias"))
         decoupled = name in ("embedding.word_embeddings.weight", "output_layer.weight")
-        groups.append({"params": [parameter], "name": name, "weight_decay": weight_decay if decays else 0.0, "decoupled": decoupled})
+        groups.append(
+            {
+                "params": [parameter],
+                "name": name,
+                "weight_decay": weight_decay if decays else 0.0,
+                "decoupled": decoupled,
+            }
+        )
     return groups
 
 

@@ -42,7 +42,9 @@ def _grid_table(grid: dict[str, Any]) -> str:
     head = "<tr><th></th>" + "".join(f"<th>dp {dp}</th>" for dp in range(t.dp)) + "</tr>"
     rows = ""
     for pp in range(t.pp):
-        rows += f"<tr><th>pp {pp}</th>" + "".join(f"<td>{'<br/>'.join(cells[pp, dp])}</td>" for dp in range(t.dp)) + "</tr>"
+        rows += (
+            f"<tr><th>pp {pp}</th>" + "".join(f"<td>{'<br/>'.join(cells[pp, dp])}</td>" for dp in range(t.dp)) + "</tr>"
+        )
     together = '<p class="soft">Global ranks; those in one cell are a tensor-parallel group.</p>' if t.tp > 1 else ""
     return f'<table class="grid">{head}{rows}</table>{together}'
 
@@ -60,7 +62,9 @@ def configuration_html(run: Run) -> str:
         parts.append("<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks) + "</ul>")
     command = run.started.get("command")
     if command:
-        parts.append(f"<details><summary>command of the last start</summary><pre>{escape(' '.join(command))}</pre></details>")
+        parts.append(
+            f"<details><summary>command of the last start</summary><pre>{escape(' '.join(command))}</pre></details>"
+        )
     if run.config_text:
         summary = "the whole configuration, as YAML that loads again"
         parts.append(f"<details><summary>{summary}</summary><pre>{escape(run.config_text)}</pre></details>")
@@ -87,7 +91,11 @@ def course_html(run: Run) -> str:
     rows = "".join(_segment_row(index, segment) for index, segment in enumerate(run.segments, start=1))
     notes = [record for segment in run.segments for record in segment.notes]
     said = "".join(f"{moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
-    more = f"<details><summary>what was said beside the steps ({len(notes)})</summary><pre>{said}</pre></details>" if notes else ""
+    more = (
+        f"<details><summary>what was said beside the steps ({len(notes)})</summary><pre>{said}</pre></details>"
+        if notes
+        else ""
+    )
     return f'<div class="scroll"><table>{head}{rows}</table></div>{more}'
 
 
@@ -96,7 +104,14 @@ def _segment_row(index: int, segment: Segment) -> str:
     span = f"{segment.steps[0]['step']:,} to {segment.steps[-1]['step']:,}" if segment.steps else "none"
     lasted = duration(ended - begun) if begun is not None and ended is not None else ""
     source = f"from {segment.resumed['path']}" if segment.resumed else "from the beginning" if segment.start else ""
-    cells = [str(index), moment(begun) if begun is not None else "", lasted, span, escape(source), escape(_ended(segment))]
+    cells = [
+        str(index),
+        moment(begun) if begun is not None else "",
+        lasted,
+        span,
+        escape(source),
+        escape(_ended(segment)),
+    ]
     return "<tr>" + "".join(f'<td class="v">{cell}</td>' for cell in cells) + "</tr>"
 
 
@@ -112,10 +127,18 @@ def versions_html(run: Run) -> str:
     """Of the last start."""
     if not run.started:
         return f"<p>This run wrote no {RUN}, which tells them.</p>"
-    words = {"device": "device", "cores": "cores", "threads_per_rank": "threads a rank", "backend": "backend", "system": "system"}
+    words = {
+        "device": "device",
+        "cores": "cores",
+        "threads_per_rank": "threads a rank",
+        "backend": "backend",
+        "system": "system",
+    }
     machine = {words[key]: value for key, value in run.started["machine"].items() if key in words}
     named = {**run.started["versions"], "host of rank 0": run.started["host"], **machine}
-    rows = "".join(f'<tr><th>{escape(name)}</th><td class="v">{escape(str(value))}</td></tr>' for name, value in named.items())
+    rows = "".join(
+        f'<tr><th>{escape(name)}</th><td class="v">{escape(str(value))}</td></tr>' for name, value in named.items()
+    )
     return f'<table class="narrow">{rows}</table>'
 
 

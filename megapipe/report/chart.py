@@ -85,7 +85,11 @@ class _Frame:
         else:
             low, high = (0.0 if chart.from_zero else min(ys)), max(ys)
         if high - low < 1e-12 * max(1.0, abs(high)):
-            low, high = (0.0, high * 1.2) if chart.from_zero and high else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
+            low, high = (
+                (0.0, high * 1.2)
+                if chart.from_zero and high
+                else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
+            )
         pad = 0.06 * (high - low)
         low_x, high_x = min(xs), max(xs)
         if high_x == low_x:
@@ -97,7 +101,11 @@ class _Frame:
 
     def y(self, value: float) -> float:
         place = math.log10(value) if self.is_logarithmic else value
-        return self.chart.height - BOTTOM - (place - self.low) / (self.high - self.low) * (self.chart.height - TOP - BOTTOM)
+        return (
+            self.chart.height
+            - BOTTOM
+            - (place - self.low) / (self.high - self.low) * (self.chart.height - TOP - BOTTOM)
+        )
 
     @property
     def is_logarithmic(self) -> bool:

@@ -14,7 +14,11 @@ from megapipe.report.words import number
 def charts_html(run: Run) -> str:
     """All of them; '' where nothing was logged."""
     steps = run.steps
-    marks = [(float(segment.steps[0]["step"]), f"start {i + 1}") for i, segment in enumerate(run.segments) if i and segment.steps]
+    marks = [
+        (float(segment.steps[0]["step"]), f"start {i + 1}")
+        for i, segment in enumerate(run.segments)
+        if i and segment.steps
+    ]
     charts = [
         Chart(
             "Loss",
@@ -30,7 +34,13 @@ def charts_html(run: Run) -> str:
             width=1120,
             height=320,
         ),
-        Chart("Speed", [Curve("speed", _points(steps, "tokens_per_second"), "line", 2)], "tokens/s", marks=marks, from_zero=True),
+        Chart(
+            "Speed",
+            [Curve("speed", _points(steps, "tokens_per_second"), "line", 2)],
+            "tokens/s",
+            marks=marks,
+            from_zero=True,
+        ),
         Chart(
             "Memory",
             [Curve("memory", _scaled(_points(steps, "memory_bytes"), 2**-20), "line", 3)],
@@ -39,7 +49,9 @@ def charts_html(run: Run) -> str:
             marks,
             from_zero=True,
         ),
-        Chart("Learning rate", [Curve("learning rate", _points(steps, "lr"), "line", 0)], "", marks=marks, from_zero=True),
+        Chart(
+            "Learning rate", [Curve("learning rate", _points(steps, "lr"), "line", 0)], "", marks=marks, from_zero=True
+        ),
         Chart(
             "Gradient norm",
             [Curve("gradient norm", _points(steps, "grad_norm"), "line", 1)],

@@ -38,7 +38,15 @@ class Segment:
     @property
     def records(self) -> list[Record]:
         start = [] if self.start is None else [self.start]
-        return [*start, *self.steps, *self.evaluations, *self.notes, *self.warnings, *self.failures, *([self.end] if self.end else [])]
+        return [
+            *start,
+            *self.steps,
+            *self.evaluations,
+            *self.notes,
+            *self.warnings,
+            *self.failures,
+            *([self.end] if self.end else []),
+        ]
 
     @property
     def first_time(self) -> float | None:
@@ -132,7 +140,14 @@ def is_run(folder: Path) -> bool:
 def _no_run(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is no folder; give the one that a run has as --save, or that of its --metrics-file"
-    below = sorted({path.parent for name in (METRICS, RUN) for depth in ("*", "*/*", "*/*/*") for path in folder.glob(f"{depth}/{name}")})
+    below = sorted(
+        {
+            path.parent
+            for name in (METRICS, RUN)
+            for depth in ("*", "*/*", "*/*/*")
+            for path in folder.glob(f"{depth}/{name}")
+        }
+    )
     hint = f"; below it there {'are' if len(below) > 1 else 'is'} {', '.join(map(str, below[:4]))}" if below else ""
     return f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, which a run with --save or --metrics-file writes there{hint}"
 
@@ -171,7 +186,9 @@ def _segments(told: list[Record], metrics: list[Record]) -> list[Segment]:
         elif record["kind"] == "end":
             current.end = record
         else:
-            {"note": current.notes, "warning": current.warnings, "failure": current.failures}.get(record["kind"], []).append(record)
+            {"note": current.notes, "warning": current.warnings, "failure": current.failures}.get(
+                record["kind"], []
+            ).append(record)
     if not segments:
         segments.append(Segment())
     has_starts = any(segment.start is not None for segment in segments)
@@ -184,9 +201,16 @@ def _segments(told: list[Record], metrics: list[Record]) -> list[Segment]:
 
 def _segment_of(record: Record, segments: list[Segment], has_starts: bool) -> Segment:
     if has_starts and "time" in record:
-        begun = [segment for segment in segments if segment.start is not None and segment.start["time"] <= record["time"]]
+        begun = [
+            segment for segment in segments if segment.start is not None and segment.start["time"] <= record["time"]
+        ]
         return begun[-1] if begun else segments[0]
-    if not has_starts and segments[-1].steps and record["kind"] == "step" and record["step"] <= segments[-1].steps[-1]["step"]:
+    if (
+        not has_starts
+        and segments[-1].steps
+        and record["kind"] == "step"
+        and record["step"] <= segments[-1].steps[-1]["step"]
+    ):
         segments.append(Segment())
     return segments[-1]
 
@@ -196,7 +220,9 @@ def _that_count(of_segments: list[list[Record]]) -> list[Record]:
     for steps in of_segments:
         if steps:
             first = min(record["step"] for record in steps)
-            found = {step: record for step, record in found.items() if step < first} | {record["step"]: record for record in steps}
+            found = {step: record for step, record in found.items() if step < first} | {
+                record["step"]: record for record in steps
+            }
     return [found[step] for step in sorted(found)]
 
 

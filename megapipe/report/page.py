@@ -51,7 +51,10 @@ def _header(run: Run, title: str, now: float) -> str:
     ending = run.last.ending
     grid = run.started.get("grid", {})
     what = grid_words(grid) if grid else ""
-    model = next((line.strip().removeprefix("model").strip() for line in plan_lines(run) if line.strip().startswith("model ")), "")
+    model = next(
+        (line.strip().removeprefix("model").strip() for line in plan_lines(run) if line.strip().startswith("model ")),
+        "",
+    )
     lines = " \N{MIDDLE DOT} ".join(escape(text) for text in (what, model) if text)
     about = f'<div class="soft">{lines}</div>' if lines else ""
     return f'<header><h1>{escape(title)}</h1><span class="state {ending}">{_state(run, now)}</span>{about}</header>'
@@ -85,18 +88,31 @@ def _tiles(run: Run) -> str:
     ]
     if last.get("mfu") is not None:
         tiles.append(
-            ("MFU", f"{median(record['mfu'] for record in steps if record.get('mfu') is not None):.1%}", "model FLOPs of the device's peak")
+            (
+                "MFU",
+                f"{median(record['mfu'] for record in steps if record.get('mfu') is not None):.1%}",
+                "model FLOPs of the device's peak",
+            )
         )
     bubbles = [record["bubble"] for record in steps if record.get("bubble") is not None]
     if bubbles:
-        tiles.append(("bubble", f"{median(bubbles):.1%}", f"measured in every step, median; planned {last['predicted_bubble']:.1%}"))
+        tiles.append(
+            (
+                "bubble",
+                f"{median(bubbles):.1%}",
+                f"measured in every step, median; planned {last['predicted_bubble']:.1%}",
+            )
+        )
     if last.get("memory_bytes"):
-        tiles.append(("memory", bytes_text(max(record["memory_bytes"] or 0 for record in steps)), "the most of any rank"))
+        tiles.append(
+            ("memory", bytes_text(max(record["memory_bytes"] or 0 for record in steps)), "the most of any rank")
+        )
     seconds = sum((segment.last_time or 0.0) - (segment.first_time or 0.0) for segment in run.segments)
     if seconds:
         tiles.append(("time", duration(seconds), f"{len(run.segments)} start{'s' * (len(run.segments) > 1)}"))
     drawn = "".join(
-        f'<div class="tile"><b>{name}</b><span class="big">{value}</span><small>{meaning}</small></div>' for name, value, meaning in tiles
+        f'<div class="tile"><b>{name}</b><span class="big">{value}</span><small>{meaning}</small></div>'
+        for name, value, meaning in tiles
     )
     return f'<div class="tiles">{drawn}</div>'
 
@@ -111,7 +127,11 @@ def _validation_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
         found = run.evaluations(split)
         if found and found[-1]["loss"] is not None:
             loss = found[-1]["loss"]
-            yield f"{split} loss", loss_text(loss), f"perplexity {number(math.exp(min(loss, 50.0)))}, after step {found[-1]['step']:,}"
+            yield (
+                f"{split} loss",
+                loss_text(loss),
+                f"perplexity {number(math.exp(min(loss, 50.0)))}, after step {found[-1]['step']:,}",
+            )
 
 
 def _problems(run: Run) -> str:
@@ -124,7 +144,9 @@ def _problems(run: Run) -> str:
         items += [f"rank{'s' * (len(who) > 1)} {' '.join(who)}: {text}" for text, who in ranks.items()]
         items += [record["text"] for record in segment.warnings]
     items += run.oddities
-    items += [f"the loss of step {record['step']:,} is not a number" for record in run.steps if record["loss"] is None][:5]
+    items += [f"the loss of step {record['step']:,} is not a number" for record in run.steps if record["loss"] is None][
+        :5
+    ]
     if run.last.ending == "unknown":
         items.append(
             "no end was recorded: the run goes on on another machine, or it was killed"

@@ -13,10 +13,16 @@ from megapipe.schedule.action import Op
 from megapipe.visualize.beside import NAMES, NARROWEST, beside, labels
 
 SHORT = {  # cause -> (title, explanation)
-    "equal stages": ("equal stages", "the schedule's own bubble: every op as long as the mean of its stages, messages that take no time"),
+    "equal stages": (
+        "equal stages",
+        "the schedule's own bubble: every op as long as the mean of its stages, messages that take no time",
+    ),
     "unequal stages": ("unequal stages", "an op takes longer on one stage than on another"),
     "messages": ("messages", "latency and bandwidth as measured between idle ranks"),
-    "noise": ("noise", "imbalance over microbatches: the same op of the same stage takes longer for one than for another"),
+    "noise": (
+        "noise",
+        "imbalance over microbatches: the same op of the same stage takes longer for one than for another",
+    ),
     "engine": ("engine", "time between actions"),
     "optimizer": ("optimizer and reduction", "ranks that start late, launching reductions, waiting for parameters"),
     "communication": ("communication", "posting messages, and waiting for them longer than the rest explains"),
@@ -66,9 +72,13 @@ def _tiles(summary: Summary) -> str:
     ]
     if summary.phases.get("step"):
         names = {"gradient-reduce": "reduction", "optimizer": "optimizer"}
-        after = ", ".join(f"{names[name]} {milliseconds(summary.phases[name])}" for name in AFTER if name in summary.phases)
+        after = ", ".join(
+            f"{names[name]} {milliseconds(summary.phases[name])}" for name in AFTER if name in summary.phases
+        )
         whole = milliseconds(summary.phases["step"])
-        tiles.append(f'<div class="tile"><b>whole step</b><span class="big">{whole}</span><small>then {after}</small></div>')
+        tiles.append(
+            f'<div class="tile"><b>whole step</b><span class="big">{whole}</span><small>then {after}</small></div>'
+        )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
@@ -98,7 +108,9 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
         link = max(profile.links, key=lambda each: each.latency_seconds + each.transfer_seconds)
         whole = link.latency_seconds + link.transfer_seconds
         latency = f", {milliseconds(link.latency_seconds)} of it latency" if link.transfer_seconds >= 1e-6 else ""
-        sentences.append(f"Between idle ranks a message of {profile.message_bytes / 2**10:,.0f} KiB takes {milliseconds(whole)}{latency}.")
+        sentences.append(
+            f"Between idle ranks a message of {profile.message_bytes / 2**10:,.0f} KiB takes {milliseconds(whole)}{latency}."
+        )
     more = f"; the newest of {num_profiles} profiles" if num_profiles > 1 else ""
     sentences.append(
         f"Data: <code>{escape(path.name)}</code>, trace for ui.perfetto.dev: <code>{escape(trace_path(path).name)}</code>{more}."
@@ -124,10 +136,21 @@ def _causes(summary: Summary) -> str:
     scale = 100.0 / ((high - low) or 1.0)
     for cause in summary.causes:
         title, meaning = SHORT[cause.name]
-        rows.append(_cause_row(title, meaning, at - low, cause.seconds, scale, "add" if cause.seconds.barrier >= 0 else "take"))
+        rows.append(
+            _cause_row(title, meaning, at - low, cause.seconds, scale, "add" if cause.seconds.barrier >= 0 else "take")
+        )
         at += cause.seconds.barrier
         if cause.name == PREDICTED:
-            rows.append(_cause_row("predicted", "simulated with the mean times of every stage", -low, summary.predicted_idle, scale, "sum"))
+            rows.append(
+                _cause_row(
+                    "predicted",
+                    "simulated with the mean times of every stage",
+                    -low,
+                    summary.predicted_idle,
+                    scale,
+                    "sum",
+                )
+            )
     rows.append(_cause_row("measured", "", -low, summary.measured_idle, scale, "sum"))
     head = "<tr><th>idle time a step</th><th></th><th>barrier</th><th>chained</th></tr>"
     foot = (
@@ -161,8 +184,12 @@ def _stages(summary: Summary) -> str:
     rows = []
     for stage in stages[:MOST_STAGES]:
         ranks = placement.ranks_of(int(stage)) if stage.isdigit() else ()
-        cells = "".join(_op_cell([each for each in summary.op_times if (each.stage, each.op) == (stage, op)], longest) for op in ops)
-        rows.append(f"<tr><td>{stage}</td><td>{' '.join(str(summary.pipeline.global_ranks[rank]) for rank in ranks)}</td>{cells}</tr>")
+        cells = "".join(
+            _op_cell([each for each in summary.op_times if (each.stage, each.op) == (stage, op)], longest) for op in ops
+        )
+        rows.append(
+            f"<tr><td>{stage}</td><td>{' '.join(str(summary.pipeline.global_ranks[rank]) for rank in ranks)}</td>{cells}</tr>"
+        )
     rest = f"<p class='soft'>and {len(stages) - MOST_STAGES} more stages</p>" if len(stages) > MOST_STAGES else ""
     foot = '<p class="soft">Milliseconds, mean \N{PLUS-MINUS SIGN} standard deviation over microbatches and steps, waits left out.</p>'
     return f'<table class="ops">{head}{"".join(rows)}</table>{rest}{foot}'

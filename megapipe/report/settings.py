@@ -38,8 +38,12 @@ def changed_settings(text: str) -> tuple[list[Setting], str]:
     for key, field in fields_by_key().items():
         value = value_of(config, field)
         if value != field.default:
-            default = value_text(field.default) if field.default is not None or not field.option.required else "must be given"
-            found.append(Setting(field.section, field.name, field.main_flag, value_text(value), default, origins.get(key, "")))
+            default = (
+                value_text(field.default) if field.default is not None or not field.option.required else "must be given"
+            )
+            found.append(
+                Setting(field.section, field.name, field.main_flag, value_text(value), default, origins.get(key, ""))
+            )
     return found, "" if found else "everything is at its default"
 
 

@@ -23,7 +23,9 @@ class Op(enum.Enum):
     RECV_F = "RECV_F"  # the input comes from stage s - 1
     SEND_B = "SEND_B"  # the input gradient goes to stage s - 1
     RECV_B = "RECV_B"  # the output gradient comes from stage s + 1
-    REDUCE_GRAD = "REDUCE_GRAD"  # the stage's weight gradients are complete on this rank: its data-parallel reduction may start
+    REDUCE_GRAD = (
+        "REDUCE_GRAD"  # the stage's weight gradients are complete on this rank: its data-parallel reduction may start
+    )
     OVERLAP = "OVERLAP"  # the F of this stage and microbatch, which follows, and the backward after that one run side by side (DualPipe)
     UPDATE = "UPDATE"  # asynchronous schedules: the weights take one optimizer step with the gradients of all microbatches so far
 
@@ -58,9 +60,13 @@ def parse_action(text: str) -> Action:
     match = _PATTERN.fullmatch(text.strip())
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names:
-        raise ScheduleError(f"{text!r} is not an action; write stage, op, microbatch, as in 2F0, where op is one of {', '.join(names)}")
+        raise ScheduleError(
+            f"{text!r} is not an action; write stage, op, microbatch, as in 2F0, where op is one of {', '.join(names)}"
+        )
     op = names[match[2]]
     if (op is Op.REDUCE_GRAD) != (match[3] == ""):
-        rule = "takes no microbatch" if op is Op.REDUCE_GRAD else "needs a microbatch, as in " + match[1] + op.value + "0"
+        rule = (
+            "takes no microbatch" if op is Op.REDUCE_GRAD else "needs a microbatch, as in " + match[1] + op.value + "0"
+        )
         raise ScheduleError(f"{text!r} is not an action: {op.value} {rule}")
     return Action(int(match[1]), op, int(match[3]) if match[3] else None)

@@ -13,7 +13,9 @@ from functools import partial
 from megapipe.schedule.partition import Partition, StageCost, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement
 
-Fits = Callable[[int, tuple[int, ...]], bool]  # (pp_rank, layers of each of its stages in model order) -> they fit into its memory
+Fits = Callable[
+    [int, tuple[int, ...]], bool
+]  # (pp_rank, layers of each of its stages in model order) -> they fit into its memory
 INFINITE = float("inf")
 
 
@@ -60,10 +62,14 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
     return list(dict.fromkeys(cut for cut in found if cut is not None))
 
 
-def rank_loads(placement: Placement, cost: StageCost, rank_speeds: Sequence[float], cut: Partition) -> tuple[float, ...]:
+def rank_loads(
+    placement: Placement, cost: StageCost, rank_speeds: Sequence[float], cut: Partition
+) -> tuple[float, ...]:
     """Seconds that each pp_rank computes for one microbatch (with two directions: for one of each)."""
     of_stage = [cost(index, stage.first_layer, stage.last_layer_exclusive) for index, stage in enumerate(cut.stages)]
-    return tuple(sum(of_stage[stage] for stage in placement.stages_of(rank)) / speed for rank, speed in enumerate(rank_speeds))
+    return tuple(
+        sum(of_stage[stage] for stage in placement.stages_of(rank)) / speed for rank, speed in enumerate(rank_speeds)
+    )
 
 
 def _shares_ranks(placement: Placement) -> bool:
@@ -73,7 +79,9 @@ def _shares_ranks(placement: Placement) -> bool:
 def _by_stage(question: CutQuestion) -> Partition | None:
     """Least maximum over stages, each at the speed of its slowest rank."""
     placement, alone = question.placement, not _shares_ranks(question.placement)
-    slowest = [min(question.rank_speeds[rank] for rank in placement.ranks_of(stage)) for stage in range(placement.num_stages)]
+    slowest = [
+        min(question.rank_speeds[rank] for rank in placement.ranks_of(stage)) for stage in range(placement.num_stages)
+    ]
 
     def cost(stage: int, first: int, end: int) -> float:
         if alone and not question.fits(placement.rank_of_stage[stage], (end - first,)):
@@ -86,12 +94,16 @@ def _by_stage(question: CutQuestion) -> Partition | None:
 
 def _all_fit(question: CutQuestion, counts: Sequence[int]) -> bool:
     placement = question.placement
-    return all(question.fits(rank, tuple(counts[s] for s in placement.stages_of(rank))) for rank in range(placement.num_ranks))
+    return all(
+        question.fits(rank, tuple(counts[s] for s in placement.stages_of(rank))) for rank in range(placement.num_ranks)
+    )
 
 
 # filling ranks with layers that are alike
 
-Choose = Callable[[CutQuestion, "_Share", Sequence[int]], list[int]]  # which of its stages a share would give a layer to, best first
+Choose = Callable[
+    [CutQuestion, "_Share", Sequence[int]], list[int]
+]  # which of its stages a share would give a layer to, best first
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,14 @@ SCHEDULES: dict[str, Family] = {
         "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
         takes_chunks=True,
     ),
-    "zb-h1": Family(zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B", splits_backward=True),
+    "zb-h1": Family(
+        zb_h1, _linear, "backward split, W in a third of the bubble; the memory of 1F1B", splits_backward=True
+    ),
     "zb-h2": Family(
-        zb_h2, _linear, "backward split, no bubble between steps where F = I = W; about twice the memory", splits_backward=True
+        zb_h2,
+        _linear,
+        "backward split, no bubble between steps where F = I = W; about twice the memory",
+        splits_backward=True,
     ),
     "zb-v": Family(
         zb_v,
@@ -122,7 +127,9 @@ SCHEDULES: dict[str, Family] = {
         chunks=2,
         splits_backward=True,
     ),
-    "zb-auto": Family(automatic, _linear, "backward split, searched for measured times and a memory limit", splits_backward=True),
+    "zb-auto": Family(
+        automatic, _linear, "backward split, searched for measured times and a memory limit", splits_backward=True
+    ),
     "dualpipe": Family(
         dualpipe,
         _two_directions,
@@ -158,7 +165,12 @@ SCHEDULES: dict[str, Family] = {
 
 @without_collector
 def build_schedule(
-    name: str, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None, wish: Wish | None = None
+    name: str,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None = None,
+    wish: Wish | None = None,
 ) -> Schedule:
     """The compute-only schedule `name`, validated.
 
@@ -168,7 +180,9 @@ def build_schedule(
     """
     family = _family(name)
     shape = _checked_shape(name, family, num_ranks, num_chunks, num_microbatches, group_size)
-    schedule = Schedule(name, family.place(num_ranks, num_chunks), num_microbatches, family.generate(shape._replace(wish=wish)))
+    schedule = Schedule(
+        name, family.place(num_ranks, num_chunks), num_microbatches, family.generate(shape._replace(wish=wish))
+    )
     validate(schedule)
     return schedule
 
@@ -205,12 +219,20 @@ def _family(name: str) -> Family:
     return SCHEDULES[name]
 
 
-def _checked_shape(name: str, family: Family, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None) -> Shape:
-    for what, count in (("pipeline ranks", num_ranks), ("chunks a rank", num_chunks), ("microbatches", num_microbatches)):
+def _checked_shape(
+    name: str, family: Family, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None
+) -> Shape:
+    for what, count in (
+        ("pipeline ranks", num_ranks),
+        ("chunks a rank", num_chunks),
+        ("microbatches", num_microbatches),
+    ):
         if count < 1:
             raise ConfigError(f"schedule {name} with {count} {what}; use 1 or more")
     if family.chunks is not None and num_chunks != family.chunks:
-        raise ConfigError(f"schedule {name} holds {family.chunks} stages a rank, {num_chunks} were asked for; use {family.chunks}")
+        raise ConfigError(
+            f"schedule {name} holds {family.chunks} stages a rank, {num_chunks} were asked for; use {family.chunks}"
+        )
     if num_chunks > 1 and not family.takes_chunks:
         several = ", ".join(other for other, row in SCHEDULES.items() if row.takes_chunks)
         raise ConfigError(
@@ -218,7 +240,9 @@ def _checked_shape(name: str, family: Family, num_ranks: int, num_chunks: int, n
             f"asked for; use 1 chunk, or a schedule with chunks: {several}"
         )
     if group_size is not None and not family.takes_group_size:
-        raise ConfigError(f"schedule {name} has no microbatch groups, but a group size of {group_size} was asked for; leave it out")
+        raise ConfigError(
+            f"schedule {name} has no microbatch groups, but a group size of {group_size} was asked for; leave it out"
+        )
     if group_size is not None and group_size < num_ranks:
         raise ConfigError(
             f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {family.group_rule}; "

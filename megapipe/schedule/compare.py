@@ -70,7 +70,9 @@ class Model:
         count = len(self.slices)
         if count % num_stages == 0:
             size = count // num_stages
-            return [Seconds(*map(sum, zip(*self.slices[s * size : (s + 1) * size], strict=True))) for s in range(num_stages)]
+            return [
+                Seconds(*map(sum, zip(*self.slices[s * size : (s + 1) * size], strict=True))) for s in range(num_stages)
+            ]
         if len(set(self.slices)) == 1:
             return [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
         raise ConfigError(

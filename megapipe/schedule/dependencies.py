@@ -82,7 +82,9 @@ def makes(action: Action) -> tuple[Value, ...]:
 
 def is_given(value: Value, num_stages: int) -> bool:
     """True for what nobody has to make: the data before stage 0 and the loss's gradient after the last stage."""
-    return (value.kind is ValueKind.ACT and value.stage < 0) or (value.kind is ValueKind.GRAD and value.stage >= num_stages)
+    return (value.kind is ValueKind.ACT and value.stage < 0) or (
+        value.kind is ValueKind.GRAD and value.stage >= num_stages
+    )
 
 
 class Channel(NamedTuple):
@@ -97,7 +99,11 @@ class Channel(NamedTuple):
     direction: int = 0
 
     def __str__(self) -> str:
-        arrow = f"{self.boundary} -> {self.boundary + 1}" if self.kind is ValueKind.ACT else f"{self.boundary + 1} -> {self.boundary}"
+        arrow = (
+            f"{self.boundary} -> {self.boundary + 1}"
+            if self.kind is ValueKind.ACT
+            else f"{self.boundary + 1} -> {self.boundary}"
+        )
         return f"{self.kind.value}s of stage {arrow}" + (f", direction {self.direction}" if self.direction else "")
 
 

@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 from megapipe.schedule.schedule import Row
 
 
-def rows_text(rows: Sequence[Row], marks: Collection[tuple[int, int]] = (), slots_around: int = 5, ranks_around: int = 8) -> str:
+def rows_text(
+    rows: Sequence[Row], marks: Collection[tuple[int, int]] = (), slots_around: int = 5, ranks_around: int = 8
+) -> str:
     """The rows, slot by slot in the order of execution. `marks` are (rank, slot) pairs to set in >angle brackets<.
 
     With marks each row is cut to the slots around its own mark (or around the first one), and ranks far from every mark are left out: a

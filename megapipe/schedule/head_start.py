@@ -40,18 +40,24 @@ def give_head_start(schedule: Schedule) -> HeadStart:
         first = tuple(action for action in row[:end] if _is_closed(action, heads))
         rows.append((*first, *(action for action in row[:end] if not _is_closed(action, heads)), *row[end:]))
         lengths.append(len(first))
-    return HeadStart(Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(rows)), tuple(lengths))
+    return HeadStart(
+        Schedule(schedule.name, schedule.placement, schedule.num_microbatches, tuple(rows)), tuple(lengths)
+    )
 
 
 def _forwards(schedule: Schedule) -> Forwards:
     """The largest set of forwards of the triangle that stand first in their rows and whose inputs are made in it."""
     border = schedule.num_ranks - 1
     found: Forwards = frozenset(
-        (stage, microbatch) for stage in range(border) for microbatch in range(min(border - stage, schedule.num_microbatches))
+        (stage, microbatch)
+        for stage in range(border)
+        for microbatch in range(min(border - stage, schedule.num_microbatches))
     )
     while True:
         leading = frozenset(pair for row in schedule.rows for pair in _leading(row, found))
-        kept = frozenset((stage, microbatch) for stage, microbatch in leading if stage == 0 or (stage - 1, microbatch) in leading)
+        kept = frozenset(
+            (stage, microbatch) for stage, microbatch in leading if stage == 0 or (stage - 1, microbatch) in leading
+        )
         if kept == found:
             return found
         found = kept

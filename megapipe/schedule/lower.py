@@ -24,7 +24,9 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     A schedule that updates weights on its way gets no REDUCE_GRAD: its UPDATEs hold the reduction.
     """
     if receive_depth < 0:
-        raise ConfigError(f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or more")
+        raise ConfigError(
+            f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or more"
+        )
     if schedule.is_lowered:
         raise ScheduleError(
             f"schedule {schedule} already holds messages or reductions; lower a compute-only schedule (schedule.compute_only())"
@@ -67,7 +69,9 @@ def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, lis
         for microbatch in reversed(made):  # a receive is posted no later than those that come after it on the channel
             bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
             slot = max(0, bound - receive_depth)
-            posts.append((slot if heads is None else heads[rank].get(slot, slot), Action(to_stage, receive, microbatch)))
+            posts.append(
+                (slot if heads is None else heads[rank].get(slot, slot), Action(to_stage, receive, microbatch))
+            )
         for slot, action in reversed(posts):
             plan.setdefault(slot, []).append(action)
     return plans
@@ -76,7 +80,10 @@ def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, lis
 def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
     """[kind][stage of the consumer x microbatches + microbatch] -> index in its row of the action that needs the value from afar."""
     count = schedule.num_microbatches
-    far = {op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]] for op in PLANNED_OPS}
+    far = {
+        op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]]
+        for op in PLANNED_OPS
+    }
     never = max(map(len, schedule.rows))
     consumed_at = {kind: [never] * (schedule.num_stages * count) for kind in TRAVELS}
     for row in schedule.rows:

@@ -81,7 +81,9 @@ class Machine:
         self.waiting_for: dict[int, int] = {}  # value id -> rank
         self.blocked_on: dict[int, int] = {}  # channel -> rank
         self.times = self._given_times()
-        self.work = {op: [self._resolve(op, direction) for direction in range(self._num_directions)] for op in COMPUTE_OPS}
+        self.work = {
+            op: [self._resolve(op, direction) for direction in range(self._num_directions)] for op in COMPUTE_OPS
+        }
         self.pair_seconds = pair_seconds or {}
         self.others: dict[Op, Callable[[int, Action, float], int]] = {
             Op.REDUCE_GRAD: self._reduce,
@@ -118,11 +120,19 @@ class Machine:
         """The entries of `op` for all stages."""
         entries, lowered = [], self.schedule.is_lowered
         for stage in range(self.schedule.num_stages):
-            needs = tuple(self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op])
+            needs = tuple(
+                self._base(kind, offset, self._is_far(stage, offset, direction)) for kind, offset in NEEDS[op]
+            )
             makes = tuple(self._base(kind, offset, False) for kind, offset in MAKES[op])
-            arrives = () if lowered else tuple(self._arrival(stage, kind, direction) for kind, _ in MAKES[op] if kind in TRAVELS)
+            arrives = (
+                ()
+                if lowered
+                else tuple(self._arrival(stage, kind, direction) for kind, _ in MAKES[op] if kind in TRAVELS)
+            )
             speed = self.rank_speeds[self.schedule.placement.directions[direction][stage]]
-            entries.append(_Work(needs, makes, tuple(filter(None, arrives)), self.seconds.get((stage, op), 0.0) / speed))
+            entries.append(
+                _Work(needs, makes, tuple(filter(None, arrives)), self.seconds.get((stage, op), 0.0) / speed)
+            )
         return entries
 
     def _arrival(self, stage: int, kind: ValueKind, direction: int) -> tuple[int, float] | None:
@@ -140,9 +150,13 @@ class Machine:
                 offset = table[op][0][1]
                 for direction, entries in enumerate(hops[op]):
                     for stage in range(self.schedule.num_stages):
-                        channel = index.setdefault(channel_of(Action(stage, op, direction), self._num_directions), len(index))
+                        channel = index.setdefault(
+                            channel_of(Action(stage, op, direction), self._num_directions), len(index)
+                        )
                         wire_seconds = self.seconds.get((stage + offset, send), 0.0)
-                        entries.append(_Hop(self._base(kind, offset, False), self._base(kind, offset, True), channel, wire_seconds))
+                        entries.append(
+                            _Hop(self._base(kind, offset, False), self._base(kind, offset, True), channel, wire_seconds)
+                        )
         self.channels = list(index)
         return hops
 
@@ -227,7 +241,9 @@ class Machine:
             start = clock if clock > other[0] else other[0]
             if wire_seconds and overlap:
                 start = free_at[channel] = max(start, free_at[channel]) + wire_seconds
-            ends[position] = other[1][other[2]] = times[message + key] = start + latency_seconds if latency_seconds else start
+            ends[position] = other[1][other[2]] = times[message + key] = (
+                start + latency_seconds if latency_seconds else start
+            )
             if message + key in waiting_for:
                 ready.append(waiting_for.pop(message + key))
         else:

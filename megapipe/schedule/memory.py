@@ -18,7 +18,9 @@ def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> 
         return []
     change = {Op.B: -1.0, Op.I: kept_for_weights - 1.0, Op.W: -kept_for_weights}
     steps: list[tuple[float, int, float]] = []
-    for (_, op, _), start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+    for (_, op, _), start, end in zip(
+        timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True
+    ):
         if op is Op.F:
             steps.append((start, 1, 1.0))  # after what ends in the same moment
         elif change.get(op):

@@ -39,9 +39,13 @@ class Partition:
         last, end = len(self.stages) - 1, 0
         for index, stage in enumerate(self.stages):
             if stage.first_layer != end or stage.num_layers < 0:
-                raise ConfigError(f"stage {index} starts at layer {stage.first_layer}, but the stages before it end at layer {end}")
+                raise ConfigError(
+                    f"stage {index} starts at layer {stage.first_layer}, but the stages before it end at layer {end}"
+                )
             if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
-                raise ConfigError(f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each once")
+                raise ConfigError(
+                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each once"
+                )
             end = stage.last_layer_exclusive
         if not self.stages:
             raise ConfigError("a model needs at least one stage")
@@ -57,7 +61,9 @@ class Partition:
     def stage_costs(self, layer_costs: Sequence[float], embedding_cost: float, head_cost: float) -> tuple[float, ...]:
         """The cost of each stage, in the unit of the arguments."""
         return tuple(
-            sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0) + embedding_cost * s.has_embedding + head_cost * s.has_head
+            sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0)
+            + embedding_cost * s.has_embedding
+            + head_cost * s.has_head
             for s in self.stages
         )
 
@@ -67,7 +73,8 @@ class Partition:
 
     def __str__(self) -> str:
         return " | ".join(
-            "+".join(["embedding"] * s.has_embedding + [_range_text(s)] * (s.num_layers > 0) + ["head"] * s.has_head) or "nothing"
+            "+".join(["embedding"] * s.has_embedding + [_range_text(s)] * (s.num_layers > 0) + ["head"] * s.has_head)
+            or "nothing"
             for s in self.stages
         )
 
@@ -81,9 +88,16 @@ def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
     """The partition with these numbers of layers; ConfigError unless they sum to num_layers."""
     ends = list(accumulate(layer_counts))
     if sum(layer_counts) != num_layers or any(count < 0 for count in layer_counts):
-        raise ConfigError(f"the stages hold {list(layer_counts)} layers, {sum(layer_counts)} together; the model has {num_layers}")
+        raise ConfigError(
+            f"the stages hold {list(layer_counts)} layers, {sum(layer_counts)} together; the model has {num_layers}"
+        )
     last = len(ends) - 1
-    return Partition(tuple(StageLayers(end - n, end, i == 0, i == last) for i, (n, end) in enumerate(zip(layer_counts, ends, strict=True))))
+    return Partition(
+        tuple(
+            StageLayers(end - n, end, i == 0, i == last)
+            for i, (n, end) in enumerate(zip(layer_counts, ends, strict=True))
+        )
+    )
 
 
 # by cost
@@ -105,7 +119,9 @@ def cut_by_cost(
     """
     num_layers = len(layer_costs)
     if num_stages < 1 or min((*layer_costs, embedding_cost, head_cost), default=0) < 0:
-        raise ConfigError(f"cannot cut {num_layers} layers into {num_stages} stages: stages must be 1 or more and costs 0 or more")
+        raise ConfigError(
+            f"cannot cut {num_layers} layers into {num_stages} stages: stages must be 1 or more and costs 0 or more"
+        )
     prefix = [0.0, *accumulate(layer_costs)]
 
     beside = [0.0] * num_stages  # what a stage costs beside its layers
@@ -128,10 +144,14 @@ def cut_by_cost(
     return cut
 
 
-StageCost = Callable[[int, int, int], float]  # (stage, first layer, last layer exclusive) -> cost, infinite where that is not allowed
+StageCost = Callable[
+    [int, int, int], float
+]  # (stage, first layer, last layer exclusive) -> cost, infinite where that is not allowed
 
 
-def cut_by_stage_cost(cost: StageCost, num_layers: int, num_stages: int, layers_alike: bool = False) -> Partition | None:
+def cut_by_stage_cost(
+    cost: StageCost, num_layers: int, num_stages: int, layers_alike: bool = False
+) -> Partition | None:
     """The cut of `cut_by_cost` for any cost that grows with the layers of a stage. layers_alike: it depends on their number alone, which
     makes it quicker. None if no cut is allowed."""
     fewest = 1 if num_layers >= num_stages else 0
@@ -171,9 +191,13 @@ def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_
     return best[num_layers]
 
 
-def _most_equal_counts(cost: Callable[[int, int, int], float], bound: float, num_layers: int, num_stages: int, fewest: int) -> list[int]:
+def _most_equal_counts(
+    cost: Callable[[int, int, int], float], bound: float, num_layers: int, num_stages: int, fewest: int
+) -> list[int]:
     """Of the cuts with no stage above `bound` the counts with the least sum of squares."""
-    least: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]  # [stages so far][layers so far] -> (sum of squares, cut before)
+    least: list[dict[int, tuple[int, int]]] = [
+        {0: (0, 0)}
+    ]  # [stages so far][layers so far] -> (sum of squares, cut before)
     for stage in range(num_stages):
         reached: dict[int, tuple[int, int]] = {}
         most = num_layers - fewest * (num_stages - 1 - stage)
@@ -234,7 +258,9 @@ def cut_evenly(
     counts[0] -= count_embedding
     counts[-1] -= count_head
     if min(counts) < 0:
-        raise ConfigError(f"{num_layers} layers are too few for {len(counts)} stages that also count embedding or loss; use fewer stages")
+        raise ConfigError(
+            f"{num_layers} layers are too few for {len(counts)} stages that also count embedding or loss; use fewer stages"
+        )
     return from_counts(counts, num_layers)
 
 
@@ -243,7 +269,9 @@ def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]
     rest, others = slots - sum(fixed.values()), num_ranks - len(fixed)
     ways_out = "choose counts that divide, write --pipeline-model-parallel-layout, or let the layers be cut by cost"
     if rest < 0 or (others == 0 and rest):
-        raise ConfigError(f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}; {ways_out}")
+        raise ConfigError(
+            f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}; {ways_out}"
+        )
     if others and rest % (others * num_chunks):
         raise ConfigError(
             f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x {num_chunks} chunks; "
@@ -251,7 +279,9 @@ def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]
         )
     uneven = [count for count in fixed.values() if count % num_chunks or count < 0]
     if uneven:
-        raise ConfigError(f"{uneven[0]} layers on one pipeline rank do not divide into its {num_chunks} chunks; {ways_out}")
+        raise ConfigError(
+            f"{uneven[0]} layers on one pipeline rank do not divide into its {num_chunks} chunks; {ways_out}"
+        )
     return [fixed[rank] if rank in fixed else rest // others for rank in range(num_ranks)]
 
 
@@ -266,7 +296,9 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
     """
     stages = _expand(text).split("|")
     if len(stages) != num_stages:
-        raise ConfigError(f"pipeline layout {text!r} has {len(stages)} stages; the pipeline ranks and their chunks need {num_stages}")
+        raise ConfigError(
+            f"pipeline layout {text!r} has {len(stages)} stages; the pipeline ranks and their chunks need {num_stages}"
+        )
     for index, stage in enumerate(stages):
         expected = "E" * (index == 0) + "t" * stage.count("t") + "L" * (index == num_stages - 1)
         if stage != expected:
@@ -310,14 +342,18 @@ def _expand_sequence(plain: str, at: int, text: str) -> tuple[str, int]:
                 f"pipeline layout {text!r}: 'm' is a multi-token prediction layer, which these models do not have; leave it out"
             )
         else:
-            raise ConfigError(f"pipeline layout {text!r}: {plain[at:]!r} starts with none of E t L | ( and is no repetition *n")
+            raise ConfigError(
+                f"pipeline layout {text!r}: {plain[at:]!r} starts with none of E t L | ( and is no repetition *n"
+            )
         at += 1
         if at < len(plain) and plain[at] == "*":
             digits = at + 1
             while digits < len(plain) and plain[digits].isdecimal():
                 digits += 1
             if digits == at + 1:
-                raise ConfigError(f"pipeline layout {text!r}: {plain[start : at + 1]!r} lacks the number of repetitions")
+                raise ConfigError(
+                    f"pipeline layout {text!r}: {plain[start : at + 1]!r} lacks the number of repetitions"
+                )
             piece, at = piece * int(plain[at + 1 : digits]), digits
         expanded += piece
     return expanded, at

@@ -30,7 +30,9 @@ class Placement:
                 raise ConfigError(f"the placement {ranks} names a pp_rank outside 0..{self.num_ranks - 1}")
         idle = [rank for rank in range(self.num_ranks) if not self.stages_of(rank)]
         if self.num_ranks < 1 or idle:
-            raise ConfigError(f"pp_ranks {idle} of {self.num_ranks} hold no stage; every pipeline rank must hold at least one")
+            raise ConfigError(
+                f"pp_ranks {idle} of {self.num_ranks} hold no stage; every pipeline rank must hold at least one"
+            )
 
     @cached_property
     def directions(self) -> tuple[tuple[int, ...], ...]:

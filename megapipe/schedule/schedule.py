@@ -27,7 +27,9 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.placement.num_ranks:
-            raise ScheduleError(f"schedule {self.name} has {len(self.rows)} rows for {self.placement.num_ranks} pipeline ranks")
+            raise ScheduleError(
+                f"schedule {self.name} has {len(self.rows)} rows for {self.placement.num_ranks} pipeline ranks"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -83,7 +85,9 @@ def _cells(row: Row) -> Iterator[str]:
             yield str(action)
 
 
-def from_csv(text: str, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None) -> Schedule:
+def from_csv(
+    text: str, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None
+) -> Schedule:
     """Read rows of actions; empty cells (bubbles, as torch.distributed.pipelining writes them) are skipped.
 
     So are torch's UNSHARD and RESHARD, which say when FSDP gathers a stage's parameters: here that is not the schedule's business.
@@ -95,7 +99,9 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None, n
     num_actions = sum(map(len, rows))
     for action in (action for row in rows for action in row):
         if (action.microbatch or 0) >= num_actions:  # before anything is laid out by that number
-            raise ScheduleError(f"schedule {name}: {action} among {num_actions} actions: microbatches are numbered from 0 without gaps")
+            raise ScheduleError(
+                f"schedule {name}: {action} among {num_actions} actions: microbatches are numbered from 0 without gaps"
+            )
     if num_microbatches is None:
         num_microbatches = 1 + max((a.microbatch for row in rows for a in row if a.microbatch is not None), default=-1)
     return Schedule(name, placement or _placement_of(rows, name), num_microbatches, rows)

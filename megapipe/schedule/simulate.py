@@ -71,8 +71,14 @@ class Costs:
             Op.SEND_B: transfer_seconds,
         }
         stages = range(num_stages)
-        pairs = {} if pair_seconds is None else {(forward, backward): pair_seconds for forward in stages for backward in stages}
-        return Costs({(stage, op): value for stage in stages for op, value in of_op.items()}, latency_seconds, overlap, pairs)
+        pairs = (
+            {}
+            if pair_seconds is None
+            else {(forward, backward): pair_seconds for forward in stages for backward in stages}
+        )
+        return Costs(
+            {(stage, op): value for stage in stages for op, value in of_op.items()}, latency_seconds, overlap, pairs
+        )
 
 
 class Bubble(NamedTuple):
@@ -181,9 +187,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1].value}); give the seconds of every stage and op"
         )
     if not costs.overlap and not schedule.is_lowered:
-        raise ScheduleError(f"schedule {schedule} has no messages that could stand beside or on the clock of a rank: lower it first")
+        raise ScheduleError(
+            f"schedule {schedule} has no messages that could stand beside or on the clock of a rank: lower it first"
+        )
     if costs.rank_speeds and len(costs.rank_speeds) != schedule.num_ranks:
-        raise ScheduleError(f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}")
+        raise ScheduleError(
+            f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}"
+        )
     machine = Machine(
         schedule,
         costs.seconds,

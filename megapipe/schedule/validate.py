@@ -51,9 +51,7 @@ class ValidationReport:
         if not self.schedule.is_lowered:
             return text
         posted = max(self.most_posted.values(), default=0)
-        return (
-            f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, at most {posted} receives posted on one"
-        )
+        return f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, at most {posted} receives posted on one"
 
 
 @without_collector
@@ -70,10 +68,16 @@ def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationRep
     if schedule.is_lowered:
         _check_messages(schedule, seen, orders)
         _check_reductions(schedule)
-    machine = Machine(schedule, {}, send_depth=send_depth if send_depth is not None else 0, raise_depth=send_depth is None)
+    machine = Machine(
+        schedule, {}, send_depth=send_depth if send_depth is not None else 0, raise_depth=send_depth is None
+    )
     if not machine.run():
         _explain_standstill(schedule, machine, send_depth)
-    used = {channel: depth for channel, depth, sent in zip(machine.channels, machine.depths, machine.sent, strict=True) if sent}
+    used = {
+        channel: depth
+        for channel, depth, sent in zip(machine.channels, machine.depths, machine.sent, strict=True)
+        if sent
+    }
     return ValidationReport(schedule, used)
 
 
@@ -100,9 +104,17 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
                 _check_whole_step(schedule, rank, slot, reduced)
                 continue
             if not (0 <= stage < stages and 0 <= microbatch < count):
-                _fail(schedule, f"{row[slot]} is outside stages 0..{stages - 1} and microbatches 0..{count - 1}", [(rank, slot)])
+                _fail(
+                    schedule,
+                    f"{row[slot]} is outside stages 0..{stages - 1} and microbatches 0..{count - 1}",
+                    [(rank, slot)],
+                )
             if directions[microbatch % num_directions][stage] != rank:
-                _fail(schedule, f"{row[slot]} belongs on rank {schedule.placement.rank_of(stage, microbatch)}", [(rank, slot)])
+                _fail(
+                    schedule,
+                    f"{row[slot]} belongs on rank {schedule.placement.rank_of(stage, microbatch)}",
+                    [(rank, slot)],
+                )
             flags = seen[op]
             if flags[stage * count + microbatch]:
                 first = row.index(row[slot])
@@ -132,7 +144,9 @@ def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
         if op is Op.OVERLAP:
             halves = row[slot + 1 : slot + 3]
             if len(halves) < 2 or halves[0] != Action(stage, Op.F, microbatch) or halves[1][1] not in (Op.B, Op.I):
-                _fail(schedule, f"{row[slot]} must be followed by {stage}F{microbatch} and then a B or I", [(rank, slot)])
+                _fail(
+                    schedule, f"{row[slot]} must be followed by {stage}F{microbatch} and then a B or I", [(rank, slot)]
+                )
             if not 0 <= halves[1][0] < schedule.num_stages:  # named like any other fault, but before it is looked up
                 _fail(schedule, f"{halves[1]} is outside stages 0..{schedule.num_stages - 1}", [(rank, slot + 2)])
         elif op is Op.B or op is Op.W:
@@ -141,7 +155,11 @@ def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
             wanted = (m for m in range(microbatch + 1) if m % directions == microbatch % directions)
             missing = next((m for m in wanted if m not in done.get(stage, ())), None)
             if missing is not None:
-                _fail(schedule, f"{row[slot]} needs the weight gradient of stage {stage}, microbatch {missing}, before it", [(rank, slot)])
+                _fail(
+                    schedule,
+                    f"{row[slot]} needs the weight gradient of stage {stage}, microbatch {missing}, before it",
+                    [(rank, slot)],
+                )
 
 
 def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
@@ -156,14 +174,20 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
         name = f"stage {stage}, microbatch {microbatch}"
         rank = schedule.placement.rank_of(stage, microbatch)
         marks = [
-            (rank, slot) for slot, a in enumerate(schedule.rows[rank]) if a[0] == stage and a[2] == microbatch and a[1] in COMPUTE_OPS
+            (rank, slot)
+            for slot, a in enumerate(schedule.rows[rank])
+            if a[0] == stage and a[2] == microbatch and a[1] in COMPUTE_OPS
         ][-1:]
         if not f:
             _fail(schedule, f"the forward of {name} is missing on rank {rank}", marks)
         if b and (i or w):
             _fail(schedule, f"{name} has a full backward and a split one", marks)
         if i != w:
-            _fail(schedule, f"the backward of {name} is split, but its {'W' if i else 'I'} is missing on rank {rank}", marks)
+            _fail(
+                schedule,
+                f"the backward of {name} is split, but its {'W' if i else 'I'} is missing on rank {rank}",
+                marks,
+            )
         if b + i != wanted[index]:
             _fail(schedule, f"the backward of {name} is missing on rank {rank}", marks)
 
@@ -173,17 +197,25 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _O
     for op, expected in _expected_messages(schedule, seen).items():
         if seen[op] == expected:
             continue
-        index = next(i for i, (is_there, wanted) in enumerate(zip(seen[op], expected, strict=True)) if is_there != wanted)
+        index = next(
+            i for i, (is_there, wanted) in enumerate(zip(seen[op], expected, strict=True)) if is_there != wanted
+        )
         action = Action(index // schedule.num_microbatches, op, index % schedule.num_microbatches)
         rank = schedule.placement.rank_of(action.stage, action.microbatch or 0)
         if expected[index]:
             _fail(schedule, f"{action} is missing on rank {rank}", [(rank, len(schedule.rows[rank]))])
-        _fail(schedule, f"{action} has no peer: nothing crosses to another rank there", [(rank, schedule.rows[rank].index(action))])
+        _fail(
+            schedule,
+            f"{action} has no peer: nothing crosses to another rank there",
+            [(rank, schedule.rows[rank].index(action))],
+        )
     for send, receive, step in TRAVELS.values():
         for direction, sent in enumerate(orders[send]):
             for stage in range(max(0, -step), schedule.num_stages - max(0, step)):
                 if sent[stage] != orders[receive][direction][stage + step]:
-                    _fail_fifo(schedule, Action(stage, send, direction), sent[stage], orders[receive][direction][stage + step])
+                    _fail_fifo(
+                        schedule, Action(stage, send, direction), sent[stage], orders[receive][direction][stage + step]
+                    )
 
 
 def _fail_fifo(schedule: Schedule, send: Action, sent: list[int], received: list[int]) -> NoReturn:
@@ -222,7 +254,9 @@ def _most_posted(schedule: Schedule) -> dict[Channel, int]:
     num_directions = len(schedule.placement.directions)
     brought_by = {MAKES[receive][0]: receive for receive in RECV_OPS}
     uses = {op: [brought_by[need] for need in NEEDS[op] if need in brought_by] for op in COMPUTE_OPS}
-    most, posted = ({op: [[0] * schedule.num_stages for _ in range(num_directions)] for op in RECV_OPS} for _ in range(2))
+    most, posted = (
+        {op: [[0] * schedule.num_stages for _ in range(num_directions)] for op in RECV_OPS} for _ in range(2)
+    )
     for stage, op, microbatch in chain.from_iterable(schedule.rows):
         if op in RECV_OPS:
             counts = posted[op][microbatch % num_directions]  # type: ignore[operator]
@@ -251,7 +285,9 @@ def _check_reductions(schedule: Schedule) -> None:
         order = [(stage, slot) for slot, (stage, op, _) in enumerate(row) if op is reduction]
         missing = set(schedule.placement.stages_of(rank)) - {stage for stage, _ in order}
         if missing:
-            _fail(schedule, f"{Action(min(missing), Op.REDUCE_GRAD, None)} is missing on rank {rank}", [(rank, len(row))])
+            _fail(
+                schedule, f"{Action(min(missing), Op.REDUCE_GRAD, None)} is missing on rank {rank}", [(rank, len(row))]
+            )
         shared = [(stage, slot) for stage, slot in order if len(schedule.placement.ranks_of(stage)) > 1]
         for (before, _), (after, slot) in pairwise(shared):
             follows.setdefault(before, {})[after] = (rank, slot)
@@ -274,9 +310,7 @@ def _check_no_cycle(schedule: Schedule, follows: Mapping[int, Mapping[int, Place
                 state[step[0]] = False
                 path.append((step[0], iter(follows.get(step[0], {}).items())))
             elif not state[step[0]]:
-                message = (
-                    f"stages {stage} and {step[0]} are reduced in this order here and in another order on another rank of their groups"
-                )
+                message = f"stages {stage} and {step[0]} are reduced in this order here and in another order on another rank of their groups"
                 _fail(schedule, f"{message}; members of a group must issue its collectives in one order", [step[1]])
 
 

@@ -15,7 +15,9 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPLETES_OPS, Op
 from megapipe.schedule.schedule import Schedule
 
-VersionRule = Callable[[int, int, int], int]  # (microbatch, group size, newest version at its forward) -> version it uses
+VersionRule = Callable[
+    [int, int, int], int
+]  # (microbatch, group size, newest version at its forward) -> version it uses
 
 
 def stashed(microbatch: int, group_size: int, newest: int) -> int:

@@ -27,7 +27,9 @@ def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[Param
             raise ConfigError(f"no stage holds {spec.name}: the cut of layers drops it")
         ends = {min(stages), max(stages)}
         if len(held_by) > 1 and not (spec.tied and set(held_by) == ends and len(held_by) == 2):
-            raise ConfigError(f"{spec.name} is held by stages {held_by}; only a tied embedding may lie in two, the first and the last")
+            raise ConfigError(
+                f"{spec.name} is held by stages {held_by}; only a tied embedding may lie in two, the first and the last"
+            )
 
 
 def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
@@ -45,7 +47,9 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
         position = 0
         for start, stop in sorted(held):
             if start != position:
-                raise ConfigError(f"{spec.name}: rows {min(start, position)} to {max(start, position)} are held by no tp_rank or by two")
+                raise ConfigError(
+                    f"{spec.name}: rows {min(start, position)} to {max(start, position)} are held by no tp_rank or by two"
+                )
             if tuple(held[start, stop]) != declared[start, stop]:
                 raise ConfigError(
                     f"{spec.name}: rows {start} to {stop} lie on tp_ranks {held[start, stop]}, declared {declared[start, stop]}"
@@ -73,7 +77,9 @@ def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], t
             end = bucket.start
             for slot in bucket.slots:
                 if slot.start < end or slot.stop > bucket.stop:
-                    raise ConfigError(f"{slot.spec.name} at [{slot.start}, {slot.stop}) overlaps its neighbour or leaves its bucket")
+                    raise ConfigError(
+                        f"{slot.spec.name} at [{slot.start}, {slot.stop}) overlaps its neighbour or leaves its bucket"
+                    )
                 if sum(piece.box.num_elements for piece in pieces(slot.spec, tp_rank, tp)) != slot.numel:
                     raise ConfigError(f"{slot.spec.name}: its boxes do not add up to its {slot.numel} local elements")
                 end = slot.stop

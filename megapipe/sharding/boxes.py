@@ -31,7 +31,9 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common rectangle of two boxes of one tensor, None if there is none."""
         starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        stops = (min(a + n, b + k) for a, n, b, k in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        stops = (
+            min(a + n, b + k) for a, n, b, k in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
         shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         return Box(starts, shape) if all(n > 0 for n in shape) else None
 
@@ -59,7 +61,9 @@ def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | N
     stop = math.prod(local) if stop is None else stop
     found: list[Piece] = []
     for rows, row_offset, columns, column_offset, first, owned in _blocks(spec, tp_rank, tp, local):
-        for row, num_rows, column, num_columns, at in rectangles(rows, columns, max(start - first, 0), min(stop - first, rows * columns)):
+        for row, num_rows, column, num_columns, at in rectangles(
+            rows, columns, max(start - first, 0), min(stop - first, rows * columns)
+        ):
             if len(spec.shape) == 1:
                 box = Box((row_offset + row,), (num_rows,))
             else:
@@ -68,7 +72,9 @@ def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | N
     return tuple(found)
 
 
-def _blocks(spec: ParamSpec, tp_rank: int, tp: int, local: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, int, bool]]:
+def _blocks(
+    spec: ParamSpec, tp_rank: int, tp: int, local: tuple[int, ...]
+) -> Iterator[tuple[int, int, int, int, int, bool]]:
     """Runs of whole local rows that are consecutive in the global tensor: rows, row offset, columns, column offset, flat start, owned."""
     intervals = spec.intervals(tp_rank, tp)
     if len(spec.shape) > 2:

@@ -73,7 +73,12 @@ class BufferLayout:
 
 
 def layout_buffers(
-    specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int, tied_kind: BufferKind = "plain"
+    specs: Sequence[ParamSpec],
+    tp_rank: int,
+    tp: int,
+    num_shards: int,
+    bucket_size: int,
+    tied_kind: BufferKind = "plain",
 ) -> tuple[BufferLayout, ...]:
     """The buffers of a stage that holds `specs` (model order).
 
@@ -108,7 +113,9 @@ def _fill(specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bu
     start = 0
     for group in _groups(specs, tp_rank, tp, bucket_size):
         slots, position = [], start
-        for spec in sorted(group, key=lambda spec: (not spec.weight_decay, spec.decoupled_lr)):  # runs for the optimizer's groups
+        for spec in sorted(
+            group, key=lambda spec: (not spec.weight_decay, spec.decoupled_lr)
+        ):  # runs for the optimizer's groups
             slots.append(Slot(spec, position, spec.local_shape(tp_rank, tp)))
             position = _round_up(slots[-1].stop, ALIGNMENT)
         stop = start + _round_up(position - start, ALIGNMENT * num_shards)

@@ -98,7 +98,9 @@ def _block(model: ModelConfig, layer: int, sequence_parallel: bool) -> Iterator[
 
     yield from _norm(model, f"{prefix}.input_layernorm", hidden, layer, sequence_parallel)
     qkv = QueryGroups(heads, groups, head_dim)
-    yield from linear(f"{attention}.linear_qkv", ((heads + 2 * groups) * head_dim, hidden), qkv, bias or model.add_qkv_bias)
+    yield from linear(
+        f"{attention}.linear_qkv", ((heads + 2 * groups) * head_dim, hidden), qkv, bias or model.add_qkv_bias
+    )
     if model.qk_layernorm:  # the same weight for all heads, of which each tp_rank sees its own
         yield from _norm(model, f"{attention}.q_layernorm", head_dim, layer, True)
         yield from _norm(model, f"{attention}.k_layernorm", head_dim, layer, True)

@@ -52,7 +52,9 @@ class Fused:
     def intervals(self, size: int, tp_rank: int, tp: int) -> tuple[Interval, ...]:
         part = size // self.parts
         if part * self.parts != size or part % tp:
-            raise ConfigError(f"{self.parts} part(s) of {part} rows each cannot be cut evenly over tensor parallel size {tp}")
+            raise ConfigError(
+                f"{self.parts} part(s) of {part} rows each cannot be cut evenly over tensor parallel size {tp}"
+            )
         width = part // tp
         starts = (index * part + tp_rank * width for index in range(self.parts))
         return tuple(Interval(start, start + width, (tp_rank,)) for start in starts)

@@ -31,10 +31,14 @@ class ParamSpec:
     slicing: Slicing = Replicated()  # noqa: RUF009 - frozen and stateless
     init: Init = Init("zeros")
     weight_decay: bool = True  # none on 1-D tensors and biases
-    partial_gradient: bool = False  # each tp replica computes only part of the gradient: they are summed over the replicas
+    partial_gradient: bool = (
+        False  # each tp replica computes only part of the gradient: they are summed over the replicas
+    )
     tied: bool = False  # also used by the stage with the head, which holds a replica unless it lies on the same rank
     decoupled_lr: bool = False  # takes --decoupled-lr (embedding and head)
-    true_rows: int | None = None  # rows of dim 0 that mean something; the rest is vocabulary padding and never leaves the process
+    true_rows: int | None = (
+        None  # rows of dim 0 that mean something; the rest is vocabulary padding and never leaves the process
+    )
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
         """The rows of dimension `slicing.dim` (0 where replicated) that tp_rank holds; concatenated they are its local tensor."""

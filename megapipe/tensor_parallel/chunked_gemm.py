@@ -72,7 +72,9 @@ def summed_product(
         mine = y[positions]
         partial = empty_whole(mine, group) if scatters else mine
         product(_rows(x, ranks, positions), partial.view(ranks, -1, width))
-        works.append(reduce_scatter(mine, partial, group, async_op=True) if scatters else all_reduce(mine, group, async_op=True))
+        works.append(
+            reduce_scatter(mine, partial, group, async_op=True) if scatters else all_reduce(mine, group, async_op=True)
+        )
     for work in works:
         work.wait()
     return y

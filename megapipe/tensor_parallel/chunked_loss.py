@@ -70,7 +70,9 @@ def _wide(tensor: Tensor) -> torch.dtype:
 class _WeightGradient:
     """The output layer's half of a backward: at once, or when W asks for it."""
 
-    def __init__(self, head: ChunkedHead, weight: Tensor, hidden: Gathering, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> None:
+    def __init__(
+        self, head: ChunkedHead, weight: Tensor, hidden: Gathering, labels: Tensor, log_sum_exp: Tensor, grad: Tensor
+    ) -> None:
         self._head, self._weight, self._hidden = head, weight, hidden
         self._labels, self._log_sum_exp, self._grad = labels, log_sum_exp, grad
         self._sum: Tensor | None = None
@@ -114,7 +116,9 @@ class _ChunkedCrossEntropy(Function):
         rows = (gathered(hidden, tp) if head.sequence_parallel else hidden).flatten(0, -2)
         wide, flat = _wide(rows), labels.reshape(-1)
         columns, is_here = loss.words.local(flat)
-        highest, label_logit, sum_exp, sums = (torch.empty(flat.shape, dtype=wide, device=rows.device) for _ in range(4))
+        highest, label_logit, sum_exp, sums = (
+            torch.empty(flat.shape, dtype=wide, device=rows.device) for _ in range(4)
+        )
         for chunk in head.chunks(rows.shape[0]):
             logits = head.logits(rows[chunk], weight)
             # a rank whose words are all padding: its highest logit is no number to subtract
@@ -142,7 +146,9 @@ class _ChunkedCrossEntropy(Function):
         grad = grad_losses.reshape(-1).to(log_sum_exp.dtype).contiguous()
         gathering = Gathering(hidden.detach(), linear.tp if head.sequence_parallel else None)
         defers = linear.queue is not None and linear.queue.is_deferring
-        weight_gradient = _WeightGradient(head, weight, gathering, labels, log_sum_exp, grad) if ctx.needs_input_grad[1] else None
+        weight_gradient = (
+            _WeightGradient(head, weight, gathering, labels, log_sum_exp, grad) if ctx.needs_input_grad[1] else None
+        )
         rows = gathering.whole().flatten(0, -2)
         partial = torch.empty_like(rows)
         for chunk in head.chunks(rows.shape[0]):
@@ -153,7 +159,9 @@ class _ChunkedCrossEntropy(Function):
         grad_weight = None
         if weight_gradient is not None and defers:
             assert linear.queue is not None
-            own = Gathering(hidden.detach(), linear.tp if head.sequence_parallel else None)  # what waits keeps this rank's slice alone
+            own = Gathering(
+                hidden.detach(), linear.tp if head.sequence_parallel else None
+            )  # what waits keeps this rank's slice alone
             linear.queue.submit(_WeightGradient(head, weight, own, labels, log_sum_exp, grad))
         elif weight_gradient is not None:
             grad_weight = weight_gradient.finish()

@@ -111,7 +111,9 @@ class _CrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_used_up:
-            raise RuntimeError("the logits of this cross entropy became their gradient in the first backward: a second one would be wrong")
+            raise RuntimeError(
+                "the logits of this cross entropy became their gradient in the first backward: a second one would be wrong"
+            )
         ctx.is_used_up = True
         logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
         loss: TokenLoss = ctx.loss
@@ -156,4 +158,6 @@ def vocab_parallel_cross_entropy(
     check_ids(labels, true_vocab_size, "label")
     if not logits.is_contiguous() or (logits.is_leaf and logits.requires_grad):
         logits = logits.clone(memory_format=torch.contiguous_format)
-    return _CrossEntropy.apply(logits, labels, token_loss(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss))
+    return _CrossEntropy.apply(
+        logits, labels, token_loss(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss)
+    )

@@ -25,7 +25,9 @@ class EmbeddingWeightGradient:
     tokens: [s, b]; grad_output: Gathering to [s, b, h].
     """
 
-    def __init__(self, weight: Tensor, slots: Slots, tokens: Tensor, rows: VocabularySlice, grad_output: Gathering) -> None:
+    def __init__(
+        self, weight: Tensor, slots: Slots, tokens: Tensor, rows: VocabularySlice, grad_output: Gathering
+    ) -> None:
         self.weight, self.slots, self.tokens, self.rows, self.grad_output = weight, slots, tokens, rows, grad_output
 
     @torch.no_grad()
@@ -121,6 +123,4 @@ class VocabParallelEmbedding(nn.Module):
         return _Embedding.apply(self.weight, tokens.t(), self)
 
     def extra_repr(self) -> str:
-        return (
-            f"weight={list(self.weight.shape)}, first_row={self.rows.first}, tp={self.tp.size}, sequence_parallel={self.sequence_parallel}"
-        )
+        return f"weight={list(self.weight.shape)}, first_row={self.rows.first}, tp={self.tp.size}, sequence_parallel={self.sequence_parallel}"

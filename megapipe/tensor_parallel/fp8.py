@@ -77,10 +77,14 @@ def scale_for(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 def rounded_values(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x scale in an 8-bit format, what lies beyond its largest number at that (a delayed scale can be too large)."""
     largest = torch.finfo(dtype).max
-    return x.to(torch.float32, copy=True).mul_(scale).clamp_(-largest, largest).to(dtype)  # in place: one copy in fp32, not three
+    return (
+        x.to(torch.float32, copy=True).mul_(scale).clamp_(-largest, largest).to(dtype)
+    )  # in place: one copy in fp32, not three
 
 
-def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
+def multiply(
+    a: Rounded, b: Rounded, out_dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+) -> Tensor:
     """a [m, k] times b [n, k] transposed, plus bias [n]: [m, n]. fast: sums may be kept in less than fp32 for a while, as is usual in
     forwards."""
     if not a.values.is_cuda:
@@ -88,7 +92,13 @@ def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype, bias: Tensor | None
         return product if bias is None else product.add_(bias)
     inside = bias if out_dtype in (torch.bfloat16, torch.float16) else None  # the kernel adds no fp32 bias
     product = torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.inverse, scale_b=b.inverse, bias=inside, out_dtype=out_dtype, use_fast_accum=fast
+        a.values,
+        b.values.t(),
+        scale_a=a.inverse,
+        scale_b=b.inverse,
+        bias=inside,
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
     )
     return product if bias is None or bias is inside else product.add_(bias)
 
@@ -191,7 +201,9 @@ class Fp8Gemms:
         slot.add(self._outer(grad_output, inputs, torch.float32))
 
     def _outer(self, grad_output: Tensor, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        return multiply(self._cast(self.gradient, grad_output, transposed=True), self._cast(self.x, inputs, transposed=True), dtype)
+        return multiply(
+            self._cast(self.gradient, grad_output, transposed=True), self._cast(self.x, inputs, transposed=True), dtype
+        )
 
     def _chunks(
         self, scale_of: TensorScale, x: Tensor, matrix: Rounded, bias: Tensor | None, group: Group | None, *, fast: bool

@@ -8,7 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-Outer = Callable[[Tensor, Tensor, Tensor], None]  # (main_grad, grad_output, inputs): main_grad += grad_output^T @ inputs
+Outer = Callable[
+    [Tensor, Tensor, Tensor], None
+]  # (main_grad, grad_output, inputs): main_grad += grad_output^T @ inputs
 
 
 class GradientSlot:
@@ -24,7 +26,11 @@ class GradientSlot:
     __slots__ = ("_done", "main_grad", "on_ready", "outer", "uses")
 
     def __init__(
-        self, main_grad: Tensor, uses: int = 1, on_ready: Callable[[GradientSlot], None] | None = None, outer: Outer | None = None
+        self,
+        main_grad: Tensor,
+        uses: int = 1,
+        on_ready: Callable[[GradientSlot], None] | None = None,
+        outer: Outer | None = None,
     ) -> None:
         self.main_grad = main_grad
         self.uses = uses

@@ -82,7 +82,9 @@ class _Kept:
         self.parameters = weight, bias if ctx.needs_input_grad[2] else None
         ctx.save_for_backward(*self.parameters, *inputs)
 
-    def weight_gradient(self, ctx: Any, grad_output: Gathering, grad_bias_from: Tensor, gather_input: Group | None) -> LinearWeightGradient:
+    def weight_gradient(
+        self, ctx: Any, grad_output: Gathering, grad_bias_from: Tensor, gather_input: Group | None
+    ) -> LinearWeightGradient:
         """The weight's half of the backward, over what was saved."""
         (weight, bias), (_, _, *inputs) = self.parameters, ctx.saved_tensors
         inputs = [tensor.detach() for tensor in inputs]  # what waits for W must not hold the graph
@@ -127,14 +129,18 @@ class _ColumnParallel(Function):
         wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
         waiting = None
         if wants_weight or wants_bias:
-            waiting = kept.weight_gradient(ctx, Gathering(grad_output, None), grad_output, kept.tp if kept.sequence_parallel else None)
+            waiting = kept.weight_gradient(
+                ctx, Gathering(grad_output, None), grad_output, kept.tp if kept.sequence_parallel else None
+            )
             if not kept.defers:
                 waiting.launch()
         grad_input = work = None
         if wants_input and kept.defers and kept.chunks.reduce > 1:
             weight = ctx.saved_tensors[0]
             product = kept.gemms.input_gradient_chunks(grad_output, weight, None)
-            grad_input = summed_product(grad_output, product, weight.shape[1], kept.tp, kept.sequence_parallel, kept.chunks.reduce)
+            grad_input = summed_product(
+                grad_output, product, weight.shape[1], kept.tp, kept.sequence_parallel, kept.chunks.reduce
+            )
         elif wants_input:
             grad_input = partial = kept.gemms.input_gradient(grad_output, ctx.saved_tensors[0])
             if kept.sequence_parallel:
@@ -176,7 +182,9 @@ class _RowParallel(Function):
             weight = ctx.saved_tensors[0]
             product = kept.gemms.input_gradient_chunks(grad_output, weight, kept.tp)
             put_together = empty_whole(grad_output, kept.tp) if wants_weight and not kept.defers else None
-            grad_input = gathered_product(grad_output, product, weight.shape[1], kept.tp, kept.chunks.gather, put_together)
+            grad_input = gathered_product(
+                grad_output, product, weight.shape[1], kept.tp, kept.chunks.gather, put_together
+            )
             whole = whole if put_together is None else Gathering(put_together, None)
         elif wants_input:
             grad_input = kept.gemms.input_gradient(whole.whole(), ctx.saved_tensors[0])
@@ -308,7 +316,9 @@ class RowParallelLinear(_ParallelLinear):
         chunks: CommChunks = WHOLE,
     ) -> None:
         columns = _share(in_features, tp, "input")
-        super().__init__((out_features, columns), out_features if bias else None, tp, sequence_parallel, queue, gemms, chunks)
+        super().__init__(
+            (out_features, columns), out_features if bias else None, tp, sequence_parallel, queue, gemms, chunks
+        )
 
     def forward(self, x: Tensor, remake: Remake | None = None) -> Tensor:
         kept = _Kept(self.tp, self.sequence_parallel, self.slots, self.queue, remake, self.gemms, self.chunks)

@@ -37,7 +37,9 @@ class DropoutKey:
         """
         if site not in SITES:
             raise ValueError(f"no dropout site {site!r}; sites are {', '.join(SITES)}")
-        place = f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{'all' if tp_rank is None else tp_rank}"
+        place = (
+            f"dropout|{self.seed}|{self.step}|{self.microbatch}|{layer}|{site}|{'all' if tp_rank is None else tp_rank}"
+        )
         return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=16).digest(), "little")
 
 

@@ -140,5 +140,7 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor | None) -> None:
     if parameter is None or gradient is None:
         return
     if not parameter.is_leaf:
-        raise RuntimeError("a deferred weight gradient needs a GradientSlot or a leaf parameter; this weight is the result of an operation")
+        raise RuntimeError(
+            "a deferred weight gradient needs a GradientSlot or a leaf parameter; this weight is the result of an operation"
+        )
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from megapipe.errors import ConfigError
 from megapipe.tokenizers.byte import ByteTokenizer
-from megapipe.tokenizers.hugging_face import TOKENIZER_FILE, GPT2BPETokenizer, HuggingFaceTokenizer, TransformersTokenizer
+from megapipe.tokenizers.hugging_face import (
+    TOKENIZER_FILE,
+    GPT2BPETokenizer,
+    HuggingFaceTokenizer,
+    TransformersTokenizer,
+)
 from megapipe.tokenizers.null import NullTokenizer
 from megapipe.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 from megapipe.tokenizers.tokenizer import Tokenizer

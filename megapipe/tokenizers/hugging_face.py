@@ -16,7 +16,14 @@ from megapipe.errors import ConfigError, DataError
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # saved with the tokenizer where they stand beside it: an export of the trained model takes what it needs of them
-COMPANIONS = (*CONFIG_FILES, "added_tokens.json", "chat_template.json", "chat_template.jinja", "generation_config.json", "config.json")
+COMPANIONS = (
+    *CONFIG_FILES,
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
 # ends of document under the names that public vocabularies give them: asked only where no config file says it
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
@@ -27,7 +34,9 @@ def _library(name: str, what: str) -> Any:
     except ImportError as error:
         if error.name != name:
             raise
-        raise ConfigError(f"{what} needs the package {name!r}, which is not installed: pip install 'megapipe[{name}]'") from None
+        raise ConfigError(
+            f"{what} needs the package {name!r}, which is not installed: pip install 'megapipe[{name}]'"
+        ) from None
 
 
 class _Fast:
@@ -109,7 +118,9 @@ class GPT2BPETokenizer(_Fast):
             tokenizer = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
         except Exception as error:  # the package raises plain Exception
             raise DataError(f"{vocab_file} and {merge_file} are not a vocabulary and its merges: {error}") from None
-        super().__init__(tokenizer, {"eos_token": "<|endoftext|>"}, dict(zip(("vocab.json", "merges.txt"), files, strict=True)))
+        super().__init__(
+            tokenizer, {"eos_token": "<|endoftext|>"}, dict(zip(("vocab.json", "merges.txt"), files, strict=True))
+        )
         if self.eod is None:
             raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not a vocabulary of GPT-2")
 

@@ -19,7 +19,9 @@ def _load(model: str | Path) -> tuple[Any, bytes]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the SentencePiece model {path}: {error.strerror}; see --tokenizer-model") from None
+        raise DataError(
+            f"cannot read the SentencePiece model {path}: {error.strerror}; see --tokenizer-model"
+        ) from None
     processor = sentencepiece.SentencePieceProcessor()
     try:
         loaded = bool(content) and processor.LoadFromSerializedProto(content)
@@ -59,7 +61,11 @@ class SentencePieceTokenizer(_Model):
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
         pieces = {self._processor.IdToPiece(i): i for i in range(self._num_pieces)}
-        declared = {"<PAD>": self._processor.pad_id(), "<BOS>": self._processor.bos_id(), "<EOS>": self._processor.eos_id()}
+        declared = {
+            "<PAD>": self._processor.pad_id(),
+            "<BOS>": self._processor.bos_id(),
+            "<EOS>": self._processor.eos_id(),
+        }
         ids: dict[str, int] = {}
         for special in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", "<PAD>", "<BOS>", "<EOS>"):
             if declared.get(special, -1) >= 0:
@@ -80,7 +86,9 @@ class GPTSentencePieceTokenizer(_Model):
         self.vocab_size = self._num_pieces
         self.eod = int(self._processor.eos_id())
         if self.eod < 0:
-            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no EOS piece; use SentencePieceTokenizer")
+            raise ConfigError(
+                f"--tokenizer-type {self.name}: {model} declares no EOS piece; use SentencePieceTokenizer"
+            )
         self.bos = int(self._processor.bos_id()) if self._processor.bos_id() >= 0 else None
         self.pad = int(self._processor.pad_id()) if self._processor.pad_id() >= 0 else None
 
@@ -93,7 +101,9 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def __init__(self, model: str | Path) -> None:
         super().__init__(model)
         if self.bos is None:
-            raise ConfigError(f"--tokenizer-type {self.name}: {model} declares no BOS piece; use GPTSentencePieceTokenizer")
+            raise ConfigError(
+                f"--tokenizer-type {self.name}: {model} declares no BOS piece; use GPTSentencePieceTokenizer"
+            )
 
     def encode(self, text: str) -> list[int]:
         ids = super().encode(text)

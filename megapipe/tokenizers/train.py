@@ -22,7 +22,12 @@ MIN_VOCAB_SIZE = 400  # 256 bytes, 10 special tokens, and something to tell char
 
 
 def train_sentencepiece(
-    texts: Iterable[str], model_file: str | Path, *, vocab_size: int = 8192, max_bytes: int = 4_000_000, num_threads: int | None = None
+    texts: Iterable[str],
+    model_file: str | Path,
+    *,
+    vocab_size: int = 8192,
+    max_bytes: int = 4_000_000,
+    num_threads: int | None = None,
 ) -> None:
     """Train on the first `max_bytes` of the texts, a line a time, and write `model_file`.
 
@@ -31,7 +36,9 @@ def train_sentencepiece(
     import sentencepiece
 
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(f"--vocab-size {vocab_size}: bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more")
+        raise ConfigError(
+            f"--vocab-size {vocab_size}: bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more"
+        )
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(

@@ -30,17 +30,25 @@ Marks = Callable[[str], AbstractContextManager[Any]]  # name -> what it is open 
 def prepare(config: Config, environment: Environment) -> NcclSettings:
     """Set what CUDA's allocator and NCCL read at their start; called before anything is sent or lies on a GPU. Raises ConfigError."""
     settings = NcclSettings.of(config.gpu)
-    backend, device = choose_backend(config.parallel.distributed_backend, config.training.device, environment.local_rank)
+    backend, device = choose_backend(
+        config.parallel.distributed_backend, config.training.device, environment.local_rank
+    )
     if device.type == "cuda":
         # segments that grow: messages and replays of many sizes otherwise leave holes that nothing fits
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
     elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
-        raise ConfigError(f"{flag} looks at a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)")
+        raise ConfigError(
+            f"{flag} looks at a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)"
+        )
     if device.type != "cuda" and config.gpu.cuda_graph_impl != "none":
-        raise ConfigError("--cuda-graph-impl local records what a GPU is given to do, and this run has none; leave it out")
+        raise ConfigError(
+            "--cuda-graph-impl local records what a GPU is given to do, and this run has none; leave it out"
+        )
     if backend == "nccl":
-        settings.prepare(None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER)
+        settings.prepare(
+            None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER
+        )
         if config.gpu.cuda_graph_impl != "none":
             # NCCL registers what collectives in a graph work on, and takes it for one allocation: segments that grow are several
             set_for_libraries(NCCL_GRAPH_REGISTER=0)
@@ -74,7 +82,9 @@ def graph_words(plan: RunPlan) -> tuple[str, ...]:
     slots = [sum(plan.num_slots(pp_rank).values()) for pp_rank in range(plan.topology.pp)]
     parts = "forward, I and W" if plan.splits_backward else "forward and backward"
     text = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after"
-    return (f"graphs     {text} {gpu.cuda_graph_warmup_steps} steps; evaluation as written (--cuda-graph-impl {gpu.cuda_graph_impl})",)
+    return (
+        f"graphs     {text} {gpu.cuda_graph_warmup_steps} steps; evaluation as written (--cuda-graph-impl {gpu.cuda_graph_impl})",
+    )
 
 
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:

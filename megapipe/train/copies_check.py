@@ -69,7 +69,9 @@ def text(step: int, seen: Sequence[_Seen], topology: Topology) -> str:
     def named(ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {rank}{_place(topology, rank)} on {seen[rank].host}" for rank in ranks)
 
-    differences = sorted({d for one in seen for d in one.differences}, key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group))
+    differences = sorted(
+        {d for one in seen for d in one.differences}, key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group)
+    )
     stale = [rank for rank, one in enumerate(seen) if one.stale]
     suspects = _common(differences)
     parts = [_told(difference, seen) for difference in differences[:MOST_DIFFERENCES]]
@@ -96,7 +98,12 @@ def text(step: int, seen: Sequence[_Seen], topology: Topology) -> str:
 
 def _common(differences: Sequence[Difference]) -> tuple[int, ...]:
     """Who is to blame: the minority of a group, or who alone is in every group that differs."""
-    sure = {rank for difference in differences if len(difference.suspects) < len(difference.ranks) for rank in difference.suspects}
+    sure = {
+        rank
+        for difference in differences
+        if len(difference.suspects) < len(difference.ranks)
+        for rank in difference.suspects
+    }
     if sure:
         return tuple(sorted(sure))
     everywhere = set.intersection(*(set(difference.suspects) for difference in differences)) if differences else set()
@@ -105,7 +112,10 @@ def _common(differences: Sequence[Difference]) -> tuple[int, ...]:
 
 def _told(difference: Difference, seen: Sequence[_Seen]) -> str:
     place = difference.place
-    values = ", ".join(f"{bits} on rank {rank}" for rank, bits in list(zip(difference.ranks, place.bits, strict=True))[:MOST_DIFFERENCES])
+    values = ", ".join(
+        f"{bits} on rank {rank}"
+        for rank, bits in list(zip(difference.ranks, place.bits, strict=True))[:MOST_DIFFERENCES]
+    )
     count = f"{place.num_elements} of {place.of:,} elements {'differs' if place.num_elements == 1 else 'differ'}"
     ranks = " ".join(map(str, difference.ranks[:8])) + (" ..." if len(difference.ranks) > 8 else "")
     return f"{_names(difference.names)} over {difference.group} (ranks {ranks}): {count} in the first, element {place.index} is {values}"

@@ -55,7 +55,9 @@ class DeviceWaits:
                 reading += took
             else:
                 waits[cause] = waits.get(cause, 0) + took
-        moments = {str(each): [(clock.time_of(a), clock.time_of(b)) for a, b in each.moments or ()] for each in self._channels}
+        moments = {
+            str(each): [(clock.time_of(a), clock.time_of(b)) for a, b in each.moments or ()] for each in self._channels
+        }
         for channel in self._channels:
             channel.moments, channel.mark = None, perf_counter_ns
         return StepTimes(clock.time_of(ended) - clock.time_of(self._began), waits, reading), moments

@@ -32,7 +32,13 @@ class Evaluation:
     """--eval-iters global batches of a held-out split; a signal that comes meanwhile cuts it short."""
 
     def __init__(
-        self, machines: Machines, step: TrainStep, reader: Reader, agreement: Agreement, writers: Writers, heart: Heartbeat
+        self,
+        machines: Machines,
+        step: TrainStep,
+        reader: Reader,
+        agreement: Agreement,
+        writers: Writers,
+        heart: Heartbeat,
     ) -> None:
         self._training, self._batch = machines.plan.config.training, machines.plan.batch
         self._step, self._reader, self._agreement, self._writers, self._heart = step, reader, agreement, writers, heart
@@ -45,7 +51,9 @@ class Evaluation:
         samples = self._training.global_batch_size
         interval = self._training.eval_interval
         earlier = max(0, after_step - 1) // interval if interval and split == "validation" else 0
-        first = earlier * self._training.eval_iters * samples  # every validation of a run sees other samples, as in Megatron
+        first = (
+            earlier * self._training.eval_iters * samples
+        )  # every validation of a run sees other samples, as in Megatron
         started = time.perf_counter()
         count = samples // self._batch.samples_per_microbatch
         asked = None

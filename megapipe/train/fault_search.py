@@ -21,7 +21,9 @@ from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
 from megapipe.pipeline.engine import Step
 
-NOT_REPEATED = "run once more, the step is finite everywhere: the fault does not repeat itself, which points at hardware"
+NOT_REPEATED = (
+    "run once more, the step is finite everywhere: the fault does not repeat itself, which points at hardware"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -40,7 +42,9 @@ def search(machines: Machines, microbatches: Microbatches) -> str:
     of that step. The gradients are lost; weights and optimizer stay."""
     rank = machines.groups.world.global_rank
     findings = [
-        Finding(0, -1, stage, rank, f"weight {name} of stage {stage} on rank {rank} was no number before the step began")
+        Finding(
+            0, -1, stage, rank, f"weight {name} of stage {stage} on rank {rank} was no number before the step began"
+        )
         for stage, module in machines.stages.items()
         for name, parameter in module.named_parameters()
         if not _is_finite(parameter)
@@ -50,7 +54,9 @@ def search(machines: Machines, microbatches: Microbatches) -> str:
         _run(machines, microbatches)
     finally:
         watch.remove()
-    found = [finding for of_rank in gather_objects(findings + watch.findings, machines.groups.world) for finding in of_rank]
+    found = [
+        finding for of_rank in gather_objects(findings + watch.findings, machines.groups.world) for finding in of_rank
+    ]
     if not found:
         return NOT_REPEATED
     first = min(found)
@@ -66,7 +72,9 @@ def _run(machines: Machines, microbatches: Microbatches) -> None:
     count = len(microbatches)
     average = LossAverage(machines.plan.config.training.calculate_per_token_loss)
     machines.reducer.begin_step(count)
-    machines.engine(count).run(Step(microbatches, machines.message, average.objective(lambda: machines.optimizer.loss_scale)))
+    machines.engine(count).run(
+        Step(microbatches, machines.message, average.objective(lambda: machines.optimizer.loss_scale))
+    )
     machines.reducer.finish()
 
 
@@ -102,7 +110,12 @@ class _Watch:
             for name in machines.buffers[stage].names:
                 if name not in self._bad_weights and not _is_finite(machines.buffers[stage].main_grad(name)):
                     self._bad_weights.add(name)
-                    self._find(3, microbatch, stage, f"the gradient of weight {name} is no number while the gradients of activations are")
+                    self._find(
+                        3,
+                        microbatch,
+                        stage,
+                        f"the gradient of weight {name} is no number while the gradients of activations are",
+                    )
             return result
 
         setattr(runner, operation, watched)
@@ -117,7 +130,9 @@ class _Watch:
         microbatch, what = self._current, f"{name or 'the stage'} ({type(module).__name__})"
         if not all(map(_is_finite, _tensors(output))) and not self._has(1, microbatch, stage):
             whole = all(map(_is_finite, _tensors(inputs)))
-            self._find(1, microbatch, stage, f"{what} returns what is no number{', of inputs that are' if whole else ''}")
+            self._find(
+                1, microbatch, stage, f"{what} returns what is no number{', of inputs that are' if whole else ''}"
+            )
         if torch.is_grad_enabled():
             for tensors, text in (
                 (_tensors(inputs), f"the backward of {what}"),
@@ -135,7 +150,13 @@ class _Watch:
         if _is_finite(gradient) or self._has(1, microbatch, stage):
             return
         known = self._bad_gradient.get(key)
-        finding = Finding(2, microbatch, -stage, self._rank, self._text(stage, microbatch, f"{text} gives a gradient that is no number"))
+        finding = Finding(
+            2,
+            microbatch,
+            -stage,
+            self._rank,
+            self._text(stage, microbatch, f"{text} gives a gradient that is no number"),
+        )
         if came:
             finding = Finding(2, microbatch, -stage + 1, self._rank, "")  # behind what the sender says
         if known is None:

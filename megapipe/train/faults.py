@@ -45,7 +45,12 @@ class OutputWatch:
 
 
 def unsound(
-    machines: Machines, sums: Sums, result: StepResult, step: int, sample_ids: Mapping[int, tuple[int, ...]], search: Callable[[], str]
+    machines: Machines,
+    sums: Sums,
+    result: StepResult,
+    step: int,
+    sample_ids: Mapping[int, tuple[int, ...]],
+    search: Callable[[], str],
 ) -> TrainingError:
     """An error that names where a loss or gradient norm stopped being finite. Called by all ranks of a step that did. search: asked
     last, for it may overwrite the gradients; says more, or ''."""
@@ -59,7 +64,9 @@ def unsound(
     if outputs:
         (microbatch, stage), rank, samples = min(outputs)
         layers = machines.plan.partition.stages[stage]
-        place = f"layers {layers.first_layer} to {layers.last_layer_exclusive - 1}" if layers.num_layers else "no layers"
+        place = (
+            f"layers {layers.first_layer} to {layers.last_layer_exclusive - 1}" if layers.num_layers else "no layers"
+        )
         shown = f", samples {', '.join(map(str, samples))} of the training data" if samples else ""
         text += f"; first seen in the forward of stage {stage} ({place}) on rank {rank}, microbatch {microbatch}{shown}"
     else:
@@ -67,4 +74,6 @@ def unsound(
         text += f"; all forwards were finite, so it arose in a backward: gradient of {', '.join(names) or 'unknown'} on rank {rank}"
     searched = search()
     text += f"; {searched}" if searched else ""
-    return TrainingError(f"{text}. Lower --lr, look at the data, or go on in spite of it with --no-check-for-nan-in-loss-and-grad")
+    return TrainingError(
+        f"{text}. Lower --lr, look at the data, or go on in spite of it with --no-check-for-nan-in-loss-and-grad"
+    )

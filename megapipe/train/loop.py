@@ -64,7 +64,9 @@ class Training:
         self._config, self._training = config, config.training
         self._step = step_of(machines, config.logging.log_num_zeros_in_grad)
         self._heart = machines.groups.world.heart or Heartbeat(GROUP_NAMES)
-        self._timers = Timers(config.logging.timing_log_level, machines.device, machines.tracer, self._heart, machines.marks)
+        self._timers = Timers(
+            config.logging.timing_log_level, machines.device, machines.tracer, self._heart, machines.marks
+        )
         self._pace = Pace(machines)
         self._profile = Profile(config.logging, machines)
         self._pipeline_profile = PipelineProfiler(machines, run_folder(config), writers.say)

@@ -82,7 +82,9 @@ class Pace:
         waits = _total_ns(tracer.of_kind("wait"))
         computing = _total_ns(event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS)
         in_row = _total_ns(tracer.of_kind("row"))
-        times = torch.tensor([float(computing - waits), float(in_row)], dtype=torch.float64, device=self._machines.device)
+        times = torch.tensor(
+            [float(computing - waits), float(in_row)], dtype=torch.float64, device=self._machines.device
+        )
         busy = times[:1].clone()
         all_reduce(busy, self._machines.groups.world)
         longest = times[1:].clone()

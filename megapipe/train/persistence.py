@@ -53,7 +53,9 @@ class Resumed:
     damaged: tuple[Path, ...] = ()
 
 
-def prepare_save(root: Path, step: int, world: Group, damaged: Sequence[Path] = (), num_rollbacks: int = 0) -> tuple[str, ...]:
+def prepare_save(
+    root: Path, step: int, world: Group, damaged: Sequence[Path] = (), num_rollbacks: int = 0
+) -> tuple[str, ...]:
     """Before a run that starts at `step` saves in root: cleans up after interrupted saves, sets aside those of the damaged checkpoints that
     lie there, and what rollbacks have given up, and says so. num_rollbacks: that the run has behind it.
 
@@ -98,10 +100,14 @@ def save(
     """
     boxes, content = what_to_save(machines, state, schedules)
     extras = Extras(content, config_text, tokenizer or {})
-    return save_checkpoint(root, state.step, boxes, extras, machines.groups.world, retention(machines.plan.config), disk)
+    return save_checkpoint(
+        root, state.step, boxes, extras, machines.groups.world, retention(machines.plan.config), disk
+    )
 
 
-def what_to_save(machines: Machines, state: TrainingState, schedules: Schedules | None) -> tuple[Iterator[TensorBox], dict[str, Any]]:
+def what_to_save(
+    machines: Machines, state: TrainingState, schedules: Schedules | None
+) -> tuple[Iterator[TensorBox], dict[str, Any]]:
     """The boxes of live tensors that this rank answers for, and the manifest's `state`; called by all ranks after the same step."""
     machines.gather.finish()
     return boxes_to_save(machines), _state_content(machines, state, schedules)
@@ -171,7 +177,9 @@ def _state_content(machines: Machines, state: TrainingState, schedules: Schedule
     optimizer: dict[str, Any] | None = None
     if not config.checkpoint.no_save_optim:
         optimizer = machines.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
-        optimizer["num_steps"] = _largest(machines, optimizer["num_steps"])  # a rank whose shards are all padding counts no steps
+        optimizer["num_steps"] = _largest(
+            machines, optimizer["num_steps"]
+        )  # a rank whose shards are all padding counts no steps
     content = {
         "training": state.to_dict(),
         "account": state.account.to_dict(),
@@ -181,7 +189,13 @@ def _state_content(machines: Machines, state: TrainingState, schedules: Schedule
         "schedules": None if schedules is None else schedules.to_dict(),
         "global_batch_size": machines.plan.batch.full,
         "precision": config.precision.dtype,
-        "grid": {"tp": topology.tp, "cp": topology.cp, "pp": topology.pp, "dp": topology.dp, "chunks": machines.plan.num_chunks},
+        "grid": {
+            "tp": topology.tp,
+            "cp": topology.cp,
+            "pp": topology.pp,
+            "dp": topology.dp,
+            "chunks": machines.plan.num_chunks,
+        },
     }
     as_json: dict[str, Any] = json.loads(json.dumps(content))
     return as_json
@@ -259,7 +273,9 @@ def _check_optimizer(config: Config, saved: dict[str, Any], path: Path) -> None:
         raise CheckpointError(f"{path} holds no optimizer state (--no-save-optim); {way_out}")
     rule = saved["optimizer"]["rule"]
     if rule != config.optimizer.optimizer:
-        raise CheckpointError(f"{path} holds the state of --optimizer {rule}, this run uses {config.optimizer.optimizer}; {way_out}")
+        raise CheckpointError(
+            f"{path} holds the state of --optimizer {rule}, this run uses {config.optimizer.optimizer}; {way_out}"
+        )
 
 
 def _schedules(config: Config, own: Schedules | None, saved: dict[str, Any], path: Path) -> Schedules | None:
@@ -292,5 +308,7 @@ def _load_tensors(machines: Machines, folder: CheckpointFolder, with_optimizer: 
 def _load_plain_state(machines: Machines, saved: dict[str, Any]) -> None:
     plain = dict(saved["optimizer"])
     if saved["precision"] != machines.plan.config.precision.dtype:
-        plain["loss_scaler"] = machines.optimizer.plain_state()["loss_scaler"]  # another precision's scale means nothing here
+        plain["loss_scaler"] = machines.optimizer.plain_state()[
+            "loss_scaler"
+        ]  # another precision's scale means nothing here
     machines.optimizer.load_plain_state(plain)

@@ -58,7 +58,11 @@ class PipelineProfiler:
     """
 
     def __init__(
-        self, machines: Machines, write_to: Path, say: Callable[[str], None], now: Callable[[], int] = time.perf_counter_ns
+        self,
+        machines: Machines,
+        write_to: Path,
+        say: Callable[[str], None],
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         logging = machines.plan.config.logging
         self._machines, self._write_to, self._say, self._now = machines, write_to, say, now
@@ -107,7 +111,9 @@ class PipelineProfiler:
         if self._recorded:
             self._finish()
         elif self._active:
-            self._say(f"--profile-pipeline: nothing was recorded, for the run did not come to step {self._start} (--profile-step-start)")
+            self._say(
+                f"--profile-pipeline: nothing was recorded, for the run did not come to step {self._start} (--profile-step-start)"
+            )
 
     def _finish(self) -> None:
         self._active = False
@@ -117,7 +123,9 @@ class PipelineProfiler:
         links = objects_at(self._links, self._machines.groups.world)
         self._recorded = []
         if recorded:
-            self._write(recorded, sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks), after)
+            self._write(
+                recorded, sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks), after
+            )
 
     def _write(self, recorded: list[list[_Recorded]], links: list[Link], after: dict[int, Reading]) -> None:
         clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._kept()}
@@ -140,7 +148,9 @@ class PipelineProfiler:
         counts = {step.num_microbatches for step in recorded[0]}
         row_here = {count: self._machines.engine(count).row for count in counts}
         schedules = {count: as_run(plan.schedule(count), row_here[count]) for count in counts}
-        origin = min(clocks[rank].to_here(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events)
+        origin = min(
+            clocks[rank].to_here(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events
+        )
         pipelines = []
         for ranks in plan.topology.groups("pp"):
             if ranks[0] in clocks:
@@ -152,7 +162,9 @@ class PipelineProfiler:
         notes = tuple(_clock_note(rank, clocks[rank], max(step.error_ns for step in recorded[rank])) for rank in kept)
         return Profile(self._about(), schedules, message, tuple(links), notes, tuple(pipelines))
 
-    def _step(self, schedules: dict[int, Schedule], same: tuple[_Recorded, ...], clocks: list[Clock], origin: int) -> MeasuredStep:
+    def _step(
+        self, schedules: dict[int, Schedule], same: tuple[_Recorded, ...], clocks: list[Clock], origin: int
+    ) -> MeasuredStep:
         first = same[0]
         rows = schedules[first.num_microbatches].rows
         measured = tuple(
@@ -222,4 +234,6 @@ def _shifted(clock: Clock, origin: int, time_ns: int) -> int:
 
 def _clock_note(rank: int, clock: Clock, of_events_ns: int) -> ClockNote:
     """of_events_ns: how far the times of the rank's GPU may lie beside the rank's own clock."""
-    return ClockNote(rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns + of_events_ns, clock.is_shared)
+    return ClockNote(
+        rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns + of_events_ns, clock.is_shared
+    )

@@ -38,7 +38,10 @@ class Profile:
         if self._profiler is not None:
             self._write(num_steps - 1)
         elif self._active:
-            print(f"--profile: nothing was traced, for the run did not come to step {self._start} (--profile-step-start)", flush=True)
+            print(
+                f"--profile: nothing was traced, for the run did not come to step {self._start} (--profile-step-start)",
+                flush=True,
+            )
 
     def _write(self, last: int) -> None:
         assert self._profiler is not None

@@ -40,7 +40,13 @@ class Recovery:
     """
 
     def __init__(
-        self, machines: Machines, state: TrainingState, loader: Loader | None, reader: Reader, writers: Writers, heart: Heartbeat
+        self,
+        machines: Machines,
+        state: TrainingState,
+        loader: Loader | None,
+        reader: Reader,
+        writers: Writers,
+        heart: Heartbeat,
     ) -> None:
         training = machines.plan.config.training
         self._machines, self._state, self._loader, self._reader = machines, state, loader, reader
@@ -87,7 +93,9 @@ class Recovery:
             why, self._unsound = str(error).partition(". Lower --lr")[0].partition(": ")[2], None
         if self._spikes is None or self._rollback is None:
             raise error or TrainingError(why)
-        why, first_bad = broadcast_object((why, first_bad), self._machines.groups.world)  # the last bits of a norm may differ
+        why, first_bad = broadcast_object(
+            (why, first_bad), self._machines.groups.world
+        )  # the last bits of a norm may differ
         if saves is not None:
             saves.finish(is_last=False)
         with self._heart.phase("loading", PATIENCE):
@@ -95,7 +103,9 @@ class Recovery:
         if not went_back:
             if error is not None:
                 raise error
-            self._writers.say(f"step {self._state.step}: {why}; there is no checkpoint from before it yet: the run goes on")
+            self._writers.say(
+                f"step {self._state.step}: {why}; there is no checkpoint from before it yet: the run goes on"
+            )
         self._spikes.load_state(self._state.spikes)
         return went_back
 

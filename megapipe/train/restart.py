@@ -47,7 +47,12 @@ def flags_to_load_with(flags: CheckpointConfig, starts: Starts | None) -> tuple[
     what --load, --ckpt-step and --finetune began it with."""
     if starts is None or not starts.is_restart or flags.save is None or not steps_in(Path(flags.save)):
         return flags, ""
-    again = dataclasses.replace(flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    again = dataclasses.replace(
+        flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False
+    )
     if again == flags:
         return flags, ""
-    return again, f"a restart: going on from --save {flags.save}, whatever --load and the flags with it say of the first start"
+    return (
+        again,
+        f"a restart: going on from --save {flags.save}, whatever --load and the flags with it say of the first start",
+    )

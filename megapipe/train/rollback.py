@@ -61,11 +61,17 @@ class SpikeRollback:
 
     def _load_before(self, step: int) -> TrainingState | None:
         world = self._machines.groups.world
-        found = [s for s in steps_in(self._root) if s < step and is_complete(self._root / folder_name(s))] if world.rank == 0 else []
+        found = (
+            [s for s in steps_in(self._root) if s < step and is_complete(self._root / folder_name(s))]
+            if world.rank == 0
+            else []
+        )
         found = broadcast_object(found, world)
         for candidate in reversed(found[: max(1, len(found) - self._back + 1)]):
             try:
-                return persistence.load(self._machines, self._root, dataclasses.replace(self._flags, ckpt_step=candidate)).state
+                return persistence.load(
+                    self._machines, self._root, dataclasses.replace(self._flags, ckpt_step=candidate)
+                ).state
             except DamageError as error:
                 self._writers.say(f"passed over: {error}")
         if found:

@@ -39,7 +39,11 @@ Afterwards = Callable[[Machines, RunData, Writers], None]
 
 
 def pretrain(
-    plan: RunPlan, environment: Environment, config_text: str, afterwards: Afterwards | None = None, remarks: Sequence[str] = ()
+    plan: RunPlan,
+    environment: Environment,
+    config_text: str,
+    afterwards: Afterwards | None = None,
+    remarks: Sequence[str] = (),
 ) -> int:
     """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
 
@@ -64,9 +68,14 @@ def pretrain(
         for remark in unused(config.gpu, world):
             writers.say(remark)
         heart = heart_of(config)
-        groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart, nccl=nccl)
+        groups = build_process_groups(
+            plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart, nccl=nccl
+        )
         starts = restart.agreed(counted, config, groups.world)
-        with watched(plan, environment, groups, recorded_folder(config), log), watched_memory(plan, world.device, world.global_rank):
+        with (
+            watched(plan, environment, groups, recorded_folder(config), log),
+            watched_memory(plan, world.device, world.global_rank),
+        ):
             _train(plan, groups, world, config_text, Surroundings(log, writers, stop, starts), afterwards)
     if world.world_size > 1:
         shutdown(0)
@@ -84,7 +93,12 @@ class Surroundings:
 
 
 def _train(
-    plan: RunPlan, groups: ProcessGroups, world: World, config_text: str, around: Surroundings, afterwards: Afterwards | None
+    plan: RunPlan,
+    groups: ProcessGroups,
+    world: World,
+    config_text: str,
+    around: Surroundings,
+    afterwards: Afterwards | None,
 ) -> None:
     """Build, load, train."""
     writers = around.writers
@@ -133,7 +147,12 @@ def tracer_of(plan: RunPlan, device: torch.device) -> Tracer | None:
 def join(plan: RunPlan, environment: Environment) -> World:
     """Meet the other ranks over the backend the configuration asks for."""
     parallel = plan.config.parallel
-    return start(environment, parallel.distributed_backend, 60.0 * parallel.distributed_timeout_minutes, plan.config.training.device)
+    return start(
+        environment,
+        parallel.distributed_backend,
+        60.0 * parallel.distributed_timeout_minutes,
+        plan.config.training.device,
+    )
 
 
 def resume(machines: Machines, writers: Writers, starts: Starts | None = None) -> Resumed:
@@ -151,11 +170,15 @@ def resume(machines: Machines, writers: Writers, starts: Starts | None = None) -
     if resumed.path is not None:
         state = resumed.state
         seconds = time.perf_counter() - started
-        writers.say(f"loaded {resumed.path} in {seconds:.1f} s: going on after step {state.step}, {state.consumed_samples:,} samples")
+        writers.say(
+            f"loaded {resumed.path} in {seconds:.1f} s: going on after step {state.step}, {state.consumed_samples:,} samples"
+        )
     return resumed
 
 
-def saves_of(machines: Machines, resumed: Resumed, config_text: str, tokenizer: Tokenizer | None, writers: Writers) -> Saves | None:
+def saves_of(
+    machines: Machines, resumed: Resumed, config_text: str, tokenizer: Tokenizer | None, writers: Writers
+) -> Saves | None:
     """What the loop saves with; None without --save. Cleans up after interrupted saves first."""
     config = machines.plan.config
     if config.checkpoint.save is None:

@@ -48,7 +48,9 @@ class RunLog:
         self._path = None if folder is None else folder / FILE_NAME
         self._rank = global_rank
 
-    def start(self, plan: RunPlan, world: World, config_text: str, remarks: Sequence[str], kernels: Sequence[str] = ()) -> None:
+    def start(
+        self, plan: RunPlan, world: World, config_text: str, remarks: Sequence[str], kernels: Sequence[str] = ()
+    ) -> None:
         """The ranks have met."""
         if self._rank == 0:
             self._write(
@@ -138,7 +140,12 @@ def last_failure(folder: Path, since: float) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    return {"megapipe": __version__, "torch": torch.__version__, "numpy": numpy.__version__, "python": platform.python_version()}
+    return {
+        "megapipe": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def _machine(world: World) -> dict[str, Any]:

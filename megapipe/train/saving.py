@@ -56,16 +56,32 @@ class Saves:
         Raises CheckpointError on all ranks if that fails, with --async-save only under --exit-on-save-failure.
         """
         if not self._flags.async_save:
-            self._say(_told(save(self._machines, state, self._schedules, self._root, self._config_text, self._tokenizer, self._disk)))
+            self._say(
+                _told(
+                    save(
+                        self._machines,
+                        state,
+                        self._schedules,
+                        self._root,
+                        self._config_text,
+                        self._tokenizer,
+                        self._disk,
+                    )
+                )
+            )
             return
         if self._under_way is not None:
             began, step = time.monotonic(), self._under_way.step
             self.finish(is_last=False)
-            self._say(f"waited {time.monotonic() - began:.1f} s for the save of step {step} to end before the next begins")
+            self._say(
+                f"waited {time.monotonic() - began:.1f} s for the save of step {step} to end before the next begins"
+            )
         self._failure = None
         boxes, content = what_to_save(self._machines, state, self._schedules)
         extras = Extras(content, self._config_text, self._tokenizer)
-        attempt = Attempt(self._disk, self._root, state.step, extras, retention(self._machines.plan.config), BLOCK_BYTES)
+        attempt = Attempt(
+            self._disk, self._root, state.step, extras, retention(self._machines.plan.config), BLOCK_BYTES
+        )
         try:
             self._under_way = BackgroundSave(attempt, boxes, self._machines.groups.world, self._staging)
         except CheckpointError as error:
@@ -109,6 +125,8 @@ class Saves:
 def _told(report: SaveReport) -> str:
     if report.remark:
         return report.remark
-    beside = "" if report.waited_seconds is None else f" beside the training, which waited {report.waited_seconds:.2f} s"
+    beside = (
+        "" if report.waited_seconds is None else f" beside the training, which waited {report.waited_seconds:.2f} s"
+    )
     removed = f"; removed {', '.join(path.name for path in report.removed)}" if report.removed else ""
     return f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s{beside}){removed}"

@@ -8,7 +8,13 @@ from typing import Any
 from megapipe.config.config import Config
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.optimizer.schedule import LrSchedule, WeightDecaySchedule, decoupled_lr_schedule, lr_schedule, weight_decay_schedule
+from megapipe.optimizer.schedule import (
+    LrSchedule,
+    WeightDecaySchedule,
+    decoupled_lr_schedule,
+    lr_schedule,
+    weight_decay_schedule,
+)
 from megapipe.train.step import Rates
 
 FLAGS = {
@@ -46,18 +52,28 @@ class Schedules:
     def of(cls, config: Config) -> Schedules:
         """Of a resolved configuration. Raises ConfigError."""
         optimizer, training = config.optimizer, config.training
-        return cls(lr_schedule(optimizer, training), decoupled_lr_schedule(optimizer, training), weight_decay_schedule(optimizer, training))
+        return cls(
+            lr_schedule(optimizer, training),
+            decoupled_lr_schedule(optimizer, training),
+            weight_decay_schedule(optimizer, training),
+        )
 
     def rates(self, consumed_samples: int) -> Rates:
         """What the step takes that starts after consumed_samples."""
-        return Rates(self.lr(consumed_samples), self.weight_decay(consumed_samples), self.decoupled_lr(consumed_samples))
+        return Rates(
+            self.lr(consumed_samples), self.weight_decay(consumed_samples), self.decoupled_lr(consumed_samples)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Schedules:
-        return cls(LrSchedule(**values["lr"]), LrSchedule(**values["decoupled_lr"]), WeightDecaySchedule(**values["weight_decay"]))
+        return cls(
+            LrSchedule(**values["lr"]),
+            LrSchedule(**values["decoupled_lr"]),
+            WeightDecaySchedule(**values["weight_decay"]),
+        )
 
 
 def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str) -> Schedules:
@@ -66,7 +82,9 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
     Raises ConfigError if both flags are given, CheckpointError naming every setting that differs if none is.
     """
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        raise ConfigError("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give one")
+        raise ConfigError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other: give one"
+        )
     if optimizer.override_opt_param_scheduler:
         return own
     if optimizer.use_checkpoint_opt_param_scheduler:
@@ -74,7 +92,9 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
     lines = [f"  {FLAGS[key]}: {here} here, {there} in the checkpoint" for key, here, there in _differences(own, saved)]
     if lines:
         raise CheckpointError(
-            f"the schedules differ from those that {where} was trained with:\n" + "\n".join(lines) + "\nSet them alike, or give "
+            f"the schedules differ from those that {where} was trained with:\n"
+            + "\n".join(lines)
+            + "\nSet them alike, or give "
             "--override-opt-param-scheduler to go on with those here or --use-checkpoint-opt-param-scheduler with the checkpoint's"
         )
     return saved

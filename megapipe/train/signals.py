@@ -36,7 +36,9 @@ def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
     try:
         yield request
     except CommunicationError:
-        if request.signal is signal.SIGTERM:  # the launcher ends us because a peer has failed, and that one's message is the one that helps
+        if (
+            request.signal is signal.SIGTERM
+        ):  # the launcher ends us because a peer has failed, and that one's message is the one that helps
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         raise

@@ -10,7 +10,9 @@ from typing import Any
 from megapipe.config.training import TrainingConfig
 
 SCALE = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
-LEAST_DEVIATION = 0.003  # of a logarithm: 0.3 % of the value; what is steadier than that does not make a spike of nothing
+LEAST_DEVIATION = (
+    0.003  # of a logarithm: 0.3 % of the value; what is steadier than that does not make a spike of nothing
+)
 LEAST_SHARE = 0.5  # of the window, before anything is judged
 
 
@@ -23,14 +25,18 @@ class SpikeWatch:
 
     def __init__(self, training: TrainingConfig) -> None:
         self._threshold, self._patience = training.spike_threshold, training.spike_steps
-        self._seen: dict[str, deque[float]] = {name: deque(maxlen=training.spike_window) for name in ("loss", "gradient norm")}
+        self._seen: dict[str, deque[float]] = {
+            name: deque(maxlen=training.spike_window) for name in ("loss", "gradient norm")
+        }
         self._least = max(4, round(LEAST_SHARE * training.spike_window))
         self.num_spiking = 0  # steps in a row, the last one included
 
     def see(self, loss: float, grad_norm: float) -> str:
         """Take note of a step; '' while all is well, else what is wrong. A value that is no number, or 0, is not looked at."""
         values = {
-            name: math.log(value) for name, value in (("loss", loss), ("gradient norm", grad_norm)) if math.isfinite(value) and value > 0
+            name: math.log(value)
+            for name, value in (("loss", loss), ("gradient norm", grad_norm))
+            if math.isfinite(value) and value > 0
         }
         why = [text for name, value in values.items() if (text := self._above(name, value))]
         if not why:

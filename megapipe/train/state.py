@@ -71,5 +71,7 @@ class TrainingState:
         return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], account: Account | None = None, spikes: dict[str, Any] | None = None) -> TrainingState:
+    def from_dict(
+        cls, values: dict[str, Any], account: Account | None = None, spikes: dict[str, Any] | None = None
+    ) -> TrainingState:
         return cls(**{name: int(values[name]) for name in COUNTS}, account=account or Account(), spikes=spikes)

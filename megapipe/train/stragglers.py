@@ -70,7 +70,9 @@ class StragglerLog:
         if self._observed is not None:
             times, self._moments = self._observed.finish()
             self._steps.append(times)
-        self._observed = self._heart.observer = DeviceWaits(clock, self._machines.channels.values()) if records else None
+        self._observed = self._heart.observer = (
+            DeviceWaits(clock, self._machines.channels.values()) if records else None
+        )
 
     def report(self, step: int, num_microbatches: int) -> None:
         """Gather and tell, at a log line."""
@@ -81,11 +83,18 @@ class StragglerLog:
         names = self._names()
         topology = self._machines.plan.topology
         groups = {name: topology.groups(name) for name in ("tp", "cp", "replicas")}
-        told = [sentence(found, paces, names) for found in stragglers(paces, {k: v for k, v in groups.items() if len(v[0]) > 1})]
+        told = [
+            sentence(found, paces, names)
+            for found in stragglers(paces, {k: v for k, v in groups.items() if len(v[0]) > 1})
+        ]
         last = f"the {steps} steps before" if steps > 1 else "the step before"
-        self._writers.say(f"stragglers, {last} step {step}: {extremes(paces, self._count)}" + "".join(f"\n  {text}" for text in told))
+        self._writers.say(
+            f"stragglers, {last} step {step}: {extremes(paces, self._count)}" + "".join(f"\n  {text}" for text in told)
+        )
         if told:
-            self._writers.stragglers(step, told, [asdict(pace) for pace in sorted(paces, key=lambda p: -p.computing)[: self._count]])
+            self._writers.stragglers(
+                step, told, [asdict(pace) for pace in sorted(paces, key=lambda p: -p.computing)[: self._count]]
+            )
 
     def _gathered(self, num_microbatches: int) -> list[RankPace]:
         machines, world = self._machines, self._machines.groups.world
@@ -101,7 +110,17 @@ class StragglerLog:
         pp_rank = topology.coordinates(rank).pp_rank
         peers = tuple(r for r in range(topology.world_size) if r != rank and topology.coordinates(r).pp_rank == pp_rank)
         step, computing, reading, *waits = row[:-2]
-        return RankPace(rank, step, computing, reading, dict(zip(CAUSES, waits, strict=True)), work[pp_rank], peers, int(row[-2]), row[-1])
+        return RankPace(
+            rank,
+            step,
+            computing,
+            reading,
+            dict(zip(CAUSES, waits, strict=True)),
+            work[pp_rank],
+            peers,
+            int(row[-2]),
+            row[-1],
+        )
 
     def _slowest_link(self) -> tuple[int, float]:
         """(global rank, seconds there and back) of the link to a higher pipeline rank that takes longest; (-1, 0) if none is known."""
@@ -131,7 +150,9 @@ class StragglerLog:
         names = []
         for rank, where in enumerate(self._hosts):
             coordinates = topology.coordinates(rank)
-            place = ", ".join(f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1)
+            place = ", ".join(
+                f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1
+            )
             names.append(f"rank {rank} ({place}) on {where}")
         return names
 
@@ -141,7 +162,11 @@ def transit(sent: Sequence[Moment], received: Sequence[Moment]) -> float | None:
 
     Of messages that the receiver stood waiting for; None where there was none: then the link cost nobody anything.
     """
-    ways = [arrived - begun for (begun, _), (waited, arrived) in zip(sent, received, strict=False) if arrived - waited > LEAST_WAIT_NS]
+    ways = [
+        arrived - begun
+        for (begun, _), (waited, arrived) in zip(sent, received, strict=False)
+        if arrived - waited > LEAST_WAIT_NS
+    ]
     return min(ways) / 1e9 if ways else None
 
 
@@ -154,5 +179,10 @@ def _medians(steps: Sequence[StepTimes]) -> list[float]:
             by_cause[str(cause) if wait is Wait.COLLECTIVE else MESSAGES] += nanoseconds
         for name, nanoseconds in by_cause.items():
             waits[name].append(nanoseconds)
-    columns = [[s.elapsed for s in steps], [s.computing for s in steps], [s.reading for s in steps], *(waits[name] for name in CAUSES)]
+    columns = [
+        [s.elapsed for s in steps],
+        [s.computing for s in steps],
+        [s.reading for s in steps],
+        *(waits[name] for name in CAUSES),
+    ]
     return [median(column) / 1e9 for column in columns]

@@ -19,7 +19,16 @@ from megapipe.comm.store_exchange import StoreExchange
 from megapipe.config.config import Config
 from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
-from megapipe.monitor.folder import base_folder, live_folder, record_path, sight, sweep, write_copies, write_live_roster, write_roster
+from megapipe.monitor.folder import (
+    base_folder,
+    live_folder,
+    record_path,
+    sight,
+    sweep,
+    write_copies,
+    write_live_roster,
+    write_roster,
+)
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host, process_space, start_ticks
 from megapipe.monitor.roster import Member, Roster
@@ -40,7 +49,9 @@ def heart_of(config: Config) -> Heartbeat | None:
 
 
 @contextmanager
-def watched(plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, log: RunLog) -> Iterator[None]:
+def watched(
+    plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, log: RunLog
+) -> Iterator[None]:
     """Inside the block this rank's heartbeat is seen, and a hang ends the process with a report. Entered by all ranks together.
 
     folder: of the run, for `megapipe status`; None for a run that writes none.
@@ -67,7 +78,13 @@ class _Watch:
     """What belongs to the heartbeat of one rank."""
 
     def __init__(
-        self, plan: RunPlan, environment: Environment, groups: ProcessGroups, heart: Heartbeat, folder: Path | None, log: RunLog
+        self,
+        plan: RunPlan,
+        environment: Environment,
+        groups: ProcessGroups,
+        heart: Heartbeat,
+        folder: Path | None,
+        log: RunLog,
     ) -> None:
         self._heart, self._folder, self._log = heart, folder, log
         self._rank = groups.world.global_rank
@@ -80,7 +97,9 @@ class _Watch:
                 f"heartbeats cannot be kept in {base_folder()}: {error.strerror}; free it, or give --hang-timeout-seconds 0 to go without"
             ) from error
         held = plan.placement.stages_of(plan.topology.coordinates(self._rank).pp_rank)
-        self.roster = Roster(tuple(gather_objects(_member(plan.topology, self._rank, tuple(held)), groups.world)), _groups(plan.topology))
+        self.roster = Roster(
+            tuple(gather_objects(_member(plan.topology, self._rank, tuple(held)), groups.world)), _groups(plan.topology)
+        )
         here = [member.rank for member in self.roster.members if member.space == process_space()]
         self._writes = self._rank == min(here)
         self._exchange = None
@@ -89,7 +108,15 @@ class _Watch:
         limit = plan.config.parallel.hang_timeout_seconds
         kills = environment.launcher != "torchrun"  # whose agent does
         self._watchdog = Watchdog(
-            heart, self.roster, self._rank, self._live, limit, self._say, lambda: leave(1), exchange=self._exchange, kills=kills
+            heart,
+            self.roster,
+            self._rank,
+            self._live,
+            limit,
+            self._say,
+            lambda: leave(1),
+            exchange=self._exchange,
+            kills=kills,
         )
         self._stopped = threading.Event()
         self._copier = threading.Thread(target=self._copy_on, name="heartbeat-copies", daemon=True)
@@ -146,7 +173,9 @@ class _Watch:
     def _wait_for_last_words(self) -> None:
         until = time.monotonic() + LAST_WORDS_SECONDS
         here = [member for member in self.roster.members if member.space == process_space()]
-        while not all((seen := sight(m, self._live)).has_left or seen.is_gone for m in here) and time.monotonic() < until:
+        while (
+            not all((seen := sight(m, self._live)).has_left or seen.is_gone for m in here) and time.monotonic() < until
+        ):
             time.sleep(0.01)
 
     def _copy_on(self) -> None:

@@ -55,7 +55,9 @@ class JsonLines:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"metrics cannot be written to {path}: {error.strerror}; choose another --metrics-file or --save") from error
+            raise ConfigError(
+                f"metrics cannot be written to {path}: {error.strerror}; choose another --metrics-file or --save"
+            ) from error
 
     def step(self, metrics: StepMetrics) -> None:
         self._write({"kind": "step", **asdict(metrics)})
@@ -68,7 +70,9 @@ class JsonLines:
 
     def _write(self, record: dict[str, Any]) -> None:
         # JSON has no NaN: a loss that is none is written as null
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} | {"time": time.time()}
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} | {
+            "time": time.time()
+        }
         self._file.write(json.dumps(clean, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -86,7 +90,9 @@ class TensorBoard:
         try:
             self._writer: Any = SummaryWriter(directory)
         except OSError as error:
-            raise ConfigError(f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one") from error
+            raise ConfigError(
+                f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
+            ) from error
 
     def step(self, metrics: StepMetrics) -> None:
         self._write(metrics.scalars(), metrics.step)
@@ -109,7 +115,9 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError(f"--wandb-project {project} needs the package wandb: pip install 'megapipe[wandb]'") from error
+            raise ConfigError(
+                f"--wandb-project {project} needs the package wandb: pip install 'megapipe[wandb]'"
+            ) from error
         self._wandb: Any = wandb
         arguments = {"project": project, "name": name, "dir": directory, "config": configuration}
         self._run = self._start(arguments)
@@ -213,7 +221,9 @@ def build_writers(config: Config, log: RunLog, logs_here: bool) -> Writers:
         return Writers((), log)
     logging = config.logging
     writers: list[Writer] = [Console()]
-    metrics_file = logging.metrics_file or (str(Path(config.checkpoint.save) / "metrics.jsonl") if config.checkpoint.save else None)
+    metrics_file = logging.metrics_file or (
+        str(Path(config.checkpoint.save) / "metrics.jsonl") if config.checkpoint.save else None
+    )
     if metrics_file:
         writers.append(JsonLines(Path(metrics_file)))
     if logging.tensorboard_dir:

@@ -44,10 +44,14 @@ def document_rules(config: Config) -> DocumentRules:
     data, vocab = config.data, config.model.vocab_size
     assert vocab is not None
     asked = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
-    return DocumentRules(vocab - 1 if asked else None, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    return DocumentRules(
+        vocab - 1 if asked else None, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+    )
 
 
 def share_of(machines: Machines, batch: GlobalBatch, step: int) -> Microbatches:
     """This rank's microbatches of a global batch, with the dropout keys of training."""
     seed, dp, dp_rank = machines.plan.config.training.seed, machines.plan.topology.dp, machines.coordinates.dp_rank
-    return Microbatches(len(batch) // dp, lambda k: batch[k * dp + dp_rank], Keys(seed, step, dp_rank, dp), machines.device)
+    return Microbatches(
+        len(batch) // dp, lambda k: batch[k * dp + dp_rank], Keys(seed, step, dp_rank, dp), machines.device
+    )

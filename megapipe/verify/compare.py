@@ -110,7 +110,9 @@ def uncovered(specs: Iterable[ParamSpec], ranks: Sequence[Boxes]) -> list[str]:
     return names
 
 
-def compare(held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance: float, least_share: float = 0.0) -> list[Difference]:
+def compare(
+    held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance: float, least_share: float = 0.0
+) -> list[Difference]:
     """The differences of all tensors of which this rank holds something, in model order.
 
     expected: whole tensors by name, fp64, in model order. tolerance: relative to max|plain| of the tensor, and at least to least_share of
@@ -199,7 +201,11 @@ def part_of(spec: ParamSpec, index: tuple[int, ...]) -> str:
         queries = slicing.heads // slicing.groups
         group, inside = divmod(row, (queries + 2) * slicing.head_dim)
         head = inside // slicing.head_dim
-        return f"query head {group * queries + head}" if head < queries else f"{('key', 'value')[head - queries]} head {group}"
+        return (
+            f"query head {group * queries + head}"
+            if head < queries
+            else f"{('key', 'value')[head - queries]} head {group}"
+        )
     if isinstance(slicing, Fused) and slicing.parts == 2:
         return "gate" if row < spec.shape[0] // 2 else "up"
     return ""

@@ -66,7 +66,9 @@ def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     """[b, s, V] by the model that trains: the one stage of a grid of one rank, without a process group."""
     config = unpadded(snapshot.config.model)
     layers = StageLayers(0, config.num_layers, True, True)
-    stage = GPTStage(config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig())
+    stage = GPTStage(
+        config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()
+    )
     weights = snapshot.weights
     for name, parameter in list(stage.named_parameters()):
         values = weights[name].detach().float()

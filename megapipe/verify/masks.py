@@ -30,7 +30,9 @@ class GridMasks:
         if site == "attention_probs":
             rate, (batch, heads, *square) = model.attention_dropout, shape
             local: tuple[int, ...] = (batch, heads // tp, *square)
-            return self._scaled(torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)], dim=1), rate)
+            return self._scaled(
+                torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)], dim=1), rate
+            )
         rate, (batch, seq, hidden) = model.hidden_dropout, shape
         if self.config.parallel.sequence_parallel and tp > 1:
             local = (seq // tp, batch, hidden)

@@ -115,12 +115,16 @@ class AsynchronousOracle(Oracle):
         super().__init__(plan.config, weights, dtype, device)
         group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
         self._dp = plan.topology.dp
-        self._delays = {"pipedream": Delays.pipedream(plan.topology.pp), "pipedream-2bw": Delays.pipedream_2bw(group)}[plan.schedule_name]
+        self._delays = {"pipedream": Delays.pipedream(plan.topology.pp), "pipedream-2bw": Delays.pipedream_2bw(group)}[
+            plan.schedule_name
+        ]
         self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         by_number = [microbatches[first : first + self._dp] for first in range(0, len(microbatches), self._dp)]
-        return asynchronous_step(self.model, self._optimizer, by_number, self._stage_of, self._delays, rates.lr, rates.decoupled_lr)
+        return asynchronous_step(
+            self.model, self._optimizer, by_number, self._stage_of, self._delays, rates.lr, rates.decoupled_lr
+        )
 
 
 def oracle_of(plan: RunPlan, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Oracle:

@@ -20,7 +20,16 @@ from megapipe.train.asynchronous_step import AsynchronousStep
 from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep
 from megapipe.train.timers import Timers
 from megapipe.verify.batches import GlobalBatch, share_of
-from megapipe.verify.compare import Boxes, Difference, HeldPiece, boxes_of, compare, gradient_pieces, uncovered, weight_pieces
+from megapipe.verify.compare import (
+    Boxes,
+    Difference,
+    HeldPiece,
+    boxes_of,
+    compare,
+    gradient_pieces,
+    uncovered,
+    weight_pieces,
+)
 from megapipe.verify.oracle import OracleStep, oracle_of
 from megapipe.verify.tolerance import Tolerance
 from megapipe.verify.weights import whole_weights
@@ -47,7 +56,9 @@ class RankStep:
     wrong_weights: tuple[str, ...]
 
     @classmethod
-    def of(cls, global_rank: int, result: StepResult, gradients: Sequence[Difference], weights: Sequence[Difference]) -> RankStep:
+    def of(
+        cls, global_rank: int, result: StepResult, gradients: Sequence[Difference], weights: Sequence[Difference]
+    ) -> RankStep:
         wrong = [[difference for difference in found if not difference.passes] for found in (gradients, weights)]
         return cls(
             global_rank,
@@ -87,7 +98,11 @@ class ParityStep:
         """The first tensor out of bounds, gradients before weights, in model order: ('gradient' | 'weight', the ranks where it is and what
         they found); ('', []) if there is none."""
         for kind in ("gradient", "weight"):
-            found = [(rank, first) for rank in self.ranks if (first := rank.first_gradient if kind == "gradient" else rank.first_weight)]
+            found = [
+                (rank, first)
+                for rank in self.ranks
+                if (first := rank.first_gradient if kind == "gradient" else rank.first_weight)
+            ]
             if found:
                 place = min(first.place for _, first in found)
                 return kind, [(rank, first) for rank, first in found if first.place == place]
@@ -182,7 +197,9 @@ def _from_all(mine: RankStep, compared: Boxes, specs: Sequence[ParamSpec], world
     found = gather_objects((mine, compared), world)
     missing = uncovered(specs, [boxes for _, boxes in found])
     if missing:
-        raise RuntimeError(f"no rank has compared the whole gradients of {', '.join(missing)}: nothing is proven of them")
+        raise RuntimeError(
+            f"no rank has compared the whole gradients of {', '.join(missing)}: nothing is proven of them"
+        )
     return tuple(rank for rank, _ in found)
 
 

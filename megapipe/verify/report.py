@@ -77,7 +77,9 @@ def _switches(plan: RunPlan) -> Iterator[str]:
     yield "untied head" if model.untie_embeddings_and_output_weights else "tied head"
     yield f"optimizer {config.optimizer.optimizer}"
     recompute = config.recompute
-    modules = " (" + " ".join(recompute.recompute_modules) + ")" if recompute.recompute_granularity == "selective" else ""
+    modules = (
+        " (" + " ".join(recompute.recompute_modules) + ")" if recompute.recompute_granularity == "selective" else ""
+    )
     words = {
         f"rope scaling {model.rope_scaling_type}": model.rope_scaling_type != "none",
         "qk-norm": model.qk_layernorm,
@@ -91,7 +93,8 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         "overlapped gradient reduce": parallel.overlap_grad_reduce,
         "overlapped parameter gather": parallel.overlap_param_gather,
         "gradients reduced in bf16": parallel.grad_reduce_in_bf16,
-        f"{config.offload.cpu_offloading_num_layers} layers of each stage offloaded": config.offload.cpu_offloading_num_layers > 0,
+        f"{config.offload.cpu_offloading_num_layers} layers of each stage offloaded": config.offload.cpu_offloading_num_layers
+        > 0,
         "attention kept through recompute": recompute.recompute_keep_attention,
         f"recompute {recompute.recompute_granularity}{modules}": recompute.recompute_granularity is not None,
         "per-token loss": training.calculate_per_token_loss,
@@ -124,10 +127,18 @@ def _shrunk(was: RunPlan, plan: RunPlan) -> Iterator[str]:
         ("vocabulary", a.model.vocab_size, b.model.vocab_size),
         ("padded vocabulary", a.model.padded_vocab_size, b.model.padded_vocab_size),
         ("micro batch", a.training.micro_batch_size, b.training.micro_batch_size),
-        ("microbatches", was.batch.full // was.batch.samples_per_microbatch, plan.batch.full // plan.batch.samples_per_microbatch),
+        (
+            "microbatches",
+            was.batch.full // was.batch.samples_per_microbatch,
+            plan.batch.full // plan.batch.samples_per_microbatch,
+        ),
         ("parameters in a bucket", a.parallel.ddp_bucket_size, b.parallel.ddp_bucket_size),
     )
-    changed = [f"{name} {before:,} -> {after:,}" for name, before, after in sizes if before != after and before is not None and after]
+    changed = [
+        f"{name} {before:,} -> {after:,}"
+        for name, before, after in sizes
+        if before != after and before is not None and after
+    ]
     if len(was.batch.sizes) > 2:
         changed.append(f"batch ramp-up: its first and its last of {len(was.batch.sizes)} batch sizes")
     if changed:
@@ -168,16 +179,27 @@ def _allowed(tolerance: Tolerance) -> str:
 
 def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
     """The table of steps, and the verdict."""
-    lines = [f"  {'step':<6}{'loss grid':>18}{'loss plain':>18}{'difference':>12}{'norm diff.':>12}  {'worst gradient':<57}  worst weight"]
+    lines = [
+        f"  {'step':<6}{'loss grid':>18}{'loss plain':>18}{'difference':>12}{'norm diff.':>12}  {'worst gradient':<57}  worst weight"
+    ]
     lines += [_row(step) for step in steps]
     failed = next((step for step in steps if not step.passes), None)
     if failed is None:
         count = len(small.plan.specs)
-        lines.append(f"  same: loss, gradient norm, {count} gradients and {count} weights on {small.plan.topology.world_size} rank(s)")
+        lines.append(
+            f"  same: loss, gradient norm, {count} gradients and {count} weights on {small.plan.topology.world_size} rank(s)"
+        )
     else:
         width = LINE_WIDTH + MARGIN
         indent = " " * MARGIN
-        lines += ["", *(line for text in _failure(small, failed) for line in textwrap.wrap(text, width, subsequent_indent=indent))]
+        lines += [
+            "",
+            *(
+                line
+                for text in _failure(small, failed)
+                for line in textwrap.wrap(text, width, subsequent_indent=indent)
+            ),
+        ]
     return "\n".join(lines)
 
 
@@ -250,7 +272,9 @@ def _ranks(plan: RunPlan, wrong: Sequence[RankStep]) -> str:
         members = sorted({getattr(place, f"{axis}_rank") for place in places})
         size = plan.topology.size(axis)
         if size > 1:
-            axes.append(f"every {axis}_rank" if len(members) == size else f"{axis}_rank {' '.join(map(str, members))} of {size}")
+            axes.append(
+                f"every {axis}_rank" if len(members) == size else f"{axis}_rank {' '.join(map(str, members))} of {size}"
+            )
     return f"{shown} ({', '.join(axes)})" if axes else shown
 
 
@@ -280,6 +304,8 @@ def _declared(spec: ParamSpec, plan: RunPlan) -> str:
     tp, dim = plan.topology.tp, spec.slicing.dim
     cut = "whole on every tp_rank" if dim is None else f"cut over tp along dim {dim}"
     summed = {len(i.replicas) for rank in range(tp) for i in spec.summed_over_replicas(rank, tp)}
-    sums = f"gradient summed over the {max(summed)} tp_ranks that hold a row" if summed else "gradient not summed over tp"
+    sums = (
+        f"gradient summed over the {max(summed)} tp_ranks that hold a row" if summed else "gradient not summed over tp"
+    )
     tied = ", summed over the embedding group" if spec.tied and plan.tied_across_ranks else ""
     return f"{spec.name} {list(spec.shape)}, {cut}, {sums}{tied}"

@@ -41,7 +41,9 @@ class Shrunk:
     num_microbatches: tuple[int, ...]
 
 
-def shrink(plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None, on_gpus: bool = False) -> Shrunk:
+def shrink(
+    plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None, on_gpus: bool = False
+) -> Shrunk:
     """mode: 'fp64', or 'native' for the configuration's own dtype. Raises ConfigError only if `plan` itself could not be resolved."""
     config, partition = plan.config, _partition(plan.partition)
     training, counts = _training(plan)
@@ -179,7 +181,9 @@ def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
         deterministic_mode=training.deterministic_mode,
         label_smoothing=training.label_smoothing,
         z_loss=training.z_loss,
-        cross_entropy_chunk_size=None if training.cross_entropy_chunk_size is None else 3,  # several chunks, the last one shorter
+        cross_entropy_chunk_size=None
+        if training.cross_entropy_chunk_size is None
+        else 3,  # several chunks, the last one shorter
         calculate_per_token_loss=training.calculate_per_token_loss,
         device=training.device,
     )
@@ -216,8 +220,12 @@ def _optimizer(optimizer: OptimizerConfig, lr: float, adam_eps: float) -> Optimi
 def _precision(precision: PrecisionConfig, mode: str) -> PrecisionConfig:
     if mode == "fp64":
         return PrecisionConfig(dtype="fp64")
-    default = PrecisionConfig()  # what is proven is the grid: kernels are torch's, and their operands of the configured dtype
-    fp8 = {name: getattr(default, name) for name in ("fp8_format", "fp8_recipe", "fp8_margin", "first_last_layers_bf16")}
+    default = (
+        PrecisionConfig()
+    )  # what is proven is the grid: kernels are torch's, and their operands of the configured dtype
+    fp8 = {
+        name: getattr(default, name) for name in ("fp8_format", "fp8_recipe", "fp8_margin", "first_last_layers_bf16")
+    }
     history = {name: getattr(default, name) for name in ("fp8_amax_history_len", "fp8_amax_compute_algo")}
     precision = dataclasses.replace(precision, **fp8, **history)
     if precision.dtype != "fp16" or precision.loss_scale is not None:

@@ -62,5 +62,9 @@ def tolerance_of(config: Config) -> Tolerance:
     epsilon = torch.finfo(torch.bfloat16 if is_bf16 else parameter_dtype(dtype)).eps
     unit = epsilon * math.sqrt(config.model.num_layers)
     return Tolerance(
-        roundings.gradient * unit, roundings.weight * unit, roundings.loss * unit, roundings.grad_norm * unit, roundings.least_share
+        roundings.gradient * unit,
+        roundings.weight * unit,
+        roundings.loss * unit,
+        roundings.grad_norm * unit,
+        roundings.least_share,
     )

@@ -127,7 +127,9 @@ def _frame(comparison: Comparison, boxes: Sequence[Sequence[_Box]], width: int |
     is_large = 2 * len(widths) > LARGE
     if width is None:
         digits = len(str(max((box.action.microbatch or 0 for row in boxes for box in row), default=0)))
-        needed = (digits * DIGITS + 2) / widths[len(widths) // 20] * span if widths and not is_large else 0.0  # one of 20 may go without
+        needed = (
+            (digits * DIGITS + 2) / widths[len(widths) // 20] * span if widths and not is_large else 0.0
+        )  # one of 20 may go without
         width = round(min(max(needed + left + RIGHT, NARROWEST - (LABELS + 3 if left < LABELS else 0)), WIDEST))
     inner = float(width - left - RIGHT)
     return _Frame(left, inner, inner / span, 0.0, is_large)
@@ -162,15 +164,29 @@ def _phases(comparison: Comparison, rank: int) -> Iterator[tuple[str, float, flo
             yield name, comparison.measured.seconds(start), comparison.measured.seconds(stop)
 
 
-def _drawn(placement: Placement, rank: int, box: _Box, span: tuple[float, float], y: float, height: float, kind: str, frame: _Frame) -> str:
+def _drawn(
+    placement: Placement,
+    rank: int,
+    box: _Box,
+    span: tuple[float, float],
+    y: float,
+    height: float,
+    kind: str,
+    frame: _Frame,
+) -> str:
     x, w = frame.x(span[0]), (span[1] - span[0]) * frame.scale
     place = f'x="{x:.2f}" y="{y:g}" width="{max(w, 0.3):.2f}" height="{height:g}"'
-    drawn = f'<rect class="b{kind}" fill="{_fill(placement, rank, box.action)}" {place}><title>{_title(box)}</title></rect>'
+    drawn = (
+        f'<rect class="b{kind}" fill="{_fill(placement, rank, box.action)}" {place}><title>{_title(box)}</title></rect>'
+    )
     number = "" if box.action.microbatch is None else str(box.action.microbatch)
     if not number or w < DIGITS * len(number):
         return drawn
     ink = SHADES[box.action.op][2]
-    return drawn + f'<text class="n{kind}" style="fill:{ink}" x="{x + w / 2:.2f}" y="{y + height / 2 + 3.6:g}">{number}</text>'
+    return (
+        drawn
+        + f'<text class="n{kind}" style="fill:{ink}" x="{x + w / 2:.2f}" y="{y + height / 2 + 3.6:g}">{number}</text>'
+    )
 
 
 def _paths(placement: Placement, rank: int, boxes: Sequence[_Box], frame: _Frame) -> Iterator[str]:
@@ -180,7 +196,9 @@ def _paths(placement: Placement, rank: int, boxes: Sequence[_Box], frame: _Frame
         for box in boxes:
             start, end = box.plan if kind else box.measured
             w = (end - start) * frame.scale
-            paths.setdefault(_fill(placement, rank, box.action), []).append(f"M{frame.x(start):.1f} {y}h{w:.1f}v{height}h{-w:.1f}z")
+            paths.setdefault(_fill(placement, rank, box.action), []).append(
+                f"M{frame.x(start):.1f} {y}h{w:.1f}v{height}h{-w:.1f}z"
+            )
         for fill, steps in paths.items():
             yield f'<path class="b{kind}" fill="{fill}" d="{"".join(steps)}"/>'
 

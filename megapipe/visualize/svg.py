@@ -107,7 +107,9 @@ def _all_boxes(timeline: Timeline) -> Iterator[tuple[Action, float, float]]:
 
 
 def _boxes(timeline: Timeline, rank: int) -> Iterator[tuple[Action, float, float]]:
-    for action, start, end in zip(timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True):
+    for action, start, end in zip(
+        timeline.schedule.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True
+    ):
         if action.op in COMPUTE_OPS or (action.op in COLOURS and end > start):
             yield action, start, end
 
@@ -130,7 +132,10 @@ def _lane(timeline: Timeline, rank: int, layout: _Layout) -> list[str]:
             paths.setdefault(fill, []).append(f"M{layout.x(start):.1f} {y:g}h{w:.1f}v{height:g}h{-w:.1f}z")
         else:
             parts.append(_box(action, start, end, y, height, fill, layout))
-    parts += [f'<path fill="{fill}" stroke="#ffffff" stroke-width="0.2" d="{"".join(steps)}"/>' for fill, steps in paths.items()]
+    parts += [
+        f'<path fill="{fill}" stroke="#ffffff" stroke-width="0.2" d="{"".join(steps)}"/>'
+        for fill, steps in paths.items()
+    ]
     return parts
 
 
@@ -157,9 +162,7 @@ def _fill(timeline: Timeline, rank: int, action: Action) -> str:
 def _box(action: Action, start: float, end: float, y: float, height: float, fill: str, layout: _Layout) -> str:
     x, w = layout.x(start), (end - start) * layout.scale
     title = f"<title>{action}: {start:.6g} .. {end:.6g} s</title>"
-    box = (
-        f'<rect x="{x:.2f}" y="{y:g}" width="{w:.2f}" height="{height:g}" fill="{fill}" stroke="#ffffff" stroke-width="0.6">{title}</rect>'
-    )
+    box = f'<rect x="{x:.2f}" y="{y:g}" width="{w:.2f}" height="{height:g}" fill="{fill}" stroke="#ffffff" stroke-width="0.6">{title}</rect>'
     label = "" if action.microbatch is None else str(action.microbatch)
     if not label or w < 6.5 * len(label) + 1:
         return box
@@ -167,16 +170,25 @@ def _box(action: Action, start: float, end: float, y: float, height: float, fill
     return box + f'<text x="{x + w / 2:.2f}" y="{y + height / 2 + 4:g}" {style}>{label}</text>'
 
 
-def _curves(timeline: Timeline, rank: int, waiting: Sequence[tuple[float, float]], layout: _Layout, most: int) -> list[str]:
+def _curves(
+    timeline: Timeline, rank: int, waiting: Sequence[tuple[float, float]], layout: _Layout, most: int
+) -> list[str]:
     """Live chunks as a filled curve, all ranks on one scale, with the rank's peak beside it; waiting inputs as a line on the same scale."""
     live = live_curve(timeline, rank)
     if not live or not most:
         return []
-    floor = layout.top(rank) + layout.lane + layout.curve + (STRIP if _has_reductions(timeline) and not layout.is_large else 0)
+    floor = (
+        layout.top(rank)
+        + layout.lane
+        + layout.curve
+        + (STRIP if _has_reductions(timeline) and not layout.is_large else 0)
+    )
     unit = (layout.curve - 1) / max(most, *(count for _, count in waiting), 1)
     parts = [f'<path fill="{LIVE}" d="{_steps(live, floor, unit, layout)}V{floor}Z"/>']
     if any(count for _, count in waiting):
-        parts.append(f'<path fill="none" stroke="{WAITING}" stroke-width="0.8" d="{_steps(waiting, floor, unit, layout)}"/>')
+        parts.append(
+            f'<path fill="none" stroke="{WAITING}" stroke-width="0.8" d="{_steps(waiting, floor, unit, layout)}"/>'
+        )
     peak = max(count for _, count in live)
     x, size = LEFT + timeline.makespan_seconds * layout.scale + 5, 8 if layout.is_large else 10
     return [*parts, f'<text x="{x:.1f}" y="{floor}" font-size="{size}" fill="#555555">peak {peak:g}</text>']
@@ -212,9 +224,15 @@ def _messages(timeline: Timeline, layout: _Layout) -> list[str]:
             if action.op in SEND_OPS and end > start:
                 peer = placement.rank_of(action.stage + (1 if action.op is Op.SEND_F else -1), action.microbatch or 0)
                 lane = layout.lane
-                ends = (layout.top(rank) + lane, layout.top(peer)) if peer > rank else (layout.top(rank), layout.top(peer) + lane)
+                ends = (
+                    (layout.top(rank) + lane, layout.top(peer))
+                    if peer > rank
+                    else (layout.top(rank), layout.top(peer) + lane)
+                )
                 x1, x2 = layout.x(start), layout.x(end)
-                lines.append(f'<line x1="{x1:.2f}" y1="{ends[0]}" x2="{x2:.2f}" y2="{ends[1]}" {_STROKE[abs(peer - rank) > 1]}/>')
+                lines.append(
+                    f'<line x1="{x1:.2f}" y1="{ends[0]}" x2="{x2:.2f}" y2="{ends[1]}" {_STROKE[abs(peer - rank) > 1]}/>'
+                )
     return lines
 
 
@@ -237,7 +255,9 @@ def _legend(timeline: Timeline, y: int) -> list[str]:
     parts, x = [], LEFT
     chunks = timeline.schedule.placement.num_chunks
     for op in (op for op in COLOURS if op in timeline.schedule.ops):
-        if op not in COMPUTE_OPS and not any(timeline.costs.seconds.get((s, op)) for s in range(timeline.schedule.num_stages)):
+        if op not in COMPUTE_OPS and not any(
+            timeline.costs.seconds.get((s, op)) for s in range(timeline.schedule.num_stages)
+        ):
             continue
         shades = chunks if op in COMPUTE_OPS else 1
         for chunk in range(shades):

@@ -14,7 +14,13 @@ from megapipe.schedule.simulate import Timeline
 Event = dict[str, Any]
 _THREADS = {"compute": 0, "messages": 1, "reductions": 2}
 PLAN, MEASURED, WAITS, MESSAGES, PHASES = range(5)  # threads of a rank in the trace of a profile
-_PROFILE_THREADS = {PLAN: "plan", MEASURED: "measured", WAITS: "waits", MESSAGES: "posting messages, reductions", PHASES: "phases"}
+_PROFILE_THREADS = {
+    PLAN: "plan",
+    MEASURED: "measured",
+    WAITS: "waits",
+    MESSAGES: "posting messages, reductions",
+    PHASES: "phases",
+}
 
 
 def chrome_trace(timeline: Timeline) -> str:
@@ -27,7 +33,9 @@ def chrome_trace(timeline: Timeline) -> str:
                 continue
             thread = "compute" if action.op in BUSY_OPS else "reductions" if action.op is Op.REDUCE_GRAD else "messages"
             events.append(_event(rank, _THREADS[thread], action, start, end))
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": str(timeline.schedule)}})
+    return json.dumps(
+        {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": str(timeline.schedule)}}
+    )
 
 
 def profile_trace(profile: Profile) -> str:
@@ -57,10 +65,25 @@ def _step_events(pipeline: PipelineSteps, comparison: Comparison) -> Iterator[Ev
             elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UPDATE}:
                 yield _event(rank, MESSAGES, action, origin + start, origin + end)
             if measured.message_waits[pp_rank][slot]:
-                yield _event(rank, WAITS, action, origin + start, origin + measured.begins[pp_rank][slot], "wait for the message of ")
+                yield _event(
+                    rank,
+                    WAITS,
+                    action,
+                    origin + start,
+                    origin + measured.begins[pp_rank][slot],
+                    "wait for the message of ",
+                )
         for name, begin, stop in measured.step.rows[pp_rank].phases:
             label = f"step {measured.step.step}" if name == "step" else name
-            yield {"ph": "X", "pid": rank, "tid": PHASES, "name": label, "cat": "phase", "ts": begin / 1e3, "dur": (stop - begin) / 1e3}
+            yield {
+                "ph": "X",
+                "pid": rank,
+                "tid": PHASES,
+                "name": label,
+                "cat": "phase",
+                "ts": begin / 1e3,
+                "dur": (stop - begin) / 1e3,
+            }
 
 
 def _named(pid: int, name: str, threads: dict[int, str]) -> list[Event]:

@@ -29,7 +29,12 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "two_of_six_layers": {"num_layers": 6, "cpu_offloading_num_layers": 2},
     "large_tensors": {"num_layers": 6, "min_offloaded_tensor_size": 300},
     "four_chunks": UNEVEN,
-    "checkpoints": {"num_layers": 6, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    "checkpoints": {
+        "num_layers": 6,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    }
     | {"recompute_keep_attention": True},
     "all_modules": {
         "num_layers": 6,
@@ -37,13 +42,23 @@ ONE_RANK: dict[str, dict[str, Any]] = {
         "recompute_modules": ("core_attn", "layernorm", "mlp"),
         "attention_dropout": 0.1,
     },
-    "documents": {"num_layers": 6, "reset_position_ids": True, "reset_attention_mask": True, "position_embedding_type": "rope"}
+    "documents": {
+        "num_layers": 6,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "position_embedding_type": "rope",
+    }
     | {"num_query_groups": 2, "tokenizer_type": "NullTokenizer", "vocab_size": 28},
 }
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "1f1b": PP2,
     "interleaved": PP2 | {"num_virtual_stages_per_pipeline_rank": 3},
-    "zb-h1": PP2 | {"pipeline_schedule": "zb-h1", "recompute_granularity": "selective", "recompute_modules": ("layernorm", "activation")},
+    "zb-h1": PP2
+    | {
+        "pipeline_schedule": "zb-h1",
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "activation"),
+    },
     "zb-v": PP2 | {"pipeline_schedule": "zb-v", "num_layers": 8},
     "dualpipe": PP2 | {"pipeline_schedule": "dualpipe"},
     "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_layers": 6},
@@ -52,7 +67,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(rank: int, world_size: int, changes: dict[str, Any], late: bool = False, steps: int = 2) -> tuple[list[Tensor], int, list[Any]]:
+def trained(
+    rank: int, world_size: int, changes: dict[str, Any], late: bool = False, steps: int = 2
+) -> tuple[list[Tensor], int, list[Any]]:
     """Parameters after some steps, bytes of host buffers, and what the streams did. late: copies as late as streams allow."""
     plan = make_plan(world_size, "fp64", **changes)
     groups = ProcessGroups.alone() if world_size == 1 else build_process_groups(plan.topology, rank, "gloo", 30)
@@ -69,7 +86,10 @@ def trained(rank: int, world_size: int, changes: dict[str, Any], late: bool = Fa
         tokens = [torch.randint(28, (2, 8), generator=generator) for _ in range(count)]
         ids = torch.tensor([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2]) if documents else None
         at = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]]) if documents else None
-        step.run([Microbatch(each, each.clone(), None, at, ids, keys.of(k)) for k, each in enumerate(tokens)], Rates(1e-2, 0.0))
+        step.run(
+            [Microbatch(each, each.clone(), None, at, ids, keys.of(k)) for k, each in enumerate(tokens)],
+            Rates(1e-2, 0.0),
+        )
     machines.finish_parameters()
     if machines.offload is not None:
         assert not machines.offload._units
@@ -93,7 +113,9 @@ def test_one_rank_trains_to_the_same_bits_in_the_planned_host_memory(name: str) 
 SLOW = ("1f1b", "interleaved", "pipedream", "post_validation")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TWO_RANKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TWO_RANKS]
+)
 def test_ranks_of_a_grid_train_to_the_same_bits(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     changes, pool = OFFLOAD | TWO_RANKS[name], rank_pools(2)
     plan = make_plan(2, "fp64", **changes)

@@ -40,15 +40,28 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "dualpipe_tied": (
         2,
-        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "untie_embeddings_and_output_weights": False},
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe",
+            "untie_embeddings_and_output_weights": False,
+        },
     ),
     "dualpipe_zero1": (
         4,
-        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "use_distributed_optimizer": True, "ddp_bucket_size": 500},
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe",
+            "use_distributed_optimizer": True,
+            "ddp_bucket_size": 500,
+        },
     ),
     "dualpipe_v": (
         2,
-        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe-v", "num_virtual_stages_per_pipeline_rank": 2},
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe-v",
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
     ),
     "chunked_loss_tied": (1, UNEVEN | {"untie_embeddings_and_output_weights": False, "cross_entropy_chunk_size": 5}),
     "chunked_loss_tp2_sequence_parallel": (
@@ -58,7 +71,12 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipedream": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0}),
     "2bw_zero1": (
         4,
-        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0, "use_distributed_optimizer": True},
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "pipedream-2bw",
+            "clip_grad": 0.0,
+            "use_distributed_optimizer": True,
+        },
     ),
     "pp2_zero1_post_validation": (
         4,
@@ -100,8 +118,14 @@ def make_plan(world_size: int, dtype: str, **changes: Any) -> RunPlan:
         optimizer=OptimizerConfig(lr=1e-2),
     )
     for name, value in (changes | {"dtype": dtype}).items():
-        section = next(f.name for f in dataclasses.fields(config) if name in {g.name for g in dataclasses.fields(getattr(config, f.name))})
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+        section = next(
+            f.name
+            for f in dataclasses.fields(config)
+            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
+        )
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
     return resolve(config, world_size)
 
 
@@ -152,12 +176,18 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
         else:
             step.run(microbatches, Rates(1e-2, 0.0))
     shards = machines.optimizer._shards
-    state = [tensor for shard in shards for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))]
+    state = [
+        tensor
+        for shard in shards
+        for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
+    ]
     return {
         "weights": _bytes(versions),
         "gradients": _bytes([buffer.gradients for buffer in buffers]),
         "optimizer": _bytes(state),
-        "rollback": 0 if machines.optimizer._kept is None else _bytes([kept for _, kept in machines.optimizer._kept._pairs]),
+        "rollback": 0
+        if machines.optimizer._kept is None
+        else _bytes([kept for _, kept in machines.optimizer._kept._pairs]),
         "activations": peak.most,
     }
 

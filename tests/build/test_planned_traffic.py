@@ -34,7 +34,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         TP2 | OVERLAP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
-    "tp2_sequence_parallel_mlp_recompute": (2, TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}),
+    "tp2_sequence_parallel_mlp_recompute": (
+        2,
+        TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ),
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
@@ -53,7 +56,11 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
 
     def counted(name: str, group: Group, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
         whole = max(tensors, key=Tensor.numel, default=None)
-        if whole is not None and name in PASSES and (group.name != "tp" or (whole.ndim == 3 and whole.shape[-1] == HIDDEN)):
+        if (
+            whole is not None
+            and name in PASSES
+            and (group.name != "tp" or (whole.ndim == 3 and whole.shape[-1] == HIDDEN))
+        ):
             found[group.name] += PASSES[name] * whole.nbytes * (group.size - 1) / group.size  # type: ignore[assignment]
         return run(name, group, tensors, *rest)
 

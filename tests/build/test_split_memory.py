@@ -40,7 +40,9 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
     generator = torch.Generator().manual_seed(rank)
     count = plan.batch.full // plan.batch.samples_per_microbatch
     tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
-    microbatches = [Microbatch(each, labels=each.clone(), dropout_key=Keys(1, 2, 0, 1).of(k)) for k, each in enumerate(tokens)]
+    microbatches = [
+        Microbatch(each, labels=each.clone(), dropout_key=Keys(1, 2, 0, 1).of(k)) for k, each in enumerate(tokens)
+    ]
     buffers = [buffer for stage in machines.buffers.values() for buffer in stage.buffers]
     live = LivePeak([buffer.parameters for buffer in buffers])
     flat = [tensor for buffer in buffers for tensor in (buffer.parameters, buffer.gradients)]
@@ -51,7 +53,11 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
     def recorded(handler: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         def run(run: Any, action: Any) -> None:
             handler(run, action)
-            waiting = [tensor for runner in machines.runners.values() for tensor in tensors_of(runner.weight_gradients._waiting)]
+            waiting = [
+                tensor
+                for runner in machines.runners.values()
+                for tensor in tensors_of(runner.weight_gradients._waiting)
+            ]
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in waiting}
             alone = [size for address, size in storages.items() if address not in known and not live._holders[address]]
             found.append(live._now + sum(alone))
@@ -70,11 +76,16 @@ def planned_bytes(plan: RunPlan, pp_rank: int) -> tuple[list[int], int]:
     """The same from the plan, and its peak."""
     stages, sizes = plan.placement.stages_of(pp_rank), local_sizes(plan)
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
-    waiting = {stage: deferred_bytes(plan.config.model, sizes, plan.partition.stages[stage], plan.config.recompute) for stage in stages}
+    waiting = {
+        stage: deferred_bytes(plan.config.model, sizes, plan.partition.stages[stage], plan.config.recompute)
+        for stage in stages
+    }
     row = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch).rows[pp_rank]
     levels, level = [], 0
     for stage, op, _ in row:
-        change = {Op.F: kept[stage], Op.B: -kept[stage], Op.I: waiting[stage] - kept[stage], Op.W: -waiting[stage]}.get(op)
+        change = {Op.F: kept[stage], Op.B: -kept[stage], Op.I: waiting[stage] - kept[stage], Op.W: -waiting[stage]}.get(
+            op
+        )
         if change is not None:
             level += change
             levels.append(level)
@@ -82,7 +93,9 @@ def planned_bytes(plan: RunPlan, pp_rank: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_the_bytes_in_the_plan_after_every_action(rank_pools: Callable[[int], RankPool], name: str) -> None:
+def test_a_rank_holds_the_bytes_in_the_plan_after_every_action(
+    rank_pools: Callable[[int], RankPool], name: str
+) -> None:
     changes = {"pipeline_model_parallel_size": 2, "pipeline_schedule": name.split()[0]} | CASES[name]
     plan = make_plan(2, "fp32", **changes)
     for pp_rank, found in enumerate(rank_pools(2).run(bytes_after_each_action, changes)):

@@ -42,7 +42,9 @@ RATES = Rates({"fp32": 8e10, "bf16": 4e11}, {64: 2e10, 256: 6e10, 1024: 8e10}, 1
 MACHINE = Machine("Some Processor", 8 << 30, 2, "fp32", ("measured by: a test", "of nothing"))
 
 
-def test_one_rank_writes_a_file_that_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_writes_a_file_that_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(rates.SIZES, "cpu", SMALL)
     path = tmp_path / "here.yaml"
     assert main(["--output", str(path), "--seconds", "0.1", "--device", "cpu", "--name", "here"]) == 0
@@ -54,7 +56,20 @@ def test_one_rank_writes_a_file_that_plans(tmp_path: Path, monkeypatch: pytest.M
     assert len(found.gemm_shares) >= 2 and all(0 < share <= 1 for _, share in found.gemm_shares)
     assert found.attention_share > 0 and found.pointwise_share > 0 and found.memory_bytes > 1 << 28
     assert [entry.name for entry in tmp_path.iterdir()] == ["here.yaml"]
-    assert megapipe(["plan", "--gpus", "2", "--hardware", str(path), "--json", *(word for pair in MODEL.items() for word in pair)]) == 0
+    assert (
+        megapipe(
+            [
+                "plan",
+                "--gpus",
+                "2",
+                "--hardware",
+                str(path),
+                "--json",
+                *(word for pair in MODEL.items() for word in pair),
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)
 
 
@@ -70,7 +85,10 @@ def test_two_ranks_measure_the_link_of_their_node(rank_pools: Callable[[int], Ra
     rank_pools(2).run(two_ranks, str(path))
     found, text = read_hardware(path), path.read_text()
     assert "# all-reduce over 2 ranks" in text and text.count("NOT measured: assumed") == 1
-    assert found.node.latency_seconds != ASSUMED_LINKS["node"].latency_seconds and found.network == ASSUMED_LINKS["network"]
+    assert (
+        found.node.latency_seconds != ASSUMED_LINKS["node"].latency_seconds
+        and found.network == ASSUMED_LINKS["network"]
+    )
     assert 1e6 < found.node.bytes_per_second < 1e12 and 1e-7 < found.node.latency_seconds < 10
     assert found.ranks_per_node == 2
 
@@ -83,11 +101,15 @@ def test_ranks_on_two_nodes_measure_both_links_each_node_at_once() -> None:
     }
 
 
-@pytest.mark.parametrize(("operation", "sent"), [("all_reduce", 1.5), (SEND, 1.0)], ids=["all-reduce over 4", "message"])
+@pytest.mark.parametrize(
+    ("operation", "sent"), [("all_reduce", 1.5), (SEND, 1.0)], ids=["all-reduce over 4", "message"]
+)
 def test_a_link_is_found_again_from_the_times_that_it_makes(operation: str, sent: float) -> None:
     link = Link(2e9, 3e-5)
     ranks = (0, 1, 2, 3) if operation == "all_reduce" else (0, 1)
-    times = {size: [2 * link.latency_seconds + sent * size / link.bytes_per_second] * 3 for size in (8, 1 << 18, 1 << 22)}
+    times = {
+        size: [2 * link.latency_seconds + sent * size / link.bytes_per_second] * 3 for size in (8, 1 << 18, 1 << 22)
+    }
     found = fitted(Sample(Trial("node", "tp", operation, ranks), times))
     assert found.bytes_per_second == pytest.approx(link.bytes_per_second, rel=1e-3)
     assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=1e-3)
@@ -104,10 +126,19 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
 def test_json_has_the_files_keys_and_both_figures_of_each_link() -> None:
     links = [MeasuredLink("node", 2, Link(1.5e9, 2.5e-5), Link(1e9, 1e-5))]
     hardware = hardware_measured("here", MACHINE, RATES, links)
-    data = json.loads(json.dumps(as_data(hardware, MACHINE, Found(torch.device("cpu"), "fp32", RATES, tuple(links), ("a", "a"), 3.0))))
+    data = json.loads(
+        json.dumps(as_data(hardware, MACHINE, Found(torch.device("cpu"), "fp32", RATES, tuple(links), ("a", "a"), 3.0)))
+    )
     assert set(data) == {field.name for field in dataclasses.fields(Hardware)} | {"measured"}
-    assert data["node"] == data["measured"]["links"]["node"]["all_reduce"] == {"bytes_per_second": 1.5e9, "latency_seconds": 2.5e-5}
-    assert data["measured"]["links"]["node"]["message"]["bytes_per_second"] == 1e9 and data["flops"] == {"fp32": 8e10, "bf16": 4e11}
+    assert (
+        data["node"]
+        == data["measured"]["links"]["node"]["all_reduce"]
+        == {"bytes_per_second": 1.5e9, "latency_seconds": 2.5e-5}
+    )
+    assert data["measured"]["links"]["node"]["message"]["bytes_per_second"] == 1e9 and data["flops"] == {
+        "fp32": 8e10,
+        "bf16": 4e11,
+    }
 
 
 def test_a_card_of_the_table_has_the_tables_links_where_none_was_measured() -> None:
@@ -155,7 +186,9 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("megapipe.calibrate.measure.measure_rates", interrupted)
     assert main(["--output", str(tmp_path / "x.yaml"), "--device", "cpu"]) == 130
     assert "nothing was written" in capsys.readouterr().err and not list(tmp_path.iterdir())

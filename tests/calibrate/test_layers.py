@@ -54,7 +54,9 @@ def test_on_a_gpu_kernels_and_layers_are_timed_by_events_with_its_queue_kept_ful
     clock = EventClock(torch.device("cpu"), device, device.now)
     watch = Stopwatch(torch.device("cuda"), clock)
     assert watch.seconds(lambda: device.launch(2_000_000), 0.1) == pytest.approx(0.002, rel=1e-3)
-    assert watch.seconds(lambda: device.launch(20_000), 0.1) == pytest.approx(20e-6, rel=1e-1), "calls too short for one event"
+    assert watch.seconds(lambda: device.launch(20_000), 0.1) == pytest.approx(20e-6, rel=1e-1), (
+        "calls too short for one event"
+    )
     launched = device.host_ns
     steps = (lambda: device.launch(3_000_000), lambda: device.launch(5_000_000))
     seconds = _Parts._timed(SimpleNamespace(_clock=clock), steps, 4)  # type: ignore[arg-type]

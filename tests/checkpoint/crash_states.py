@@ -201,7 +201,9 @@ def _content(writes: list[bytes], kept: list[int]) -> bytes:
 
 
 def tree_of(root: Path) -> Tree:
-    return {str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in sorted(root.rglob("*"))}
+    return {
+        str(path.relative_to(root)): None if path.is_dir() else path.read_bytes() for path in sorted(root.rglob("*"))
+    }
 
 
 def put(tree: Tree, root: Path) -> None:

@@ -63,7 +63,14 @@ class Layout:
 
 LAYOUTS = {
     f"tp{layout.tp}_shards{layout.shards}_vocabulary{layout.padded}": layout
-    for layout in (Layout(1, 1, 13), Layout(1, 3, 16), Layout(2, 1, 14), Layout(2, 4, 16), Layout(4, 1, 16), Layout(4, 2, 20))
+    for layout in (
+        Layout(1, 1, 13),
+        Layout(1, 3, 16),
+        Layout(2, 1, 14),
+        Layout(2, 4, 16),
+        Layout(4, 1, 16),
+        Layout(4, 2, 20),
+    )
 }
 
 
@@ -80,7 +87,9 @@ def save_layout(root: Path, layout: Layout, wholes: dict[str, Tensor], step: int
     return save_checkpoint(root, step, boxes, extras, WORLD, **options)  # type: ignore[arg-type]
 
 
-def save_one(root: Path, step: int, values: Tensor | None = None, disk: Disk | None = None, keep_last: int | None = None) -> SaveReport:
+def save_one(
+    root: Path, step: int, values: Tensor | None = None, disk: Disk | None = None, keep_last: int | None = None
+) -> SaveReport:
     """A checkpoint of one tensor `master/w` whose values are the step."""
     values = torch.full((5, 4), float(step)) if values is None else values
     box = TensorBox("master/w", tuple(values.shape), whole_box(values), values.reshape(-1))

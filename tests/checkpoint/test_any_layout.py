@@ -19,7 +19,17 @@ from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
-from tests.checkpoint.layouts import LAYOUTS, VOCABULARY, WORLD, Layout, global_tensors, newest, save_layout, save_one, whole_box
+from tests.checkpoint.layouts import (
+    LAYOUTS,
+    VOCABULARY,
+    WORLD,
+    Layout,
+    global_tensors,
+    newest,
+    save_layout,
+    save_one,
+    whole_box,
+)
 
 
 @pytest.mark.parametrize("block_bytes", [8, 56, 1 << 22], ids=["blocks_of_8", "blocks_of_56", "blocks_of_4_mib"])
@@ -52,8 +62,12 @@ def test_vocabulary_padding_is_neither_written_nor_filled(tmp_path: Path) -> Non
     assert sum(box.box.num_elements for box in saved.boxes) == VOCABULARY * 6
 
 
-@pytest.mark.parametrize("saved", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("asked", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "saved", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize(
+    "asked", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=["fp64", "fp32", "bf16", "fp16"]
+)
 def test_dtypes_widen_exactly_or_are_refused(tmp_path: Path, saved: torch.dtype, asked: torch.dtype) -> None:
     values = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(saved)
     save_one(tmp_path, 1, values)
@@ -73,7 +87,9 @@ def test_a_few_rows_cost_a_few_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     save_checkpoint(tmp_path, 1, [box], Extras({}, ""), WORLD, block_bytes=64)
     read: list[int] = []
     original = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, start: read.append(sum(map(len, buffers))) or original(fd, buffers, start))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, start: read.append(sum(map(len, buffers))) or original(fd, buffers, start)
+    )
     wanted = TensorBox("master/w", (1000, 4), Box((501, 1), (2, 2)), torch.zeros(4))
     load_tensors(newest(tmp_path), [wanted], WORLD)
     assert wanted.values.tolist() == [2005.0, 2006.0, 2009.0, 2010.0]
@@ -82,7 +98,10 @@ def test_a_few_rows_cost_a_few_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
-    [("master/v", (5, 4), r"holds no tensor master/v"), ("master/w", (5, 8), r"master/w has shape \[5, 4\], this model's has \[5, 8\]")],
+    [
+        ("master/v", (5, 4), r"holds no tensor master/v"),
+        ("master/w", (5, 8), r"master/w has shape \[5, 4\], this model's has \[5, 8\]"),
+    ],
     ids=["missing", "shape"],
 )
 def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, name: str, shape: tuple[int, int], message: str) -> None:
@@ -119,7 +138,9 @@ def test_a_hole_and_an_overlap_are_found_in_any_cut(boxes: list[Box], random) ->
     with pytest.raises(CheckpointError, match="overlap"):
         check_covered("w", shape, [*boxes, random.choice(boxes)])
     with pytest.raises(CheckpointError, match="does not lie within shape"):
-        check_covered("w", (shape[0], shape[1] - 1), boxes) if shape[1] > 1 else check_covered("w", (shape[0] - 1, shape[1]), boxes)
+        check_covered("w", (shape[0], shape[1] - 1), boxes) if shape[1] > 1 else check_covered(
+            "w", (shape[0] - 1, shape[1]), boxes
+        )
 
 
 def test_a_box_that_nobody_saved_is_an_error_and_not_left_as_it_was(tmp_path: Path) -> None:

@@ -32,7 +32,12 @@ Pools = Callable[[int], RankPool]
 
 
 def begin(
-    root: Path, step: int, values: torch.Tensor, disk: Disk | None = None, group: Group = WORLD, staging: Staging | None = None
+    root: Path,
+    step: int,
+    values: torch.Tensor,
+    disk: Disk | None = None,
+    group: Group = WORLD,
+    staging: Staging | None = None,
 ) -> BackgroundSave:
     """Row `group.rank` of a tensor `master/w`."""
     box = TensorBox("master/w", (group.size, values.numel()), Box((group.rank, 0), (1, values.numel())), values)
@@ -81,7 +86,8 @@ def test_an_error_of_any_kind_in_the_thread_is_reported(tmp_path: Path) -> None:
 
     save_one(tmp_path, 1)
     with pytest.raises(
-        CheckpointError, match="rank 0 cannot write its shard: ValueError: a mistake of ours; checkpoints saved earlier are intact"
+        CheckpointError,
+        match="rank 0 cannot write its shard: ValueError: a mistake of ours; checkpoints saved earlier are intact",
     ):
         begin(tmp_path, 2, torch.zeros(4), Disk(broken)).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
@@ -116,5 +122,9 @@ def fails_on_one_rank(rank: int, world_size: int, root: str) -> tuple[str, bool]
 def test_a_failure_on_one_rank_is_heard_by_all_and_the_next_save_succeeds(rank_pools: Pools, tmp_path: Path) -> None:
     answers = rank_pools(3).run(fails_on_one_rank, str(tmp_path))
     assert len(set(answers)) == 1
-    assert answers[0][0].startswith("rank 1 cannot write ") and "No space left on device (errno 28)" in answers[0][0] and answers[0][1]
+    assert (
+        answers[0][0].startswith("rank 1 cannot write ")
+        and "No space left on device (errno 28)" in answers[0][0]
+        and answers[0][1]
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002"]

@@ -73,7 +73,9 @@ def test_another_dtype_or_shape_is_a_difference(tmp_path: Path) -> None:
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/inspect_checkpoint.py", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+    )
 
 
 def test_the_tool_tells_by_its_exit_code_and_in_json(tmp_path: Path) -> None:

@@ -61,7 +61,15 @@ def events_of_a_save(root: Path) -> list[str]:
 
 def test_the_order_of_events_is_write_sync_rename(tmp_path: Path) -> None:
     files = ["create", "write", "sync"]
-    commit = ["make", *files, *files, *files, "sync", "rename", "sync"]  # shard, configuration, manifest, the folder itself
+    commit = [
+        "make",
+        *files,
+        *files,
+        *files,
+        "sync",
+        "rename",
+        "sync",
+    ]  # shard, configuration, manifest, the folder itself
     latest = [*files, "rename", "sync"]
     removal = ["rename", "sync", "remove"]
     assert events_of_a_save(tmp_path) == commit + latest + removal
@@ -81,9 +89,10 @@ def test_stopped_after_any_event_a_complete_checkpoint_loads_and_the_rest_is_cle
         if at < committed:
             assert len(torn) == 1, at
         remarks = prepare_root(root, step)
-        assert [f"removed {root / name}, left by an interrupted" in remark for name, remark in zip(torn, remarks, strict=True)] == [
-            True
-        ] * len(torn)
+        assert [
+            f"removed {root / name}, left by an interrupted" in remark
+            for name, remark in zip(torn, remarks, strict=True)
+        ] == [True] * len(torn)
         assert not [path for path in root.iterdir() if path.name.startswith(".")]
         assert save_one(root, 3, keep_last=2).remark == ""  # nothing is in the way of the next save
         assert (newest(root).step, value_of(root)) == (3, 3)
@@ -95,7 +104,9 @@ def test_an_error_at_any_event_is_reported_and_removes_what_was_begun(tmp_path: 
     for at in range(committed):
         root = tmp_path / str(at)
         save_one(root, 1)
-        with pytest.raises(CheckpointError, match=r"No space left on device \(errno 28\); checkpoints saved earlier are intact"):
+        with pytest.raises(
+            CheckpointError, match=r"No space left on device \(errno 28\); checkpoints saved earlier are intact"
+        ):
             save_one(root, 2, disk=Disk(Trap(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))))
         assert value_of(root) == 1
         if at > 0:  # failing to make the folder leaves it to the next start
@@ -124,7 +135,9 @@ def test_saving_never_overwrites(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert "was saved before and is complete" in save_one(tmp_path, 1, torch.zeros(5, 4)).remark
     other = TensorBox("master/w", (1,), Box((0,), (1,)), torch.zeros(1))
-    with pytest.raises(CheckpointError, match=r"step_00000001 is there already, complete and of another state; saving never overwrites"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 is there already, complete and of another state; saving never overwrites"
+    ):
         save_checkpoint(tmp_path, 1, [other], Extras({"training": {"step": 1, "consumed_samples": 9}}, ""), WORLD)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -197,7 +210,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     save_one(small_disk, 1)
     with pytest.raises(
-        CheckpointError, match=r"rank 0 cannot write .*rank_00000.safetensors: No space left on device \(errno 28\); checkpoints"
+        CheckpointError,
+        match=r"rank 0 cannot write .*rank_00000.safetensors: No space left on device \(errno 28\); checkpoints",
     ):
         save_one(small_disk, 2, torch.zeros(1000, 1000))
     assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "step_00000001"]
@@ -210,10 +224,13 @@ def test_a_read_only_disk_is_named_and_can_be_loaded_from(small_disk: Path) -> N
     save_one(small_disk, 1)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(
-        CheckpointError, match=r"cannot save in .*disk: Read-only file system \(errno 30\); checkpoints saved earlier are intact"
+        CheckpointError,
+        match=r"cannot save in .*disk: Read-only file system \(errno 30\); checkpoints saved earlier are intact",
     ):
         save_one(small_disk, 2)
-    with pytest.raises(CheckpointError, match=r"--save .*disk cannot be written to: Read-only file system \(errno 30\)"):
+    with pytest.raises(
+        CheckpointError, match=r"--save .*disk cannot be written to: Read-only file system \(errno 30\)"
+    ):
         prepare_root(small_disk, 1)
     assert value_of(small_disk) == 1
 
@@ -233,7 +250,9 @@ def fail_on_one_rank(rank: int, world_size: int, root: str) -> str:
     """Rank 1 meets a full disk."""
     trap = Trap(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) if rank == 1 else Trap()
     try:
-        save_checkpoint(Path(root), 2, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=Disk(trap))
+        save_checkpoint(
+            Path(root), 2, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=Disk(trap)
+        )
     except CheckpointError as error:
         return str(error)
     return "saved"
@@ -243,7 +262,10 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(rank_pools: Callable[[int], 
     save_one(tmp_path, 1)
     messages = set(rank_pools(2).run(fail_on_one_rank, str(tmp_path)))
     (message,) = messages
-    assert message.startswith("rank 1 cannot write ") and "rank_00001.safetensors: No space left on device (errno 28)" in message
+    assert (
+        message.startswith("rank 1 cannot write ")
+        and "rank_00001.safetensors: No space left on device (errno 28)" in message
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
 
 
@@ -261,7 +283,9 @@ def save_in_own_folder(rank: int, world_size: int, root: str, own_disk: bool) ->
     folder.mkdir()
     os.chdir(folder)
     disk = DiskOfItsOwn() if own_disk else Disk()
-    save_checkpoint(Path("checkpoints"), 1, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=disk)
+    save_checkpoint(
+        Path("checkpoints"), 1, [row_of(rank, world_size)], Extras({}, ""), world_of(rank, world_size), disk=disk
+    )
 
 
 @pytest.mark.parametrize("own_disk", [False, True], ids=["folder_missing_on_rank_1", "shard_unseen_by_rank_0"])
@@ -271,7 +295,9 @@ def test_a_directory_that_is_not_shared_is_recognised(tmp_path: Path, own_disk: 
     assert list((tmp_path / "node0" / "checkpoints").iterdir()) == []
 
 
-def test_every_file_and_folder_is_synced_before_the_rename_and_the_root_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_and_folder_is_synced_before_the_rename_and_the_root_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log: list[str] = []
     sync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: log.append(os.readlink(f"/proc/self/fd/{fd}")) or sync(fd))

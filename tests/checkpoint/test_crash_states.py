@@ -30,7 +30,9 @@ def save_of_two_ranks(root: Path, step: int, keep: Retention) -> None:
     attempt = Attempt(Disk(), root, step, Extras({"training": {"step": step}}, f"# {step}\n"), keep, 1 << 22)
     temporary = attempt.begin().temporary
     assert temporary is not None
-    written = [attempt.write(temporary, [row(rank, torch.full((COLUMNS,), float(step)))], rank) for rank in range(NUM_RANKS)]
+    written = [
+        attempt.write(temporary, [row(rank, torch.full((COLUMNS,), float(step)))], rank) for rank in range(NUM_RANKS)
+    ]
     assert attempt.finish(temporary, written).report is not None
 
 
@@ -54,10 +56,15 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tree, lis
 
 def at_once(log: list[Operation]) -> list[Operation]:
     """The ranks' shards written at the same time instead of one after another."""
-    shards = [[entry for entry in log if entry[1].endswith(f"rank_{rank:05d}.safetensors")] for rank in range(NUM_RANKS)]
+    shards = [
+        [entry for entry in log if entry[1].endswith(f"rank_{rank:05d}.safetensors")] for rank in range(NUM_RANKS)
+    ]
     shards = [[entry for entry in shard if entry[0] != "remove"] for shard in shards]
     first = log.index(shards[0][0])
-    assert len({len(shard) for shard in shards}) == 1 and log[first : first + sum(map(len, shards))] == [*shards[0], *shards[1]]
+    assert len({len(shard) for shard in shards}) == 1 and log[first : first + sum(map(len, shards))] == [
+        *shards[0],
+        *shards[1],
+    ]
     together = [entry for pair in zip(*shards, strict=True) for entry in pair]
     return [*log[:first], *together, *log[first + len(together) :]]
 
@@ -91,7 +98,9 @@ def trouble(root: Path, allowed: tuple[int, ...]) -> str | None:
     return f"{left} is left" if left else None
 
 
-def troubles(before: Tree, log: list[Operation], root: Path, commit: tuple[int, int], first: int = 0) -> Iterator[str | None]:
+def troubles(
+    before: Tree, log: list[Operation], root: Path, commit: tuple[int, int], first: int = 0
+) -> Iterator[str | None]:
     """For each state after `first` operations or more, what is wrong with it."""
     named, certain = commit
     for done, tree in crash_states(before, log):
@@ -102,7 +111,9 @@ def troubles(before: Tree, log: list[Operation], root: Path, commit: tuple[int, 
             yield None if wrong is None else f"after {done} operations: {wrong}"
 
 
-def test_every_state_after_a_crash_loads_the_newest_complete_checkpoint(recorded: tuple[Tree, list[Operation]], tmp_path: Path) -> None:
+def test_every_state_after_a_crash_loads_the_newest_complete_checkpoint(
+    recorded: tuple[Tree, list[Operation]], tmp_path: Path
+) -> None:
     before, log = recorded
     found = list(troubles(before, log, tmp_path / "state", commit_of(log)))
     assert [wrong for wrong in found if wrong is not None] == []
@@ -119,7 +130,12 @@ def is_sync_of_the_folder(entry: Operation) -> bool:
 
 @pytest.mark.parametrize(
     "is_left_out",
-    [is_sync_of("rank_00001.safetensors"), is_sync_of("manifest.json"), is_sync_of("config.yaml"), is_sync_of_the_folder],
+    [
+        is_sync_of("rank_00001.safetensors"),
+        is_sync_of("manifest.json"),
+        is_sync_of("config.yaml"),
+        is_sync_of_the_folder,
+    ],
     ids=["shard", "manifest", "configuration", "folder"],
 )
 def test_a_sync_that_is_left_out_is_noticed(
@@ -132,7 +148,9 @@ def test_a_sync_that_is_left_out_is_noticed(
     assert any(troubles(before, lacking, tmp_path / "state", commit, first=commit[0]))
 
 
-def test_a_root_that_is_not_synced_after_the_commit_is_noticed(recorded: tuple[Tree, list[Operation]], tmp_path: Path) -> None:
+def test_a_root_that_is_not_synced_after_the_commit_is_noticed(
+    recorded: tuple[Tree, list[Operation]], tmp_path: Path
+) -> None:
     before, log = recorded
     _, certain = commit_of(log)
     lacking = [*log[: certain - 1], *log[certain : certain + 1]]

@@ -56,11 +56,17 @@ def test_a_flipped_byte_of_any_tensor_names_file_and_tensor(tmp_path: Path) -> N
         (SHARD, Path.unlink, rf"step_00000002 is incomplete: {SHARD} is missing"),
         ("config.yaml", Path.unlink, r"config.yaml is missing"),
         ("manifest.json", Path.unlink, r"step_00000002 is no complete checkpoint: it has no manifest.json"),
-        ("manifest.json", lambda path: path.write_bytes(path.read_bytes()[:-40]), r"step_00000002/manifest.json is damaged"),
+        (
+            "manifest.json",
+            lambda path: path.write_bytes(path.read_bytes()[:-40]),
+            r"step_00000002/manifest.json is damaged",
+        ),
     ],
     ids=["truncated_shard", "deleted_shard", "deleted_configuration", "deleted_manifest", "truncated_manifest"],
 )
-def test_an_incomplete_checkpoint_is_passed_over_with_a_remark_unless_asked_for(tmp_path: Path, name: str, harm, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_incomplete_checkpoint_is_passed_over_with_a_remark_unless_asked_for(
+    tmp_path: Path, name: str, harm, message: str
+) -> None:  # type: ignore[no-untyped-def]
     save_one(tmp_path, 1)
     harm(save_one(tmp_path, 2).path / name)
     found = newest(tmp_path)
@@ -96,7 +102,9 @@ def test_every_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
     for position in range(len(content)):
         flipped = content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
         try:
-            assert Manifest.from_json(flipped.decode(), "here") == whole, position  # white space alone may differ unseen
+            assert Manifest.from_json(flipped.decode(), "here") == whole, (
+                position
+            )  # white space alone may differ unseen
         except CheckpointError as error:
             messages.append(str(error))
     assert len(messages) > len(content) * 0.9
@@ -149,7 +157,9 @@ def test_the_tool_lists_and_verifies(tmp_path: Path) -> None:
 
     def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "tools/inspect_checkpoint.py", str(tmp_path), *arguments]
-        return subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+        )
 
     listed = tool("--tensors", "--verify")
     assert listed.returncode == 0 and "all checksums hold" in listed.stdout
@@ -161,5 +171,7 @@ def test_the_tool_lists_and_verifies(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_looked_into_without_torch() -> None:
-    script = "import sys, megapipe.checkpoint.configuration, megapipe.checkpoint.verify; sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, megapipe.checkpoint.configuration, megapipe.checkpoint.verify; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0

@@ -35,7 +35,9 @@ def test_a_further_checkpoint_counts_anew_and_an_older_one_does_not(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("jobs", "counts"), [((None, None), [1, 1]), (("a", "b"), [1, 1]), (("a", "a"), [1, 2])], ids=["no name", "another job", "the same job"]
+    ("jobs", "counts"),
+    [((None, None), [1, 1]), (("a", "b"), [1, 1]), (("a", "a"), [1, 2])],
+    ids=["no name", "another job", "the same job"],
 )
 def test_who_is_not_restarted_counts_only_under_the_name_of_the_same_job(
     tmp_path: Path, jobs: tuple[str | None, ...], counts: list[int]

@@ -27,7 +27,9 @@ def test_every_subcommand_has_its_door_and_stands_in_the_help(name: str, capsys:
     [("pretain", "pretrain"), ("lunch", "launch"), ("pre-process", "preprocess")],
     ids=["pretain", "lunch", "pre-process"],
 )
-def test_an_unknown_subcommand_is_answered_by_the_nearest(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_subcommand_is_answered_by_the_nearest(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([typed]) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
 
@@ -64,7 +66,9 @@ def test_a_plan_for_16384_ranks_needs_no_torch() -> None:
     ],
     ids=["no ranks", "no number", "nothing after it", "a world that does not fit"],
 )
-def test_a_plan_that_cannot_be_made_says_why(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_cannot_be_made_says_why(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
@@ -81,7 +85,19 @@ def test_a_tokenizer_is_trained_and_used_by_the_doors(tmp_path: Path, capsys: py
     assert main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "500"]) == 0
     kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
     assert main(["preprocess", "--input", str(text), "--suffixes", ".py", "--output-prefix", str(prefix), *kind]) == 0
-    assert main(["merge", "--input", f"{prefix}_text_document", f"{prefix}_text_document", "--output-prefix", str(tmp_path / "two")]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                "--input",
+                f"{prefix}_text_document",
+                f"{prefix}_text_document",
+                "--output-prefix",
+                str(tmp_path / "two"),
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "two.bin").stat().st_size == 2 * (tmp_path / "tokens_text_document.bin").stat().st_size
     assert main(["train-tokenizer", "--input", str(tmp_path / "nothing"), "--output", str(model)]) == 2
     assert "there is no such file" in capsys.readouterr().err

@@ -51,7 +51,11 @@ def test_a_config_says_only_what_differs_from_the_defaults(path: Path) -> None:
     loaded = load_config(["--config", str(path)], is_job=False)
     given = [field for field in all_fields() if loaded.origins[field.key].startswith("yaml")]
     required = [field.key for field in given if field.option.required]
-    same = [field.key for field in given if value_of(loaded.config, field) == value_of(Config(), field) and field.key not in required]
+    same = [
+        field.key
+        for field in given
+        if value_of(loaded.config, field) == value_of(Config(), field) and field.key not in required
+    ]
     assert not same
 
 

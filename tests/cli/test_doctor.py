@@ -29,7 +29,9 @@ def test_one_process_is_told_what_it_has(capsys: pytest.CaptureFixture[str]) -> 
     ],
     ids=["gpu", "both", "no file", "factor", "no number", "no time", "no flag", "no world", "no pipeline"],
 )
-def test_what_cannot_be_examined_is_refused_with_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_examined_is_refused_with_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
     told = capsys.readouterr()
     assert message in told.err

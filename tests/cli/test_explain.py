@@ -19,9 +19,7 @@ MODEL = (
     "--train-iters 5 --bf16"
 )
 SMALL = f"{MODEL} --global-batch-size 4".split()
-LARGE = (
-    f"{MODEL} --global-batch-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 1024 --ranks-per-node 8"
-)
+LARGE = f"{MODEL} --global-batch-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 1024 --ranks-per-node 8"
 
 
 @pytest.mark.parametrize("configuration", [SMALL, LARGE.split()], ids=["one rank", "1024 ranks"])

@@ -18,7 +18,20 @@ from tests.launch.scripts import REPOSITORY
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt.py")
 TINY = (
-    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--vocab-size", "128", "--lr", "1"),
+    *(
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--vocab-size",
+        "128",
+        "--lr",
+        "1",
+    ),
     *("--micro-batch-size", "1", "--global-batch-size", "64", "--train-iters", "2", "--mock-data", "--eval-iters", "0"),
 )
 
@@ -26,14 +39,23 @@ TINY = (
 def test_the_flags_are_torchruns() -> None:
     from torch.distributed.run import get_args_parser
 
-    spellings = {spelling for action in get_args_parser()._actions for spelling in action.option_strings if spelling.startswith("--")}
-    assert spellings - {"--help"} <= {flag for known in (*VALUE_FLAGS, *BARE_FLAGS) for flag in (known, "--" + known[2:].replace("-", "_"))}
+    spellings = {
+        spelling
+        for action in get_args_parser()._actions
+        for spelling in action.option_strings
+        if spelling.startswith("--")
+    }
+    assert spellings - {"--help"} <= {
+        flag for known in (*VALUE_FLAGS, *BARE_FLAGS) for flag in (known, "--" + known[2:].replace("-", "_"))
+    }
     takes_value = {flag for action in get_args_parser()._actions if action.nargs != 0 for flag in action.option_strings}
     assert set(VALUE_FLAGS) & spellings <= takes_value and not set(BARE_FLAGS) & takes_value
 
 
 def test_each_node_gets_its_command_with_the_first_as_meeting_place() -> None:
-    lines = preview(["--dry-run", "--hosts", "a[1-2]", "--nproc-per-node", "2", SCRIPT, *TINY, "--save", "run with a space"]).splitlines()
+    lines = preview(
+        ["--dry-run", "--hosts", "a[1-2]", "--nproc-per-node", "2", SCRIPT, *TINY, "--save", "run with a space"]
+    ).splitlines()
     assert lines[0] == "dry run: 4 ranks on 2 nodes, 2 on each; nothing is started"
     commands = [shlex.split(line) for line in lines[3:5]]
     for node, words in enumerate(commands):
@@ -53,14 +75,18 @@ def test_what_is_printed_is_what_torchrun_would_understand() -> None:
     from megapipe.comm.torchrun import parse
 
     for node in range(3):
-        words = read_launch(["--nnodes", "3", "--master_addr", "h", "--nproc_per_node=2", SCRIPT, "--lr", "1"]).on_node(node)
+        words = read_launch(["--nnodes", "3", "--master_addr", "h", "--nproc_per_node=2", SCRIPT, "--lr", "1"]).on_node(
+            node
+        )
         parsed = parse(words[2:])
         assert (parsed.nnodes, parsed.node_rank, parsed.master_addr, parsed.nproc_per_node) == ("3", node, "h", "2")
         assert (parsed.training_script, parsed.training_script_args) == (SCRIPT, ["--lr", "1"])
 
 
 def test_the_whole_text_of_two_nodes() -> None:
-    text = preview(["--hosts", "left,right", "--nproc-per-node", "2", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"])
+    text = preview(
+        ["--hosts", "left,right", "--nproc-per-node", "2", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"]
+    )
     _, rest = text.split("\n\ngrid: ")
     assert rest.splitlines() == [
         "tp 1 x pp 2 x dp 2, rank order tp-cp-dp-pp",
@@ -80,7 +106,9 @@ def test_the_whole_text_of_two_nodes() -> None:
 
 
 def test_many_nodes_are_told_shortly() -> None:
-    lines = preview(["--hosts", "n[01-16]", "--nproc-per-node", "8", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"]).splitlines()
+    lines = preview(
+        ["--hosts", "n[01-16]", "--nproc-per-node", "8", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"]
+    ).splitlines()
     assert len(lines) < 25
     assert "  ...  the same, --node-rank 2 to 14" in lines
     assert "  64-127  n09 to n16 (8)   0-7   1  0-63   0" in lines
@@ -103,7 +131,18 @@ def test_many_nodes_are_told_shortly() -> None:
         ([SCRIPT, *TINY, "--hidden-sise", "3"], "did you mean --hidden-size"),
     ],
     ids=[
-        *("no meeting place", "gpu", "unknown", "open bracket", "backwards", "counts", "twice", "no number", "no script", "nothing"),
+        *(
+            "no meeting place",
+            "gpu",
+            "unknown",
+            "open bracket",
+            "backwards",
+            "counts",
+            "twice",
+            "no number",
+            "no script",
+            "nothing",
+        ),
         *("grid", "flag"),
     ],
 )

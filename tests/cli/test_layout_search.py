@@ -41,7 +41,17 @@ def test_a_flag_pins_and_a_file_does_not(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(WORDS) == 0
     told = capsys.readouterr().out
-    for words in ("as configured", "tokens/s", "causal attention", "HFU", "gemm", "pp 0", "GiB", "the best: tp", "why "):
+    for words in (
+        "as configured",
+        "tokens/s",
+        "causal attention",
+        "HFU",
+        "gemm",
+        "pp 0",
+        "GiB",
+        "the best: tp",
+        "why ",
+    ):
         assert words in told
 
 

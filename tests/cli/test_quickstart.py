@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from megapipe.cli import quickstart as door
-from megapipe.cli.quickstart import choose_grid, gpu_grid, last_validation_loss, parse, pretrain_arguments, profile_flags, quickstart
+from megapipe.cli.quickstart import (
+    choose_grid,
+    gpu_grid,
+    last_validation_loss,
+    parse,
+    pretrain_arguments,
+    profile_flags,
+    quickstart,
+)
 from megapipe.cli.quickstart_corpus import Prepared, prepare
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
@@ -17,7 +25,9 @@ from megapipe.planner.resolve import resolve
 PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
 
 
-def grid(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int | None = None) -> tuple[int, int, int, int]:
+def grid(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int | None = None
+) -> tuple[int, int, int, int]:
     """(tp, pp, chunks, dp) that the quickstart would run, resolved as a rank does it."""
     monkeypatch.setattr(door, "count_gpus", lambda: num_gpus)
     chosen = choose_grid(flags, ranks)
@@ -29,7 +39,15 @@ def grid(monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int
 
 @pytest.mark.parametrize(
     ("num_gpus", "expected"),
-    [(0, (2, 2, 2, 2)), (1, (1, 1, 1, 1)), (2, (1, 2, 2, 1)), (3, (1, 2, 2, 1)), (4, (2, 2, 2, 1)), (8, (2, 2, 2, 2)), (7, (2, 2, 2, 1))],
+    [
+        (0, (2, 2, 2, 2)),
+        (1, (1, 1, 1, 1)),
+        (2, (1, 2, 2, 1)),
+        (3, (1, 2, 2, 1)),
+        (4, (2, 2, 2, 1)),
+        (8, (2, 2, 2, 2)),
+        (7, (2, 2, 2, 1)),
+    ],
     ids=lambda value: f"{value} GPUs" if isinstance(value, int) else "x".join(map(str, value)),
 )
 def test_the_grid_fits_the_machine(num_gpus: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +85,11 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it() -> None:
     ids=["no steps", "no number", "data", "length", "misspelt", "no corpus"],
 )
 def test_wrong_options_are_answered_in_one_line(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(door, "count_gpus", lambda: 0)
     assert door.main([*arguments, "--out", str(tmp_path)]) == 2
@@ -86,14 +108,19 @@ def corpus_file(path: Path, first_line: str) -> Path:
     return path
 
 
-def test_data_are_made_once_and_another_text_makes_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_are_made_once_and_another_text_makes_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = corpus_file(tmp_path / "text.txt", "number")
     first = prepare(str(text), tmp_path / "out", 500, 8.0)
     assert "== tokenizer" in capsys.readouterr().out
     stamp = first.tokenizer.stat().st_mtime_ns
     assert prepare(str(text), tmp_path / "out", 500, 8.0) == first
     assert "is used again" in capsys.readouterr().out and first.tokenizer.stat().st_mtime_ns == stamp
-    others = [prepare(str(text), tmp_path / "out", 510, 8.0), prepare(str(corpus_file(text, "changed")), tmp_path / "out", 500, 8.0)]
+    others = [
+        prepare(str(text), tmp_path / "out", 510, 8.0),
+        prepare(str(corpus_file(text, "changed")), tmp_path / "out", 500, 8.0),
+    ]
     assert len({first.folder, *(other.folder for other in others)}) == 3
     assert first.prompts and 1.0 < first.entropy < 6.0
 
@@ -111,7 +138,10 @@ def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
     words = pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done=260, steps=100)
     config = load_config(words, is_job=True).config
     assert (config.training.train_iters, config.optimizer.lr_wsd_decay_iters) == (360, 35)
-    assert config.optimizer.override_opt_param_scheduler and config.checkpoint.load == config.checkpoint.save == "f/checkpoints"
+    assert (
+        config.optimizer.override_opt_param_scheduler
+        and config.checkpoint.load == config.checkpoint.save == "f/checkpoints"
+    )
 
 
 def test_the_summary_takes_the_validation_loss_of_the_last_step(tmp_path: Path) -> None:
@@ -132,15 +162,28 @@ def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch
     monkeypatch.setattr(door, "count_gpus", lambda: 0)
     monkeypatch.setattr("megapipe.cli.launch.launch", lambda words: started.append(words) or 7)
     text = corpus_file(tmp_path / "text.txt", "number")
-    assert quickstart(["--corpus", str(text), "--out", str(tmp_path), "--vocab-size", "500", "--steps", "3", "--lr", "1e-3"]) == 7
+    assert (
+        quickstart(
+            ["--corpus", str(text), "--out", str(tmp_path), "--vocab-size", "500", "--steps", "3", "--lr", "1e-3"]
+        )
+        == 7
+    )
     (words,) = started
-    assert words[:2] == ["--nproc-per-node", "8"] and words[-2:] == ["--lr", "1e-3"] and words[words.index("--train-iters") + 1] == "3"
+    assert (
+        words[:2] == ["--nproc-per-node", "8"]
+        and words[-2:] == ["--lr", "1e-3"]
+        and words[words.index("--train-iters") + 1] == "3"
+    )
 
 
-@pytest.mark.parametrize(("done", "steps", "span"), [(0, 350, (20, 22)), (350, 350, (370, 372)), (0, 10, (8, 10)), (5, 1, (5, 6))])
+@pytest.mark.parametrize(
+    ("done", "steps", "span"), [(0, 350, (20, 22)), (350, 350, (370, 372)), (0, 10, (8, 10)), (5, 1, (5, 6))]
+)
 def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tuple[int, int]) -> None:
     words = profile_flags(done, steps)
-    config = load_config([*pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done, steps), *words]).config
+    config = load_config(
+        [*pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done, steps), *words]
+    ).config
     assert config.logging.profile_pipeline
     assert (config.logging.profile_step_start, config.logging.profile_step_end) == span
     assert done <= span[0] < span[1] <= done + steps

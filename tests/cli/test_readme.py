@@ -39,7 +39,11 @@ def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
     shell += f'megapipe() {{ "{sys.executable}" -m megapipe "$@"; }}\npython() {{ "{sys.executable}" "$@"; }}\n'
     assert len(TESTED) >= 4
     ended = subprocess.run(
-        [shutil.which("bash") or "bash", "-c", shell + "\n".join(TESTED)], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [shutil.which("bash") or "bash", "-c", shell + "\n".join(TESTED)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     for text in ("tp 8 x pp 16 x 8 chunks x dp 128", "step 3/3 |", "validation loss after step 3", "num_layers: 12"):
@@ -49,7 +53,10 @@ def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
 
 def test_every_flag_it_names_exists() -> None:
     named = {normalised(word) for word in re.findall(r"(?<![\w-])--[a-z][\w-]+", README)}
-    own = {"--" + normalised(name).lstrip("-") for name in (*field_flags(), *REQUEST_HELP, *megatron_flags(), *FLAGS_OF_OTHERS)}
+    own = {
+        "--" + normalised(name).lstrip("-")
+        for name in (*field_flags(), *REQUEST_HELP, *megatron_flags(), *FLAGS_OF_OTHERS)
+    }
     assert not {name for name in named if "--" + name.lstrip("-") not in own}
 
 
@@ -72,7 +79,14 @@ def test_the_architecture_page_names_every_room() -> None:
 
 
 def test_the_picture_is_what_the_tool_draws_today() -> None:
-    words = ["--config", str(REPOSITORY / "configs" / "quickstart.yaml"), "--vocab-size", "2048", "--global-batch-size", "64"]
+    words = [
+        "--config",
+        str(REPOSITORY / "configs" / "quickstart.yaml"),
+        "--vocab-size",
+        "2048",
+        "--global-batch-size",
+        "64",
+    ]
     stored = (REPOSITORY / "docs" / "images" / "quickstart_schedule.svg").read_text(encoding="utf-8")
     assert stored == drawing(plan_for(words, 8), width=1000), (
         "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 --output docs/images/quickstart_schedule.svg "

@@ -24,10 +24,14 @@ def trained(root: Path, flags: str) -> Path:
 def opened(root: Path, *flags: str) -> SavedModel:
     parser = argparse.ArgumentParser()
     add_model_flags(parser)
-    return open_model(parser.parse_args(["--load", str(root), "--device", "cpu", *flags]), read_environment({}), micro_batch_size=1)
+    return open_model(
+        parser.parse_args(["--load", str(root), "--device", "cpu", *flags]), read_environment({}), micro_batch_size=1
+    )
 
 
-def test_a_tokenizer_given_by_flags_does_not_change_the_vocabulary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_given_by_flags_does_not_change_the_vocabulary(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     root = trained(tmp_path, "--vocab-size 64")
     model = opened(root, "--tokenizer-type", "NullTokenizer")
     assert model.plan.config.model.vocab_size == 64

@@ -93,7 +93,26 @@ def test_check_marks_the_culprit_of_a_broken_file(tmp_path: Path, capsys: pytest
 
 def test_draw_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     svg, trace, rows = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
-    assert main(["draw", "zb-h1", "-p", "3", "-m", "6", "--svg", str(svg), "--trace", str(trace), "--csv-out", str(rows), "--json"]) == 0
+    assert (
+        main(
+            [
+                "draw",
+                "zb-h1",
+                "-p",
+                "3",
+                "-m",
+                "6",
+                "--svg",
+                str(svg),
+                "--trace",
+                str(trace),
+                "--csv-out",
+                str(rows),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["written"] == [str(svg), str(trace), str(rows)]
     assert ET.parse(svg).getroot().tag.endswith("svg")
     assert json.loads(trace.read_text())["traceEvents"]
@@ -108,7 +127,9 @@ def test_simulate_tells_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "dualpipe", "-p", "4", "-m", "8", "--pair-share", "0.7", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [rank["peak_live_chunks"] for rank in result["ranks"]] == [5] * 4
-    assert max(rank["barrier_idle_seconds"] for rank in result["ranks"]) == pytest.approx((4 / 2 - 1) * (0.7 * 3 + 2 - 3))
+    assert max(rank["barrier_idle_seconds"] for rank in result["ranks"]) == pytest.approx(
+        (4 / 2 - 1) * (0.7 * 3 + 2 - 3)
+    )
     assert main(["simulate", "dualpipe", "-p", "4", "-m", "8"]) == 0
     assert "barrier idle" in capsys.readouterr().out
 

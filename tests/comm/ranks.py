@@ -7,5 +7,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.topology import Topology
 
 
-def groups_of(rank: int, topology: Topology, timeout_seconds: float = 30.0, tracer: Tracer | None = None) -> ProcessGroups:
+def groups_of(
+    rank: int, topology: Topology, timeout_seconds: float = 30.0, tracer: Tracer | None = None
+) -> ProcessGroups:
     return build_process_groups(topology, rank, "gloo", timeout_seconds, tracer)

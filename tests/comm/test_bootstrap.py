@@ -43,7 +43,9 @@ def join_and_leave(rank: int, world_size: int, port: int, code: int, folder: Pat
     dist.barrier()  # all have joined it: gloo fails where a peer leaves while others still connect
     dist.destroy_process_group()
     world = start(environment_of(rank, world_size, port), timeout_seconds=30, device="cpu")
-    groups = build_process_groups(Topology(dp=world.world_size), world.global_rank, world.backend, world.timeout_seconds)
+    groups = build_process_groups(
+        Topology(dp=world.world_size), world.global_rank, world.backend, world.timeout_seconds
+    )
     total = torch.tensor([world.global_rank + 1.0])
     all_reduce(total, groups.dp)
     (folder / f"rank{rank}").write_text(f"{total.item()} {world.device}")
@@ -112,10 +114,14 @@ def test_backend_that_is_not_there_is_refused_and_not_replaced(
         pytest.param("auto", 4, "local rank 4 has no GPU of its own: this node shows 4", id="more ranks than gpus"),
     ],
 )
-def test_gpu_node_that_does_not_fit_is_refused(backend: str, local_rank: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_node_that_does_not_fit_is_refused(
+    backend: str, local_rank: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(ConfigError, match=message):
         choose_backend(backend, "cuda", local_rank)
     assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 3))
-    assert choose_backend("gloo", "cuda", 5) == ("gloo", torch.device("cuda", 1)), "ranks share cards where gloo is asked for"
+    assert choose_backend("gloo", "cuda", 5) == ("gloo", torch.device("cuda", 1)), (
+        "ranks share cards where gloo is asked for"
+    )

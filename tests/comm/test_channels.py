@@ -129,7 +129,9 @@ def every_dtype(rank: int, world_size: int) -> list[tuple[Tensor, ...]]:
             channels[0, "activation", 0].send(message)
         channels.drain()
         return messages
-    return [channels[0, "activation", 0].post_receive(tuple(map(MessageSpec.of, message))).wait() for message in messages]
+    return [
+        channels[0, "activation", 0].post_receive(tuple(map(MessageSpec.of, message))).wait() for message in messages
+    ]
 
 
 def test_tuples_of_any_shape_and_dtype_arrive() -> None:
@@ -185,7 +187,10 @@ def disagree_at_first(rank: int, world_size: int) -> str:
 
 def test_longer_message_than_expected_is_an_error_and_not_a_crash() -> None:
     message = run_ranks(disagree_at_first, 2)[1]
-    assert message == "activation from stage 0 to 1: global rank 0 sends (float32[4, 8]), global rank 1 expects (float32[2, 3])"
+    assert (
+        message
+        == "activation from stage 0 to 1: global rank 0 sends (float32[4, 8]), global rank 1 expects (float32[2, 3])"
+    )
 
 
 def disagree_and_wait_for_the_second(rank: int, world_size: int) -> str:
@@ -201,7 +206,10 @@ def disagree_and_wait_for_the_second(rank: int, world_size: int) -> str:
 
 
 def test_declarations_are_compared_by_whichever_message_is_waited_for_first() -> None:
-    assert "sends (int64[2, 3]), global rank 1 expects (float32[2, 3])" in run_ranks(disagree_and_wait_for_the_second, 2)[1]
+    assert (
+        "sends (int64[2, 3]), global rank 1 expects (float32[2, 3])"
+        in run_ranks(disagree_and_wait_for_the_second, 2)[1]
+    )
 
 
 def disagree_later(rank: int, world_size: int) -> str:
@@ -239,7 +247,9 @@ def lose_the_sender(rank: int, world_size: int) -> str:
 
 def test_dead_sender_is_named_at_once() -> None:
     message = run_ranks(lose_the_sender, 2, timeout=20, may_die=(1,))[0]
-    assert message.startswith("receiving gradient from stage 1 to 0 (float32[2, 3]) failed on global rank 0 from global rank 1")
+    assert message.startswith(
+        "receiving gradient from stage 1 to 0 (float32[2, 3]) failed on global rank 0 from global rank 1"
+    )
     assert "a peer's process has ended" in message
 
 

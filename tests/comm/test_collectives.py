@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.comm.collectives import Work, all_gather, all_reduce, barrier, broadcast, broadcast_object, gather_objects, reduce_scatter
+from megapipe.comm.collectives import (
+    Work,
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+    gather_objects,
+    reduce_scatter,
+)
 from megapipe.comm.groups import Group, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
@@ -94,7 +103,9 @@ def test_flat_buffers_are_gathered_and_reduced_in_place() -> None:
 
 def objects(rank: int, world_size: int) -> tuple[Any, list[Any]]:
     group = groups_of(rank, Topology(tp=2, dp=2)).dp  # ranks (0 2) and (1 3): group ranks are not global ranks
-    return broadcast_object({"from": rank, "text": "x" * rank}, group, source=1), gather_objects((rank, "y" * rank), group)
+    return broadcast_object({"from": rank, "text": "x" * rank}, group, source=1), gather_objects(
+        (rank, "y" * rank), group
+    )
 
 
 def test_objects_are_broadcast_and_gathered_by_group_rank() -> None:
@@ -126,14 +137,19 @@ def test_group_of_one_is_a_no_op_or_a_copy() -> None:
     ("output", "tensor", "message"),
     [
         pytest.param(
-            torch.empty(3, 3), torch.empty(2, 3), r"the whole is torch.float32 \(3, 3\), the shard torch.float32 \(2, 3\)", id="rows"
+            torch.empty(3, 3),
+            torch.empty(2, 3),
+            r"the whole is torch.float32 \(3, 3\), the shard torch.float32 \(2, 3\)",
+            id="rows",
         ),
         pytest.param(torch.empty(2, 3).double(), torch.empty(2, 3), "the whole is torch.float64", id="dtype"),
         pytest.param(torch.empty(2, 3), torch.empty(3, 2).t(), "needs contiguous tensors", id="strides"),
         pytest.param(torch.empty(()), torch.empty(()), "along dim 0", id="scalar"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(output: Tensor, tensor: Tensor, message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(
+    output: Tensor, tensor: Tensor, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         all_gather(output, tensor, Group.alone("dp"))
 

@@ -14,7 +14,9 @@ from tests.comm.ranks import groups_of
 from tests.harness import RankFailure, RankPool, run_ranks
 
 
-def sums_by_group(rank: int, world_size: int, topology: Topology) -> dict[str, tuple[tuple[int, ...], int, float, list[int]] | None]:
+def sums_by_group(
+    rank: int, world_size: int, topology: Topology
+) -> dict[str, tuple[tuple[int, ...], int, float, list[int]] | None]:
     """name -> (ranks, index, sum of 2**global_rank over the group, ranks gathered), on this rank."""
     groups = groups_of(rank, topology)
     seen: dict[str, tuple[tuple[int, ...], int, float, list[int]] | None] = {}
@@ -31,7 +33,11 @@ def sums_by_group(rank: int, world_size: int, topology: Topology) -> dict[str, t
 
 def descriptions(rank: int, world_size: int) -> list[str]:
     groups = groups_of(rank, Topology(tp=2, pp=2))
-    return [dist.distributed_c10d.get_process_group_ranks(groups.tp.handle), groups.tp.handle.group_desc, str(groups.tp)]
+    return [
+        dist.distributed_c10d.get_process_group_ranks(groups.tp.handle),
+        groups.tp.handle.group_desc,
+        str(groups.tp),
+    ]
 
 
 def wrong_world(rank: int, world_size: int) -> None:
@@ -57,7 +63,9 @@ def test_every_group_of_every_topology_sums_over_its_members_alone() -> None:
             for rank, seen in enumerate(pool.run(sums_by_group, topology)):
                 for name in GROUP_NAMES:
                     ranks = topology.group_of(name, rank)
-                    expected = (ranks, ranks.index(rank), float(sum(2**r for r in ranks)), list(ranks)) if ranks else None
+                    expected = (
+                        (ranks, ranks.index(rank), float(sum(2**r for r in ranks)), list(ranks)) if ranks else None
+                    )
                     assert seen[name] == expected, (parameter.id, rank, name)
 
 
@@ -67,7 +75,8 @@ def test_groups_carry_their_name() -> None:
 
 def test_world_of_another_size_is_refused() -> None:
     with pytest.raises(
-        RankFailure, match=r"CommunicationError: the topology says rank \d of 4, torch.distributed was started as rank \d of 2"
+        RankFailure,
+        match=r"CommunicationError: the topology says rank \d of 4, torch.distributed was started as rank \d of 2",
     ):
         run_ranks(wrong_world, 2)
 

@@ -21,7 +21,11 @@ def through_host(rank: int, world_size: int, job: str) -> object:
     try:
         if job == "in place":
             return in_place(rank, world_size)
-        return messages(rank, world_size) if job == "messages" else every_collective(rank, world_size, job == "asynchronous")
+        return (
+            messages(rank, world_size)
+            if job == "messages"
+            else every_collective(rank, world_size, job == "asynchronous")
+        )
     finally:
         collectives.travels_through_host, channels.travels_through_host = kept
 
@@ -29,7 +33,9 @@ def through_host(rank: int, world_size: int, job: str) -> object:
 def directly(rank: int, world_size: int, job: str) -> object:
     if job == "in place":
         return in_place(rank, world_size)
-    return messages(rank, world_size) if job == "messages" else every_collective(rank, world_size, job == "asynchronous")
+    return (
+        messages(rank, world_size) if job == "messages" else every_collective(rank, world_size, job == "asynchronous")
+    )
 
 
 def messages(rank: int, world_size: int) -> list[Tensor]:

@@ -18,7 +18,9 @@ def meet(store: dist.Store, order: list[int], places: list[list[str]]) -> None:
     def arrive(rank: int) -> None:
         fresh = fresh_store(store, rank, len(order), 20.0)
         fresh.set(f"by {rank}", "")
-        found[rank] = fresh.get(f"by {(rank + 1) % len(order)}").decode() or str(fresh.underlying_store.get(MEETING), "ascii")
+        found[rank] = fresh.get(f"by {(rank + 1) % len(order)}").decode() or str(
+            fresh.underlying_store.get(MEETING), "ascii"
+        )
 
     threads = [threading.Thread(target=arrive, args=(rank,)) for rank in order]
     for thread in threads:

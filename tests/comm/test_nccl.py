@@ -43,7 +43,9 @@ def test_communicators_get_the_options_of_their_kind_of_group(tmp_path: Path, mo
     tp, _, pp, _, dp, _ = (arguments["pg_options"] for arguments in made)
     assert tp is None
     assert pp.is_high_priority_stream and pp._timeout == timedelta(seconds=5)
-    assert not dp.is_high_priority_stream and dp.config == SimpleNamespace(cga_cluster_size=0, min_ctas=2, max_ctas=8, net_name="IB")
+    assert not dp.is_high_priority_stream and dp.config == SimpleNamespace(
+        cga_cluster_size=0, min_ctas=2, max_ctas=8, net_name="IB"
+    )
     assert all(arguments["pg_options"] is None for arguments in made[1::2]), "gloo has none"
 
 
@@ -55,7 +57,9 @@ def test_environment_is_set_but_never_overruled(tmp_path: Path, monkeypatch: pyt
     assert variables["TORCH_FR_BUFFER_SIZE"] == variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
     assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl" / "rank_")
     assert (tmp_path / "nccl").is_dir()
-    with pytest.raises(ConfigError, match="NCCL_IB_HCA=mlx5_1, but the environment sets NCCL_IB_HCA=mlx5_0: say it in one place"):
+    with pytest.raises(
+        ConfigError, match="NCCL_IB_HCA=mlx5_1, but the environment sets NCCL_IB_HCA=mlx5_0: say it in one place"
+    ):
         NcclSettings.of(GpuConfig(nccl_settings=("NCCL_IB_HCA=mlx5_1",))).prepare(None)
 
 

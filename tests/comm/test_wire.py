@@ -21,7 +21,9 @@ from megapipe.topology import Coordinates
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text())
-OBJECTS = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner), max_leaves=20)
+OBJECTS = st.recursive(
+    LEAVES, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner), max_leaves=20
+)
 
 
 @given(OBJECTS)
@@ -49,7 +51,9 @@ def test_an_error_travels_with_its_text() -> None:
     assert str(found) == "no such folder"
 
 
-@pytest.mark.parametrize("value", [{1, 2}, torch.zeros(1), print, object()], ids=["set", "tensor", "function", "object"])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, torch.zeros(1), print, object()], ids=["set", "tensor", "function", "object"]
+)
 def test_what_does_not_travel_is_named_on_the_side_that_sends(value: object) -> None:
     with pytest.raises(TypeError, match=rf"{type(value).__name__} does not travel"):
         pack(value)

@@ -61,19 +61,27 @@ def test_every_flag_sets_its_field_with_dashes_and_underscores(field: ConfigFiel
         if flag.value is not TAKES_VALUE:
             assert setting.value == flag.value
         else:
-            assert words_of(setting.value) == texts or [float(word) for word in words_of(setting.value)] == [float(text) for text in texts]
+            assert words_of(setting.value) == texts or [float(word) for word in words_of(setting.value)] == [
+                float(text) for text in texts
+            ]
 
 
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
-    field = data.draw(st.sampled_from([field for field in all_fields() if field.kind.scalar is not bool and field.option.read is None]))
+    field = data.draw(
+        st.sampled_from(
+            [field for field in all_fields() if field.kind.scalar is not bool and field.option.read is None]
+        )
+    )
     value = data.draw(values(field))
     if field.kind.scalar is str and not field.option.choices and value is not None:
         text = st.text(PLAIN, min_size=1, max_size=9).filter(lambda word: word.lower() not in ("none", "null"))
         value = tuple(data.draw(st.lists(text, min_size=1, max_size=3))) if field.kind.many else data.draw(text)
     words = words_of(value)
-    argv = [f"{field.main_flag}={words[0]}"] if len(words) == 1 and data.draw(st.booleans()) else [field.main_flag, *words]
+    argv = (
+        [f"{field.main_flag}={words[0]}"] if len(words) == 1 and data.draw(st.booleans()) else [field.main_flag, *words]
+    )
     (given_flag,) = read_command_line(argv).given
     assert settings_of_flag(given_flag)[0].value == value
 
@@ -91,8 +99,18 @@ def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
         ("--group-query-attention", "model", "num_query_groups", 1),
         ("--num-query-groups 4", "model", "num_query_groups", 4),
         ("--use-rotary-position-embeddings --use-rope-scaling", "model", "rope_scaling_type", "llama3"),
-        ("--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4", "model", "rope_scaling_type", "linear"),
-        ("--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4", "model", "rope_scaling_factor", 4.0),
+        (
+            "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4",
+            "model",
+            "rope_scaling_type",
+            "linear",
+        ),
+        (
+            "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4",
+            "model",
+            "rope_scaling_factor",
+            4.0,
+        ),
         ("--no-position-embedding", "model", "position_embedding_type", "none"),
         ("--apply-layernorm-1p", "model", "layernorm_zero_centered_gamma", True),
         ("--window-size 16", "model", "window_size", 16),
@@ -121,7 +139,10 @@ def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, nam
         ("--num-layer 4", ["--num-layer is no flag", "did you mean --num-layers?"]),
         ("--tensor-model-paralel-size 2", ["did you mean --tensor-model-parallel-size?"]),
         ("--tp 2", ["--tensor-model-parallel-size"]),
-        ("--layernorm-zero-centered-gamma", ["the flag of model.layernorm_zero_centered_gamma is --apply-layernorm-1p"]),
+        (
+            "--layernorm-zero-centered-gamma",
+            ["the flag of model.layernorm_zero_centered_gamma is --apply-layernorm-1p"],
+        ),
         ("--num-layers four", ["--num-layers four", "whole number"]),
         ("--num-layers 2.5", ["--num-layers 2.5", "whole number"]),
         ("--num-layers 0", ["--num-layers 0", "at least 1"]),
@@ -170,7 +191,10 @@ def test_a_word_before_any_flag_is_refused() -> None:
 @settings(max_examples=80)
 @given(
     argv=st.lists(
-        st.sampled_from([*field_flags(), "--plan", "--x", "-1", "0", "1e-3", "a", "none", "true", "-x", "", "--", "--lr=", "="]), max_size=6
+        st.sampled_from(
+            [*field_flags(), "--plan", "--x", "-1", "0", "1e-3", "a", "none", "true", "-x", "", "--", "--lr=", "="]
+        ),
+        max_size=6,
     )
 )
 def test_any_command_line_loads_or_says_why_not(argv: list[str]) -> None:
@@ -204,7 +228,10 @@ def test_help_lists_every_flag_with_unit_default_and_owner(capsys: pytest.Captur
     for name in field_flags():
         assert f"{name} " in flat, name
     assert "--lr-warmup-iters N steps of linear warm-up (unit: steps; at least 0; default: 0)" in flat
-    assert "--z-loss X weight of log(sum(exp(logits)))^2 in the loss; 0: none (at least 0; default: 0.0) [megapipe]" in flat
+    assert (
+        "--z-loss X weight of log(sum(exp(logits)))^2 in the loss; 0: none (at least 0; default: 0.0) [megapipe]"
+        in flat
+    )
     assert "--num-layers N transformer layers (unit: layers; at least 1; required)" in flat
     lines = [line for line in text.splitlines() if line.strip().startswith("--num-layers ")]
     assert lines

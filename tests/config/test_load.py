@@ -19,8 +19,14 @@ RESOLVED = [
     ("--train-iters 10", 2),
     ("--train-iters 100 --lr-warmup-iters 10 --lr-decay-style WSD --lr-wsd-decay-iters 5", 1),
     ("--train-samples 100 --global-batch-size 4 --rampup-batch-size 2 2 20", 1),
-    ("--train-iters 9 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2", 8),
-    ("--train-iters 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --swiglu --decoupled-lr 1e-4", 2),
+    (
+        "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2",
+        8,
+    ),
+    (
+        "--train-iters 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --swiglu --decoupled-lr 1e-4",
+        2,
+    ),
 ]
 NO_LENGTH = SHAPE + " --micro-batch-size 2 --lr 1e-3 --mock-data --vocab-size 100 "
 
@@ -64,7 +70,11 @@ def test_a_flag_can_take_back_what_yaml_turned_on(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("bf16: true\nsequence_parallel: true\nwindow_size: 16\n")
     config = load_config(job(f"--config {path} --dtype fp32 --no-sequence-parallel --window-size none")).config
-    assert (config.precision.dtype, config.parallel.sequence_parallel, config.model.window_size) == ("fp32", False, None)
+    assert (config.precision.dtype, config.parallel.sequence_parallel, config.model.window_size) == (
+        "fp32",
+        False,
+        None,
+    )
 
 
 def test_print_config_loads_again_and_says_where_each_value_came_from(tiny: Path) -> None:
@@ -85,7 +95,14 @@ def test_the_last_of_a_repeated_flag_holds() -> None:
 def test_every_missing_field_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         load_config([])
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"):
+    for flag in (
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--lr",
+    ):
         assert f"{flag} is missing" in str(error.value)
 
 
@@ -103,7 +120,9 @@ def test_the_result_cannot_be_changed() -> None:
 
 class TestUseCheckpointArgs:
     SAVED = Config(
-        model=ModelConfig(num_layers=12, hidden_size=96, num_attention_heads=6, seq_length=48, vocab_size=50, padded_vocab_size=128)
+        model=ModelConfig(
+            num_layers=12, hidden_size=96, num_attention_heads=6, seq_length=48, vocab_size=50, padded_vocab_size=128
+        )
     )
     LINE = "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --load old --use-checkpoint-args"
     WORDS = LINE.split()

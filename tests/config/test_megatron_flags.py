@@ -11,7 +11,15 @@ from megapipe.config.document import flags_document
 from megapipe.config.fields import all_fields, fields_by_key
 from megapipe.config.flags import field_flags, read_command_line, takes_values
 from megapipe.config.load import load_config
-from megapipe.config.megatron_flags import ALREADY_SO, CLASSES, DELIBERATE_DIFFERENCES, REFUSED, SUPPORTED, differences_text, megatron_flags
+from megapipe.config.megatron_flags import (
+    ALREADY_SO,
+    CLASSES,
+    DELIBERATE_DIFFERENCES,
+    REFUSED,
+    SUPPORTED,
+    differences_text,
+    megatron_flags,
+)
 from megapipe.config.option import TAKES_VALUE
 from megapipe.errors import ConfigError
 
@@ -76,7 +84,13 @@ def test_the_same_name_has_the_same_default_unless_the_difference_is_listed() ->
             continue
         default = field.default
         theirs = row.default or None
-        ours = None if default is None else " ".join(str(item) for item in default) if isinstance(default, tuple) else str(default)
+        ours = (
+            None
+            if default is None
+            else " ".join(str(item) for item in default)
+            if isinstance(default, tuple)
+            else str(default)
+        )
         if isinstance(default, int | float) and theirs is not None:
             same = float(default) == float(theirs)
         else:
@@ -126,13 +140,23 @@ def test_a_value_that_is_not_so_here_is_refused() -> None:
     for row in ROWS:
         if row.kind == ALREADY_SO and row.values:
             with pytest.raises(
-                ConfigError, match=f"{row.name} unheard-of is a flag of Megatron that megapipe does not carry out: use {row.accepts[0]}"
+                ConfigError,
+                match=f"{row.name} unheard-of is a flag of Megatron that megapipe does not carry out: use {row.accepts[0]}",
             ):
                 read_command_line([row.name, "unheard-of"])
 
 
 def test_a_flag_outside_megatron_is_marked_as_ours() -> None:
-    for name in ("--z-loss", "--activation", "--fp64", "--rank-order", "--metrics-file", "--keep-last", "--device", "--pipeline-schedule"):
+    for name in (
+        "--z-loss",
+        "--activation",
+        "--fp64",
+        "--rank-order",
+        "--metrics-file",
+        "--keep-last",
+        "--device",
+        "--pipeline-schedule",
+    ):
         assert name not in megatron_flags()
 
 
@@ -180,7 +204,9 @@ def test_what_notes_send_people_to_exists() -> None:
 
 def test_the_document_of_flags_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "flags.md"
-    assert page.read_text(encoding="utf-8") == flags_document(), "write it anew: python -m megapipe.config.document > docs/flags.md"
+    assert page.read_text(encoding="utf-8") == flags_document(), (
+        "write it anew: python -m megapipe.config.document > docs/flags.md"
+    )
 
 
 def test_constants_of_flags_are_values_of_their_fields() -> None:

@@ -76,7 +76,12 @@ CASES = [
         ["--transformer-impl transformer_engine has its own communication", "use --transformer-impl local"],
         "--tp-comm-overlap",
     ),
-    ("positions_cover_sequence", "--max-position-embeddings 31", ["31", "--seq-length 32"], "--max-position-embeddings 32"),
+    (
+        "positions_cover_sequence",
+        "--max-position-embeddings 31",
+        ["31", "--seq-length 32"],
+        "--max-position-embeddings 32",
+    ),
     (
         "rotary_width_even",
         "--position-embedding-type rope --kv-channels 10 --rotary-percent 0.5",
@@ -101,9 +106,24 @@ CASES = [
         ["--yarn-mscale 0.7", "together with --yarn-mscale-all-dim"],
         "--position-embedding-type rope --rope-scaling-type yarn --yarn-mscale 0.7 --yarn-mscale-all-dim 0.7",
     ),
-    ("padded_vocabulary_fits", "--padded-vocab-size 99", ["--padded-vocab-size 99 is below --vocab-size 100"], "--padded-vocab-size 100"),
-    ("context_parallel_is_one", "--context-parallel-size 2", ["context parallelism is not there yet"], "--context-parallel-size 1"),
-    ("rank_order_names_axes", "--rank-order tp-dp-pp", ["--rank-order tp-dp-pp", "tp, cp, dp or pp"], "--rank-order pp-dp-cp-tp"),
+    (
+        "padded_vocabulary_fits",
+        "--padded-vocab-size 99",
+        ["--padded-vocab-size 99 is below --vocab-size 100"],
+        "--padded-vocab-size 100",
+    ),
+    (
+        "context_parallel_is_one",
+        "--context-parallel-size 2",
+        ["context parallelism is not there yet"],
+        "--context-parallel-size 1",
+    ),
+    (
+        "rank_order_names_axes",
+        "--rank-order tp-dp-pp",
+        ["--rank-order tp-dp-pp", "tp, cp, dp or pp"],
+        "--rank-order pp-dp-cp-tp",
+    ),
     (
         "chunks_given_once",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
@@ -158,7 +178,12 @@ CASES = [
         ["add --use-distributed-optimizer"],
         "--overlap-param-gather --use-distributed-optimizer",
     ),
-    ("backend_fits_device", "--device cpu --distributed-backend nccl", ["use gloo or auto"], "--device cpu --distributed-backend gloo"),
+    (
+        "backend_fits_device",
+        "--device cpu --distributed-backend nccl",
+        ["use gloo or auto"],
+        "--device cpu --distributed-backend gloo",
+    ),
     ("bf16_reduction_keeps_fp64", "--fp64 --grad-reduce-in-bf16", ["--dtype fp64"], "--bf16 --grad-reduce-in-bf16"),
     (
         "recompute_is_whole",
@@ -166,8 +191,18 @@ CASES = [
         ["needs --recompute-num-layers N"],
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
-    ("recompute_is_whole", "--recompute-num-layers 1", ["--recompute-num-layers", "not given"], "--recompute-granularity selective"),
-    ("recompute_modules_fit", "--recompute-modules mlp", ["selective"], "--recompute-activations --recompute-modules mlp layernorm"),
+    (
+        "recompute_is_whole",
+        "--recompute-num-layers 1",
+        ["--recompute-num-layers", "not given"],
+        "--recompute-granularity selective",
+    ),
+    (
+        "recompute_modules_fit",
+        "--recompute-modules mlp",
+        ["selective"],
+        "--recompute-activations --recompute-modules mlp layernorm",
+    ),
     (
         "recompute_modules_fit",
         "--recompute-activations --recompute-modules mlp activation",
@@ -213,18 +248,33 @@ CASES = [
     ("one_measure_of_length", "--train-samples 10", ["--train-iters and --train-samples"], ""),
     ("one_measure_of_length", "--lr-decay-samples 10", ["--lr-decay-samples count in samples"], "--lr-decay-iters 10"),
     ("one_warmup", "--lr-warmup-iters 2 --lr-warmup-fraction 0.1", ["give one of them"], "--lr-warmup-fraction 0.1"),
-    ("warmup_within_decay", "--lr-warmup-iters 100", ["--lr-warmup-iters 100 has to end before --train-iters 100"], "--lr-warmup-iters 99"),
+    (
+        "warmup_within_decay",
+        "--lr-warmup-iters 100",
+        ["--lr-warmup-iters 100 has to end before --train-iters 100"],
+        "--lr-warmup-iters 99",
+    ),
     ("wsd_is_whole", "--lr-decay-style WSD", ["--lr-wsd-decay-iters"], "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
     ("wsd_is_whole", "--lr-wsd-decay-iters 10", ["belong to --lr-decay-style WSD"], ""),
     ("rates_ordered", "--min-lr 1e-2", ["--min-lr 0.01 is above --lr 0.001"], "--min-lr 1e-3"),
-    ("decoupled_rates_ordered", "--decoupled-min-lr 1e-5", ["needs --decoupled-lr"], "--decoupled-min-lr 1e-5 --decoupled-lr 1e-4"),
+    (
+        "decoupled_rates_ordered",
+        "--decoupled-min-lr 1e-5",
+        ["needs --decoupled-lr"],
+        "--decoupled-min-lr 1e-5 --decoupled-lr 1e-4",
+    ),
     (
         "weight_decay_ramp_is_whole",
         "--weight-decay-incr-style linear",
         ["needs --start-weight-decay"],
         "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
     ),
-    ("weight_decay_ramp_is_whole", "--end-weight-decay 0.1", ["belong to a ramp"], "--start-weight-decay 0.01 --end-weight-decay 0.01"),
+    (
+        "weight_decay_ramp_is_whole",
+        "--end-weight-decay 0.1",
+        ["belong to a ramp"],
+        "--start-weight-decay 0.01 --end-weight-decay 0.01",
+    ),
     (
         "one_scheduler_wins",
         "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
@@ -261,7 +311,12 @@ CASES = [
         ["--optimizer-cpu-offload waits for the gradients", "leave one of the two out"],
         "--optimizer-cpu-offload --pipeline-model-parallel-size 2",
     ),
-    ("profile_span_ordered", "--profile-step-start 12", ["--profile-step-end 12 has to come after"], "--profile-step-start 11"),
+    (
+        "profile_span_ordered",
+        "--profile-step-start 12",
+        ["--profile-step-end 12 has to come after"],
+        "--profile-step-start 11",
+    ),
     (
         "stragglers_need_heartbeats",
         "--log-straggler --hang-timeout-seconds 0",
@@ -290,14 +345,24 @@ CASES = [
     ("split_fits_source", "--split 0,0,0", ["--split 0,0,0", "969,30,1"], "--split 1,0,0"),
     ("blends_alternate", "--no-mock-data --data-path 0.3 a b", ["alternate"], "--no-mock-data --data-path 0.3 a 0.7 b"),
     ("blends_alternate", "--no-mock-data --data-path 0 a 1 b", ["above 0"], "--no-mock-data --data-path a b"),
-    ("tokenizer_has_its_files", "--tokenizer-type SentencePieceTokenizer", ["needs --tokenizer-model"], "--tokenizer-type ByteTokenizer"),
+    (
+        "tokenizer_has_its_files",
+        "--tokenizer-type SentencePieceTokenizer",
+        ["needs --tokenizer-model"],
+        "--tokenizer-type ByteTokenizer",
+    ),
     (
         "tokenizer_has_its_files",
         "--tokenizer-model t",
         ["needs --tokenizer-type"],
         "--tokenizer-model t --tokenizer-type HuggingFaceTokenizer",
     ),
-    ("saving_needs_a_directory", "--save-interval 5", ["--save-interval needs --save DIR"], "--save-interval 5 --save d"),
+    (
+        "saving_needs_a_directory",
+        "--save-interval 5",
+        ["--save-interval needs --save DIR"],
+        "--save-interval 5 --save d",
+    ),
     (
         "retained_checkpoints_are_saved",
         "--save d --save-interval 50 --save-retain-interval 120",
@@ -305,7 +370,12 @@ CASES = [
         "--save d --save-interval 50 --save-retain-interval 100",
     ),
     ("loading_needs_a_directory", "--finetune", ["--finetune needs --load DIR"], "--finetune --load d"),
-    ("finetuning_starts_anew", "--load d --finetune --use-checkpoint-opt_param-scheduler", ["step 0"], "--load d --finetune"),
+    (
+        "finetuning_starts_anew",
+        "--load d --finetune --use-checkpoint-opt_param-scheduler",
+        ["step 0"],
+        "--load d --finetune",
+    ),
     (
         "attention_has_a_kernel",
         "--attention-impl flash --bf16",
@@ -318,8 +388,18 @@ CASES = [
         ["no kernel for --attn-logit-softcapping"],
         "--attention-impl flash --bf16 --attention-dropout 0 --attn-logit-softcapping 30",
     ),
-    ("optimizer_has_a_kernel", "--optimizer-impl te --optimizer sgd", ["fused Adam", "--optimizer-impl torch"], "--optimizer-impl te"),
-    ("optimizer_has_a_kernel", "--optimizer-impl te --optimizer-cpu-offload", ["has the state on the host"], "--optimizer-impl te"),
+    (
+        "optimizer_has_a_kernel",
+        "--optimizer-impl te --optimizer sgd",
+        ["fused Adam", "--optimizer-impl torch"],
+        "--optimizer-impl te",
+    ),
+    (
+        "optimizer_has_a_kernel",
+        "--optimizer-impl te --optimizer-cpu-offload",
+        ["has the state on the host"],
+        "--optimizer-impl te",
+    ),
     ("optimizer_has_a_kernel", "--optimizer-impl apex --fp64", ["fp32 master weights"], "--optimizer-impl apex"),
     (
         "optimizer_has_a_kernel",
@@ -327,7 +407,12 @@ CASES = [
         ["brings apex's norms", "use --optimizer-impl te or torch"],
         "--optimizer-impl te --transformer-impl transformer_engine",
     ),
-    ("libraries_compute_on_gpus", "--optimizer-impl te --device cpu", ["--optimizer-impl te: these libraries"], "--device cpu"),
+    (
+        "libraries_compute_on_gpus",
+        "--optimizer-impl te --device cpu",
+        ["--optimizer-impl te: these libraries"],
+        "--device cpu",
+    ),
     (
         "transformer_engine_keeps_its_inputs",
         "--transformer-impl transformer_engine --recompute-activations --recompute-modules layernorm",
@@ -340,7 +425,12 @@ CASES = [
         ["changes the scales of delayed fp8 with every forward", "--fp8-recipe tensorwise"],
         "--transformer-impl transformer_engine --fp8 hybrid --fp8-recipe tensorwise --recompute-activations --recompute-modules mlp",
     ),
-    ("transformer_engine_keeps_its_inputs", "--transformer-impl transformer_engine --fp64", ["not compute in fp64"], "--fp64"),
+    (
+        "transformer_engine_keeps_its_inputs",
+        "--transformer-impl transformer_engine --fp64",
+        ["not compute in fp64"],
+        "--fp64",
+    ),
     (
         "fp8_settings_need_fp8",
         "--fp8-recipe tensorwise --fp8-margin 1",
@@ -367,7 +457,10 @@ CASES = [
     (
         "graphs_repeat_themselves",
         f"{GRAPHS} --transformer-impl transformer_engine --attention-impl te --bf16",
-        ["--transformer-impl transformer_engine and --attention-impl te", "use --transformer-impl local with sdpa or flash"],
+        [
+            "--transformer-impl transformer_engine and --attention-impl te",
+            "use --transformer-impl local with sdpa or flash",
+        ],
         f"{GRAPHS} --attention-impl flash --bf16",
     ),
     (
@@ -406,7 +499,12 @@ CASES = [
         ["gloo takes tensor-parallel sums over the host", "use nccl"],
         f"{GRAPHS} --distributed-backend gloo --pipeline-model-parallel-size 2",
     ),
-    ("fp8_has_one_set_of_weights_a_step", "--fp8-format e4m3 --fp64", ["fp64 is for verification"], "--fp8-format e4m3 --bf16"),
+    (
+        "fp8_has_one_set_of_weights_a_step",
+        "--fp8-format e4m3 --fp64",
+        ["fp64 is for verification"],
+        "--fp8-format e4m3 --bf16",
+    ),
     (
         "fp8_has_one_set_of_weights_a_step",
         "--fp8-format e4m3 --pipeline-model-parallel-size 2 --pipeline-schedule pipedream --clip-grad 0",
@@ -444,7 +542,9 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("rule", "flags", "words", "fine"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
-def test_a_broken_rule_says_what_works_and_its_neighbour_passes(rule: str, flags: str, words: list[str], fine: str) -> None:
+def test_a_broken_rule_says_what_works_and_its_neighbour_passes(
+    rule: str, flags: str, words: list[str], fine: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(job(flags))
     for word in words:
@@ -464,7 +564,9 @@ def test_a_batch_ramp_has_to_arrive(flags: str, words: str) -> None:
 def test_a_job_has_what_it_needs(rule: str, changes: dict[str, dict[str, object]], words: str) -> None:
     config = load_config(job()).config
     check_job(config)
-    broken = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()})
+    broken = dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **fields) for name, fields in changes.items()}
+    )
     check(broken)
     with pytest.raises(ConfigError, match=words):
         check_job(broken)
@@ -531,7 +633,12 @@ def test_a_bad_split_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "width"),
-    [("", 256), ("--swiglu", 128), ("--swiglu --ffn-hidden-size 40", 40), ("--activation geglu_tanh --hidden-size 4096", 10880)],
+    [
+        ("", 256),
+        ("--swiglu", 128),
+        ("--swiglu --ffn-hidden-size 40", 40),
+        ("--activation geglu_tanh --hidden-size 4096", 10880),
+    ],
 )
 def test_the_width_of_the_mlp_is_megatrons(flags: str, width: int) -> None:
     assert load_config(job(flags)).config.model.feed_forward_size() == width

@@ -80,7 +80,11 @@ def test_an_empty_file_is_the_defaults() -> None:
         ("data_path: a b", "data.data_path", ("a b",)),
         ("data_path: [0.3, a, 0.7, b]", "data.data_path", ("0.3", "a", "0.7", "b")),
         ("rampup_batch_size: 2 2 100\nglobal_batch_size: 8", "training.rampup_batch_size", (2, 2, 100)),
-        ("recompute_granularity: selective\nrecompute_modules: [mlp, layernorm]", "recompute.recompute_modules", ("mlp", "layernorm")),
+        (
+            "recompute_granularity: selective\nrecompute_modules: [mlp, layernorm]",
+            "recompute.recompute_modules",
+            ("mlp", "layernorm"),
+        ),
         ("bf16: true", "precision.dtype", "bf16"),
         ("bf16: false", "precision.dtype", "fp32"),
         ("disable_bias_linear: true", "model.add_bias_linear", False),

@@ -41,22 +41,38 @@ class Case:
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=16)
 CASES: dict[str, Case] = {
     "llama": Case("llama", rope("default") | {"head_dim": 12}),
-    "llama3_tied_odd_vocabulary_sharded": Case("llama", LLAMA3 | {"tie_word_embeddings": True, "vocab_size": 67}, "20KB"),
+    "llama3_tied_odd_vocabulary_sharded": Case(
+        "llama", LLAMA3 | {"tie_word_embeddings": True, "vocab_size": 67}, "20KB"
+    ),
     "llama_linear_biases_multi_head": Case(
         "llama", rope("linear", factor=3.0) | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}
     ),
-    "llama_yarn": Case("llama", rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, original_max_position_embeddings=16)),
+    "llama_yarn": Case(
+        "llama", rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, original_max_position_embeddings=16)
+    ),
     "llama_yarn_mscale": Case(
         "llama",
-        rope("yarn", factor=8.0, beta_fast=32.0, beta_slow=1.0, mscale=0.7, mscale_all_dim=0.3, original_max_position_embeddings=16),
+        rope(
+            "yarn",
+            factor=8.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=0.7,
+            mscale_all_dim=0.3,
+            original_max_position_embeddings=16,
+        ),
     ),
     "mistral_window": Case("mistral", {"sliding_window": 5, "num_key_value_heads": 1}),
     "mistral_without_window": Case("mistral", {"sliding_window": None}),
     "qwen2_tied": Case("qwen2", {"tie_word_embeddings": True}, "30KB"),
-    "qwen2_window_in_all_layers": Case("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "qwen2_window_in_all_layers": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+    ),
     "qwen3": Case("qwen3", {"head_dim": 12}),
     "gpt2": Case("gpt2", GPT2),
-    "gpt2_untied_relu_narrow": Case("gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"),
+    "gpt2_untied_relu_narrow": Case(
+        "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"
+    ),
 }
 
 

@@ -57,7 +57,9 @@ def _saved(content: dict[str, Any], as_zip: bool) -> bytes:
 
 @pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_crafted_checkpoint_runs_nothing(call: Callable[[Path], Crafted], file: Callable[[Any], bytes], tmp_path: Path) -> None:
+def test_a_crafted_checkpoint_runs_nothing(
+    call: Callable[[Path], Crafted], file: Callable[[Any], bytes], tmp_path: Path
+) -> None:
     mark = tmp_path / "ran"
     path = tmp_path / "model_optim_rng.pt"
     path.write_bytes(file({"model": {"weight": torch.ones(2)}, "args": call(mark)}))

@@ -147,7 +147,10 @@ def _save_sharded(rank: int, world_size: int, folder: str) -> None:
     del content["train_state"]["optimizer"], content["train_state"]["consumed_tokens"]
     content["train_state"]["step"] = torch.tensor(7)
     content["lr_scheduler"] = {"last_epoch": 7}
-    sharded = mapped(content, lambda values: distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None) if values.ndim else values)
+    sharded = mapped(
+        content,
+        lambda values: distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None) if values.ndim else values,
+    )
     dcp.save(sharded, checkpoint_id=folder)
 
 
@@ -161,7 +164,12 @@ def test_what_torch_saved_from_two_ranks_is_read_whole(rank_pools: Callable[[int
     config.write_text(to_yaml(a_run().config))
     found = dcp_run.read(tmp_path / "run", None, config)
     assert differing(found, truth(a_run())) == []
-    assert found.state["training"] == {"step": 7, "consumed_samples": 56, "consumed_tokens": 56 * 16, "skipped_steps": 1}
+    assert found.state["training"] == {
+        "step": 7,
+        "consumed_samples": 56,
+        "consumed_tokens": 56 * 16,
+        "skipped_steps": 1,
+    }
     assert (found.state["optimizer"]["num_steps"], found.state["optimizer"]["rule"]) == (6, "adam")
     assert found.remarks == ("not read, flags of the run that goes on say it anew: lr_scheduler",)
     weights = dcp_run.read(tmp_path / "run", 7, config, weights_only=True)
@@ -179,7 +187,11 @@ def _change(content: dict[str, Any], path: str, value: Any) -> None:
 
 HARM: dict[str, tuple[str, Any, str]] = {
     "unknown": ("model/extra.weight", torch.zeros(2), "the tensor model.extra.weight has no place in the model"),
-    "unknown_state": (f"optimizer/state/{Q}/max_exp_avg_sq", torch.zeros(2), f"the tensor optimizer.state.{Q}.max_exp_avg_sq has no place"),
+    "unknown_state": (
+        f"optimizer/state/{Q}/max_exp_avg_sq",
+        torch.zeros(2),
+        f"the tensor optimizer.state.{Q}.max_exp_avg_sq has no place",
+    ),
     "missing": (f"model/{Q}", None, f"lacks the tensor model.{Q}, which its configuration asks for"),
     "missing_moment": (f"optimizer/state/{Q}/exp_avg", None, f"lacks the tensor optimizer.state.{Q}.exp_avg"),
     "shape": (f"model/{Q}", torch.zeros(3, 3), rf"model.{Q} has shape \[3, 3\], its configuration asks for \[32, 16\]"),

@@ -21,7 +21,9 @@ from tests.convert.models import CASES, LENGTH, draw_tokens, logits, make, save
 from tests.harness import RankPool
 from tests.train.jobs import job
 
-pytest.importorskip("transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'")
+pytest.importorskip(
+    "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
+)
 Pools = Callable[[int], RankPool]
 
 
@@ -32,7 +34,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 def assert_same_tensors(folder: Path, other: Path) -> None:
     here, there = tensors_of(folder), tensors_of(other)
     assert here.keys() == there.keys()
-    assert [name for name in here if here[name].dtype != there[name].dtype or not torch.equal(here[name], there[name])] == []
+    assert [
+        name for name in here if here[name].dtype != there[name].dtype or not torch.equal(here[name], there[name])
+    ] == []
 
 
 def load_again(folder: Path) -> Any:
@@ -61,7 +65,9 @@ def test_logits_are_theirs_and_the_way_back_is_exact(tmp_path: Path, name: str) 
 
 
 def said_by(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "architectures", "dtype")}
+    return {
+        key: value for key, value in config.to_dict().items() if key not in ("_name_or_path", "architectures", "dtype")
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -85,10 +91,14 @@ def test_a_base_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
     bare["h.0.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH)
     save_file(bare, theirs / "model.safetensors", {"format": "pt"})
     tokens = draw_tokens(61)
-    torch.testing.assert_close(stage_logits(hugging_face.read(theirs), tokens), logits(model, tokens), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(
+        stage_logits(hugging_face.read(theirs), tokens), logits(model, tokens), rtol=0.0, atol=1e-5
+    )
 
 
-def test_the_check_compares_both_models_and_sees_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_compares_both_models_and_sees_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = save(make(CASES["mistral_window"]), tmp_path / "theirs")
     assert main([str(theirs), str(tmp_path / "ours")]) == 0
     assert "the models agree: largest logit difference" in capsys.readouterr().out
@@ -112,10 +122,19 @@ def test_tokenizer_and_ids_of_special_tokens_travel_along(tmp_path: Path) -> Non
     assert main([str(theirs), str(tmp_path / "ours"), "--no-check"]) == 0
     saved = own.read(tmp_path / "ours")
     folder = tmp_path / "ours" / "step_00000000" / "tokenizer"
-    assert (saved.config.data.tokenizer_type, saved.config.data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
+    assert (saved.config.data.tokenizer_type, saved.config.data.tokenizer_model) == (
+        "HuggingFaceTokenizer",
+        str(folder),
+    )
     assert main([str(tmp_path / "ours"), str(tmp_path / "back"), "--no-check"]) == 0
     names = {path.name for path in (tmp_path / "back").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "special_tokens_map.json", "tokenizer.json"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+    }
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [7, 9]
     own.write(Snapshot(saved.config, saved.tensors, saved.state), tmp_path / "bare")
     assert main([str(tmp_path / "bare"), str(tmp_path / "like"), "--like", str(theirs), "--no-check"]) == 0
@@ -129,7 +148,11 @@ def test_the_printed_configuration_loads_and_says_the_model(tmp_path: Path, caps
     (tmp_path / "model.yaml").write_text(capsys.readouterr().out)
     loaded = load_config(["--config", str(tmp_path / "model.yaml")], is_job=False).config.model
     assert loaded == hugging_face.read(theirs).config.model
-    assert (loaded.rope_scaling_type, loaded.vocab_size, loaded.untie_embeddings_and_output_weights) == ("llama3", 67, False)
+    assert (loaded.rope_scaling_type, loaded.vocab_size, loaded.untie_embeddings_and_output_weights) == (
+        "llama3",
+        67,
+        False,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- on a grid
@@ -164,8 +187,12 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     config = dataclasses.replace(
         config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     )
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_length=LENGTH, max_position_embeddings=LENGTH))
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=source, finetune=True, no_save_optim=True))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, seq_length=LENGTH, max_position_embeddings=LENGTH)
+    )
+    config = dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, load=source, finetune=True, no_save_optim=True)
+    )
     plan = resolve(config, world_size)
     machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     resumed = load(machines, Path(source))
@@ -249,7 +276,9 @@ def test_greedy_text_of_a_converted_model_is_that_of_transformers(tmp_path: Path
     line = f"generate --load {tmp_path / 'ours'} --prompt {prompt} --max-new-tokens 12 --temperature 0 --ignore-eod"
     assert megapipe([*line.split(), "--output", str(tmp_path / "out")]) == 0
     ids = torch.tensor([tokenizer.encode(prompt).ids])
-    expected = model.generate(ids, max_new_tokens=12, do_sample=False, use_cache=False, eos_token_id=None, pad_token_id=0)
+    expected = model.generate(
+        ids, max_new_tokens=12, do_sample=False, use_cache=False, eos_token_id=None, pad_token_id=0
+    )
     text = json.loads((tmp_path / "out").read_text())["text"]
     assert text == tokenizer.decode(expected[0, ids.shape[1] :].tolist())
     assert len(text) == 12

@@ -53,7 +53,9 @@ def differing(snapshot: Snapshot, truth: dict[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are not those of `truth` (vocabulary padding aside), or that only one of the two has."""
     found = {name: tensor.detach() for name, tensor in snapshot.tensors.items()}
     odd = sorted(found.keys() ^ truth.keys())
-    return odd + [name for name in found if name in truth and not torch.equal(found[name], truth[name][: found[name].shape[0]])]
+    return odd + [
+        name for name in found if name in truth and not torch.equal(found[name], truth[name][: found[name].shape[0]])
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ reading a running job
@@ -63,7 +65,9 @@ def differing(snapshot: Snapshot, truth: dict[str, torch.Tensor]) -> list[str]:
 @pytest.mark.parametrize("case", [GPT2, "llama_tp2_pp2"])
 def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, kind: str) -> None:
     """pp 2 x 2 chunks in fp32, tp 2 x pp 2 with masters of bf16: Megatron resharded the same state to one rank through its torch_dist."""
-    truth = {name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")}
+    truth = {
+        name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
+    }
     snapshot = formats.READERS["megatron"](real / case / kind, Wishes(vocab_size=VOCAB))
     assert differing(snapshot, truth) == []
     assert len(snapshot.tensors) == 3 * len(model_specs(unpadded(snapshot.config.model), sequence_parallel=False))
@@ -77,7 +81,10 @@ def test_the_flat_buffers_of_the_distributed_optimizer_are_its_reshardable_state
     assert {tensor.dtype for tensor in legacy.tensors.values()} == {torch.float32}
     assert (legacy.state, legacy.config) == (dist.state, dist.config)
     weights = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB, weights_only=True)
-    assert all(torch.equal(legacy.weights[name].detach().bfloat16(), tensor.detach()) for name, tensor in weights.weights.items())
+    assert all(
+        torch.equal(legacy.weights[name].detach().bfloat16(), tensor.detach())
+        for name, tensor in weights.weights.items()
+    )
 
 
 def test_position_schedules_and_configuration_come_along(real: Path) -> None:
@@ -89,8 +96,17 @@ def test_position_schedules_and_configuration_come_along(real: Path) -> None:
     lr = Schedules.from_dict(snapshot.state["schedules"]).lr
     assert (lr.max_lr, lr.min_lr, lr.style, lr.warmup_samples, lr.decay_samples) == (1e-3, 1e-4, "cosine", 16, 800)
     model = snapshot.config.model
-    assert (model.num_query_groups, model.normalization, model.activation, model.vocab_size) == (2, "RMSNorm", "swiglu", VOCAB)
-    assert (snapshot.config.precision.dtype, snapshot.config.optimizer.adam_beta2, snapshot.config.training.seed) == ("bf16", 0.95, 1234)
+    assert (model.num_query_groups, model.normalization, model.activation, model.vocab_size) == (
+        2,
+        "RMSNorm",
+        "swiglu",
+        VOCAB,
+    )
+    assert (snapshot.config.precision.dtype, snapshot.config.optimizer.adam_beta2, snapshot.config.training.seed) == (
+        "bf16",
+        0.95,
+        1234,
+    )
 
 
 def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +141,20 @@ LLAMA_MODEL = ModelConfig(
 MODELS = {
     "llama_untied": LLAMA_MODEL,
     "llama_tied_qk_norm_scaled": dataclasses.replace(
-        LLAMA_MODEL, untie_embeddings_and_output_weights=False, qk_layernorm=True, rope_scaling_type="llama3", window_size=None
+        LLAMA_MODEL,
+        untie_embeddings_and_output_weights=False,
+        qk_layernorm=True,
+        rope_scaling_type="llama3",
+        window_size=None,
     ),
-    "gpt2": ModelConfig(num_layers=4, hidden_size=16, num_attention_heads=4, vocab_size=61, seq_length=16, make_vocab_size_divisible_by=8),
+    "gpt2": ModelConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        vocab_size=61,
+        seq_length=16,
+        make_vocab_size_divisible_by=8,
+    ),
 }
 
 
@@ -143,7 +170,9 @@ def drawn(model: ModelConfig) -> Snapshot:
 @pytest.mark.parametrize("transformer_engine", [True, False], ids=["te", "local"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)], ids=["one", "tp2_pp2", "pp4"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_written_for_megatron_reads_back_exactly(tmp_path: Path, name: str, tp: int, pp: int, transformer_engine: bool) -> None:
+def test_what_is_written_for_megatron_reads_back_exactly(
+    tmp_path: Path, name: str, tp: int, pp: int, transformer_engine: bool
+) -> None:
     snapshot = drawn(MODELS[name])
     folder = megatron_write.write(snapshot, tmp_path / "megatron", Grid(tp, pp, transformer_engine))
     assert len(list(folder.glob("mp_rank_*"))) == tp * pp
@@ -198,18 +227,25 @@ def test_nothing_of_a_pickled_file_is_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_format_that_is_tied_to_its_grid_is_refused_with_the_reason(real: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"stored as dp_reshardable, which follows the buckets.*tied to that grid.*--weights-only"):
+    with pytest.raises(
+        CheckpointError, match=r"stored as dp_reshardable, which follows the buckets.*tied to that grid.*--weights-only"
+    ):
         megatron_dist.read(real / LLAMA / "dist_dp_reshardable", None, VOCAB)
     with pytest.raises(CheckpointError, match=r"keeps the distributed optimizer's state by buckets.*tied to that grid"):
         read_distributed(Path("distrib_optim.pt"), {}, {0: {}}, [])
 
 
 def test_optimizer_state_in_another_order_is_found_out() -> None:
-    weights = {"a.weight": torch.randn(2, 3).bfloat16(), "b.weight": torch.randn(2, 3).bfloat16(), "b.bias": torch.randn(3).bfloat16()}
+    weights = {
+        "a.weight": torch.randn(2, 3).bfloat16(),
+        "b.weight": torch.randn(2, 3).bfloat16(),
+        "b.bias": torch.randn(3).bfloat16(),
+    }
 
     def optimizer(first: str, second: str) -> dict[str, Any]:
         state = {
-            n: {"exp_avg": w.float(), "exp_avg_sq": w.float()} for n, w in enumerate((weights[first], weights[second], weights["b.bias"]))
+            n: {"exp_avg": w.float(), "exp_avg_sq": w.float()}
+            for n, w in enumerate((weights[first], weights[second], weights["b.bias"]))
         }
         groups = [{"params": [0, 1], "wd_mult": 1.0, "step": 5}, {"params": [2], "wd_mult": 0.0, "step": 5}]
         masters = [[weights[first].float(), weights[second].float()], [weights["b.bias"].float()]]
@@ -217,7 +253,9 @@ def test_optimizer_state_in_another_order_is_found_out() -> None:
 
     found = read_plain(Path("f"), optimizer("a.weight", "b.weight"), [weights])
     assert found.num_steps == 5 and torch.equal(found.tensors[0]["exp_avg"]["b.weight"], weights["b.weight"].float())
-    with pytest.raises(CheckpointError, match=r"master of a.weight is not its weight: the order of its parameters is another one"):
+    with pytest.raises(
+        CheckpointError, match=r"master of a.weight is not its weight: the order of its parameters is another one"
+    ):
         read_plain(Path("f"), optimizer("b.weight", "a.weight"), [weights])
     flat = torch.cat([weights[name].float().flatten() for name in weights])  # not reversed, not aligned
     buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": flat, "exp_avg_sq": flat}}}
@@ -233,9 +271,15 @@ ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"num_experts": 8}, "num_experts 8 cannot be expressed"),
     "latent_attention": ({"multi_latent_attention": True}, "multi_latent_attention True cannot be expressed"),
     "interleaved_rotation": ({"rotary_interleaved": True}, "rotary_interleaved True cannot be expressed"),
-    "two_scalings": ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "together cannot be expressed"),
+    "two_scalings": (
+        {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
+        "together cannot be expressed",
+    ),
     "positions": ({"position_embedding_type": "mrope"}, "model.position_embedding_type mrope"),
-    "vocabulary_unknown": ({"vocab_size": None}, "only says padded_vocab_size 64: give the true size .* with --vocab-size"),
+    "vocabulary_unknown": (
+        {"vocab_size": None},
+        "only says padded_vocab_size 64: give the true size .* with --vocab-size",
+    ),
     "vocabulary_too_large": ({"vocab_size": 65}, "a vocabulary of 65 tokens does not fit into padded_vocab_size 64"),
     "lookahead": ({"window_size": (4, 4)}, r"window_size \(4, 4\) cannot be expressed"),
 }
@@ -255,9 +299,18 @@ def _rewrite(path: Path, change: Any) -> None:
 
 Q = "decoder.layers.0.self_attention.linear_qkv.weight"
 HARM: dict[str, tuple[Any, str]] = {
-    "missing": (lambda c: c["model"].pop(Q), r"lacks the tensor decoder.layers.0.self_attention.linear_qkv.weight, which its args ask for"),
-    "unknown": (lambda c: c["model"].update({"decoder.extra": torch.zeros(2)}), r"the tensor decoder.extra has no place in the model"),
-    "shape": (lambda c: c["model"].update({Q: torch.zeros(3, 3)}), r"linear_qkv.weight has shape \[3, 3\], its args ask for \[32, 16\]"),
+    "missing": (
+        lambda c: c["model"].pop(Q),
+        r"lacks the tensor decoder.layers.0.self_attention.linear_qkv.weight, which its args ask for",
+    ),
+    "unknown": (
+        lambda c: c["model"].update({"decoder.extra": torch.zeros(2)}),
+        r"the tensor decoder.extra has no place in the model",
+    ),
+    "shape": (
+        lambda c: c["model"].update({Q: torch.zeros(3, 3)}),
+        r"linear_qkv.weight has shape \[3, 3\], its args ask for \[32, 16\]",
+    ),
     "layers": (lambda c: setattr(c["args"], "num_layers", 5), "holds 4 layers, its args say num_layers 5"),
     "no_args": (lambda c: c.pop("args"), "holds no args, so that nothing says what the model is"),
     "no_model": (lambda c: c.pop("model"), "holds no model"),
@@ -286,8 +339,16 @@ def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
 WRITTEN = {
     "pp": (LLAMA_MODEL, Grid(1, 3), "--pipeline-model-parallel-size 3 does not divide the 4 layers"),
     "tp": (LLAMA_MODEL, Grid(4, 1), "--tensor-model-parallel-size 4 does not divide 2 query groups"),
-    "soft_cap": (dataclasses.replace(LLAMA_MODEL, final_logit_softcapping=9.0), Grid(), "cannot express model.final_logit_softcapping 9"),
-    "yarn": (dataclasses.replace(LLAMA_MODEL, rope_scaling_type="yarn"), Grid(), "cannot express model.rope_scaling_type yarn"),
+    "soft_cap": (
+        dataclasses.replace(LLAMA_MODEL, final_logit_softcapping=9.0),
+        Grid(),
+        "cannot express model.final_logit_softcapping 9",
+    ),
+    "yarn": (
+        dataclasses.replace(LLAMA_MODEL, rope_scaling_type="yarn"),
+        Grid(),
+        "cannot express model.rope_scaling_type yarn",
+    ),
 }
 
 

@@ -61,7 +61,10 @@ def test_the_folder_itself_is_read_with_q_k_and_v_in_their_groups(tmp_path: Path
     qkv = snapshot.weights["decoder.layers.0.self_attention.linear_qkv.weight"].detach()
     q, k, v = SeparateQKV(4, 2, 2).split(qkv)
     found = hugging_face._tensors(tmp_path)
-    assert all(torch.equal(part, found[f"model.layers.0.self_attn.{x}_proj.weight"].detach()) for part, x in ((q, "q"), (k, "k"), (v, "v")))
+    assert all(
+        torch.equal(part, found[f"model.layers.0.self_attn.{x}_proj.weight"].detach())
+        for part, x in ((q, "q"), (k, "k"), (v, "v"))
+    )
     assert torch.equal(qkv[:4], q[:4]) and torch.equal(qkv[4:6], k[:2]) and torch.equal(qkv[6:8], v[:2])
 
 
@@ -70,17 +73,26 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["UnheardOfForCausalLM"]},
         "the architecture UnheardOfForCausalLM is not known; known are GPT2",
     ),
-    "gemma2": ({"architectures": ["Gemma2ForCausalLM"]}, r"Gemma2ForCausalLM cannot be expressed: it multiplies embeddings by sqrt"),
+    "gemma2": (
+        {"architectures": ["Gemma2ForCausalLM"]},
+        r"Gemma2ForCausalLM cannot be expressed: it multiplies embeddings by sqrt",
+    ),
     "unknown_key": ({"logit_scale": 3.0}, "no key logit_scale that megapipe knows.*--ignore-key logit_scale"),
     "missing_key": ({"intermediate_size": "absent"}, "the key intermediate_size is missing"),
-    "rope_type": ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' cannot be expressed; it can be default, linear"),
+    "rope_type": (
+        {"rope_scaling": {"rope_type": "longrope"}},
+        "rope_type 'longrope' cannot be expressed; it can be default, linear",
+    ),
     "old_rope_type": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' cannot be expressed"),
     "rope_parameters": ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "rope_type 'longrope'"),
     "rope_key": (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}},
         "rope_type linear: the key alpha cannot be expressed",
     ),
-    "rope_key_missing": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type llama3: the key low_freq_factor is missing"),
+    "rope_key_missing": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_type llama3: the key low_freq_factor is missing",
+    ),
     "yarn_factor": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}},
         "attention_factor 2.0 cannot be expressed",
@@ -133,15 +145,25 @@ TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "missing": ({}, {Q: None}, f"lacks the tensor {Q}, which its config.json asks for"),
     "shape": ({}, {Q: torch.zeros(8, 6)}, rf"{Q} has shape \[8, 6\], config.json asks for \[8, 8\]"),
-    "vocabulary": ({"vocab_size": 12}, {}, r"model.embed_tokens.weight has shape \[11, 8\], config.json asks for \[12, 8\]"),
+    "vocabulary": (
+        {"vocab_size": 12},
+        {},
+        r"model.embed_tokens.weight has shape \[11, 8\], config.json asks for \[12, 8\]",
+    ),
     "quantized": ({}, {Q: torch.zeros(8, 8, dtype=torch.int8)}, f"{Q} is quantized or of an integer dtype"),
-    "several_dtypes": ({}, {Q: torch.zeros(8, 8).half()}, "become one tensor, .*linear_qkv.weight, but have several dtypes"),
+    "several_dtypes": (
+        {},
+        {Q: torch.zeros(8, 8).half()},
+        "become one tensor, .*linear_qkv.weight, but have several dtypes",
+    ),
     "a_head_beside_a_tied_one": ({"tie_word_embeddings": True}, {}, "lm_head.weight differs from the word embedding"),
 }
 
 
 @pytest.mark.parametrize(("settings", "tensors", "message"), TENSORS.values(), ids=TENSORS.keys())
-def test_tensors_without_a_place_are_named(tmp_path: Path, settings: dict[str, Any], tensors: dict[str, Any], message: str) -> None:
+def test_tensors_without_a_place_are_named(
+    tmp_path: Path, settings: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         hugging_face.read(folder(tmp_path, settings, tensors))
 
@@ -152,7 +174,10 @@ def _truncate(root: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no_config": (lambda root: (root / "config.json").unlink(), "config.json: there is no such file, so this is no Hugging Face folder"),
+    "no_config": (
+        lambda root: (root / "config.json").unlink(),
+        "config.json: there is no such file, so this is no Hugging Face folder",
+    ),
     "no_json": (lambda root: (root / "config.json").write_text("{"), "config.json cannot be read"),
     "no_weights": (lambda root: (root / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
     "pickled_weights": (
@@ -161,11 +186,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "truncated": (_truncate, "model.safetensors is not a safetensors file, or damaged"),
     "index_of_a_missing_file": (
-        lambda root: (root / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "gone.safetensors"}}'),
+        lambda root: (root / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"lm_head.weight": "gone.safetensors"}}'
+        ),
         "gone.safetensors: there is no such file",
     ),
     "index_of_a_missing_tensor": (
-        lambda root: (root / "model.safetensors.index.json").write_text('{"weight_map": {"gone.weight": "model.safetensors"}}'),
+        lambda root: (root / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"gone.weight": "model.safetensors"}}'
+        ),
         "model.safetensors lacks the tensor gone.weight",
     ),
 }
@@ -181,10 +210,15 @@ def test_damaged_folders_are_named(tmp_path: Path, harm: Callable[[Path], Any], 
 def test_a_base_model_without_the_prefix_is_the_same_model(tmp_path: Path) -> None:
     bare = {name.removeprefix("model."): torch.zeros(shape) for name, shape in SHAPES.items()}
     taken = dict.fromkeys(SHAPES)
-    assert hugging_face.read(folder(tmp_path, {}, taken | bare)).weights.keys() == hugging_face.read(folder(tmp_path / "b")).weights.keys()
+    assert (
+        hugging_face.read(folder(tmp_path, {}, taken | bare)).weights.keys()
+        == hugging_face.read(folder(tmp_path / "b")).weights.keys()
+    )
 
 
-def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = folder(tmp_path / "source")
     snapshot = hugging_face.read(source)
     own.write(snapshot, tmp_path / "ours")
@@ -192,7 +226,9 @@ def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(tmp_pat
         own.write(snapshot, tmp_path / "ours")
     with pytest.raises(CheckpointError, match="source is there already; converting never overwrites"):
         hugging_face.write(snapshot, source)
-    monkeypatch.setattr(hugging_face, "_write_files", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        hugging_face, "_write_files", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(CheckpointError, match=r"export cannot be written: No space left on device \(errno 28\)"):
         hugging_face.write(snapshot, tmp_path / "export")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "source"]
@@ -201,11 +237,23 @@ def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(tmp_pat
 COMMANDS = {
     "no_such_folder": ("{t}/nowhere {t}/x", "nowhere is no folder"),
     "no_format": ("{t} {t}/x", "looks like none of"),
-    "the_same_format": ("{t}/source {t}/x --to hugging-face", "is already hugging-face; say with --to what to make of it"),
-    "architecture": ("{t}/ours {t}/x --architecture Nothing", "--architecture Nothing is not known; known are GPT2LMHeadModel"),
+    "the_same_format": (
+        "{t}/source {t}/x --to hugging-face",
+        "is already hugging-face; say with --to what to make of it",
+    ),
+    "architecture": (
+        "{t}/ours {t}/x --architecture Nothing",
+        "--architecture Nothing is not known; known are GPT2LMHeadModel",
+    ),
     "cannot_express": ("{t}/ours {t}/x --architecture GPT2LMHeadModel", "GPT2LMHeadModel cannot express model."),
-    "idle_flag": ("{t}/ours {t}/x --weights-only", "--weights-only concerns a conversion from megatron or dcp, this one is from megapipe"),
-    "idle_grid": ("{t}/source {t}/x --tensor-model-parallel-size 2", "concerns a conversion to megatron, this one is to megapipe"),
+    "idle_flag": (
+        "{t}/ours {t}/x --weights-only",
+        "--weights-only concerns a conversion from megatron or dcp, this one is from megapipe",
+    ),
+    "idle_grid": (
+        "{t}/source {t}/x --tensor-model-parallel-size 2",
+        "concerns a conversion to megatron, this one is to megapipe",
+    ),
     "no_target": ("{t}/source", "give a folder to write, or --print-config"),
     "sequence": ("{t}/source {t}/x --seq-length 99", "--max-position-embeddings 16 is below --seq-length 99"),
     "step": ("{t}/ours {t}/x --step 5", "step_00000005"),
@@ -213,7 +261,9 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize(("line", "message"), COMMANDS.values(), ids=COMMANDS.keys())
-def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
     own.write(hugging_face.read(folder(tmp_path / "source")), tmp_path / "ours")
     assert main([*line.format(t=tmp_path).split(), "--no-check"]) in (1, 2)
     error = capsys.readouterr().err

@@ -27,7 +27,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     heads = groups * queries
     apart = SeparateQKV(heads, groups, head_dim)
     fused = (heads + 2 * groups) * head_dim
-    layout, rows = draw(st.sampled_from([(Same(), 5), (Transposed(), 3), (Stacked(2), 6), (apart, fused), (FusedQKV(apart), fused)]))
+    layout, rows = draw(
+        st.sampled_from([(Same(), 5), (Transposed(), 3), (Stacked(2), 6), (apart, fused), (FusedQKV(apart), fused)])
+    )
     return layout, draw(st.sampled_from([(rows,), (rows, 4)]))
 
 
@@ -162,7 +164,13 @@ UNEXPRESSED = {
 
 @pytest.mark.parametrize("change", UNEXPRESSED.values(), ids=UNEXPRESSED.keys())
 def test_what_llama_cannot_express_is_named(change: dict[str, Any]) -> None:
-    llama = ModelConfig(vocab_size=50, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False)
+    llama = ModelConfig(
+        vocab_size=50,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+    )
     assert choose_family(llama, None)[0].architecture == "LlamaForCausalLM"
     with pytest.raises(ConfigError, match=rf"LlamaForCausalLM cannot express model\.{next(iter(change))}"):
         choose_family(dataclasses.replace(llama, **change), "LlamaForCausalLM")
@@ -170,7 +178,12 @@ def test_what_llama_cannot_express_is_named(change: dict[str, Any]) -> None:
 
 def test_without_a_wish_the_first_architecture_that_fits_is_taken_or_all_reasons_are_given() -> None:
     fits = ModelConfig(
-        vocab_size=50, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False, window_size=9
+        vocab_size=50,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        window_size=9,
     )
     assert choose_family(fits, None)[0].architecture == "MistralForCausalLM"
     both = dataclasses.replace(fits, window_size=None)

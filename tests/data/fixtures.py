@@ -24,8 +24,14 @@ def request_of(run: str, cache: Path) -> DatasetRequest:
     told = expected(run)
     names, weights = told["blend"]
     prefixes = [str(FOLDER / name) for name in names]
-    path = prefixes if weights is None else [word for pair in zip(weights, prefixes, strict=True) for word in map(str, pair)]
-    return DatasetRequest(told["seq"], told["seed"], tuple(told["sizes"]), data_path=path, split=told["split"], data_cache_path=str(cache))
+    path = (
+        prefixes
+        if weights is None
+        else [word for pair in zip(weights, prefixes, strict=True) for word in map(str, pair)]
+    )
+    return DatasetRequest(
+        told["seq"], told["seed"], tuple(told["sizes"]), data_path=path, split=told["split"], data_cache_path=str(cache)
+    )
 
 
 def write_file(prefix: Path, lengths: list[int], dtype: str = "u2") -> IndexedFile:

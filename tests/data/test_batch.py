@@ -33,8 +33,15 @@ def test_without_rules_documents_run_on():
 
 @pytest.mark.parametrize("field", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
 def test_each_rule_changes_its_own_array_only(field):
-    plain, got = batch([[5, EOD, 6, 7]], DocumentRules(EOD)), batch([[5, EOD, 6, 7]], DocumentRules(EOD, **{field: True}))
-    changed = {"reset_position_ids": "position_ids", "reset_attention_mask": "document_ids", "eod_mask_loss": "loss_mask"}[field]
+    plain, got = (
+        batch([[5, EOD, 6, 7]], DocumentRules(EOD)),
+        batch([[5, EOD, 6, 7]], DocumentRules(EOD, **{field: True})),
+    )
+    changed = {
+        "reset_position_ids": "position_ids",
+        "reset_attention_mask": "document_ids",
+        "eod_mask_loss": "loss_mask",
+    }[field]
     for name in ("tokens", "labels", "position_ids", "document_ids", "loss_mask"):
         assert np.array_equal(getattr(plain, name), getattr(got, name)) == (name != changed)
 
@@ -52,7 +59,9 @@ def walk(row):
 
 @settings(max_examples=50)
 @given(
-    rows=st.integers(1, 12).flatmap(lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n + 1, max_size=n + 1), min_size=1, max_size=3))
+    rows=st.integers(1, 12).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n + 1, max_size=n + 1), min_size=1, max_size=3)
+    )
 )
 def test_positions_and_documents_equal_a_walk_over_the_tokens(rows):
     got = batch(rows, ALL)
@@ -63,7 +72,9 @@ def test_positions_and_documents_equal_a_walk_over_the_tokens(rows):
 
 def test_types_and_shapes_are_those_promised():
     got = batch([[1, 2, 3], [4, 5, 6]], ALL)
-    assert [(a.dtype, a.shape) for a in (got.tokens, got.labels, got.position_ids, got.document_ids)] == [(np.int64, (2, 2))] * 4
+    assert [(a.dtype, a.shape) for a in (got.tokens, got.labels, got.position_ids, got.document_ids)] == [
+        (np.int64, (2, 2))
+    ] * 4
     assert (got.loss_mask.dtype, got.loss_mask.shape) == (np.float32, (2, 2))
     assert got.tokens.flags.c_contiguous
     assert got.labels.flags.c_contiguous

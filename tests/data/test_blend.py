@@ -22,7 +22,9 @@ def one_by_one(weights, size):
 
 
 @settings(max_examples=40)
-@given(weights=st.lists(st.floats(0, 1), min_size=1, max_size=7).filter(lambda w: sum(w) > 1e-6), size=st.integers(0, 700))
+@given(
+    weights=st.lists(st.floats(0, 1), min_size=1, max_size=7).filter(lambda w: sum(w) > 1e-6), size=st.integers(0, 700)
+)
 def test_blocks_side_by_side_equal_the_rule_item_by_item(weights, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blend, "BLOCK", 16)  # many blocks, several rounds, and a warm-up too short to be right always
@@ -34,7 +36,9 @@ def test_blocks_side_by_side_equal_the_rule_item_by_item(weights, size):
         assert numbers[choices == member].tolist() == list(range(int((choices == member).sum())))
 
 
-@pytest.mark.parametrize("weights", [[1] * 3, [0.5, 0.3, 0.2], [1, 1e-6, 0.3], list(np.linspace(0.001, 1, 40) ** 4)], ids=len)
+@pytest.mark.parametrize(
+    "weights", [[1] * 3, [0.5, 0.3, 0.2], [1, 1e-6, 0.3], list(np.linspace(0.001, 1, 40) ** 4)], ids=len
+)
 def test_production_block_sizes_equal_the_rule(weights):
     assert blend_indices(normalize(weights), 9000)[0].tolist() == one_by_one(normalize(weights), 9000)
 

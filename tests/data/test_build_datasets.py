@@ -33,7 +33,9 @@ def test_prefixes_without_weights_give_one_epoch_each(request_a):
     assert len(built.train) == sum(lengths)
     assert [int((built.train.dataset_index == d).sum()) for d in range(3)] == lengths
     assert [member.index.documents.tolist() for member in built.train.members] == [
-        GPTDataset(member.file, (0, len(member.file)), num_samples=None, seq_length=16, seed=1234).index.documents.tolist()
+        GPTDataset(
+            member.file, (0, len(member.file)), num_samples=None, seq_length=16, seed=1234
+        ).index.documents.tolist()
         for member in built.train.members
     ]
     few = build_datasets(replace(request_a, data_path=[A, B, C], split="100,0,0", num_samples=(30, 0, 0)))
@@ -42,7 +44,9 @@ def test_prefixes_without_weights_give_one_epoch_each(request_a):
 
 
 def test_files_without_a_sample_of_a_part_leave_it_to_the_others(request_a, tmp_path):
-    short, empty = (write_file(tmp_path / name, lengths).prefix for name, lengths in (("short", [5] * 10), ("empty", [9])))
+    short, empty = (
+        write_file(tmp_path / name, lengths).prefix for name, lengths in (("short", [5] * 10), ("empty", [9]))
+    )
     built = build_datasets(replace(request_a, data_path=[short, A, empty], split="90,10,0"))
     assert isinstance(built.valid, BlendedDataset)
     assert [member.file.prefix for member in built.valid.members] == [A]
@@ -59,14 +63,18 @@ def test_one_weighted_prefix_is_still_a_blend_with_surplus(request_a):
 
 
 def test_shares_are_rounded_up_and_the_blend_is_their_sum(request_a):
-    built = build_datasets(replace(request_a, data_path=["1", A, "1", B, "1", C], split="100,0,0", num_samples=(100, 0, 0)))
+    built = build_datasets(
+        replace(request_a, data_path=["1", A, "1", B, "1", C], split="100,0,0", num_samples=(100, 0, 0))
+    )
     assert isinstance(built.train, BlendedDataset)
     assert len(built.train) == 102
     assert [member.num_asked for member in built.train.members] == [35, 35, 35]
 
 
 def test_each_part_can_have_files_of_its_own(request_a):
-    own = replace(request_a, data_path=None, split=None, train_data_path=["0.5", A, "0.5", B], valid_data_path=["1.0", C])
+    own = replace(
+        request_a, data_path=None, split=None, train_data_path=["0.5", A, "0.5", B], valid_data_path=["1.0", C]
+    )
     built = build_datasets(own)
     assert isinstance(built.train, BlendedDataset)
     assert isinstance(built.valid, GPTDataset)  # one file, weight or not, is no blend here
@@ -93,9 +101,21 @@ def test_mock_data_needs_no_file(request_a):
 WRONG = {
     "nothing": ({"data_path": None, "split": None}, ConfigError, "exactly one of .* 0 of them are given"),
     "two": ({"mock_data": True}, ConfigError, "exactly one of .* 2 of them are given"),
-    "split-with-own-files": ({"data_path": None, "train_data_path": [A]}, ConfigError, "--split 80,10,10 cuts the files of --data-path"),
-    "mock-without-vocabulary": ({"data_path": None, "mock_data": True}, ConfigError, "--mock-data needs the vocabulary size"),
-    "empty-part": ({"split": "1000,1,0"}, DataError, "corpusA has 40 sequences, and the valid part of --split 1000,1,0 holds none"),
+    "split-with-own-files": (
+        {"data_path": None, "train_data_path": [A]},
+        ConfigError,
+        "--split 80,10,10 cuts the files of --data-path",
+    ),
+    "mock-without-vocabulary": (
+        {"data_path": None, "mock_data": True},
+        ConfigError,
+        "--mock-data needs the vocabulary size",
+    ),
+    "empty-part": (
+        {"split": "1000,1,0"},
+        DataError,
+        "corpusA has 40 sequences, and the valid part of --split 1000,1,0 holds none",
+    ),
     "missing-file": ({"data_path": ["0.5", A, "0.5", "nowhere/x"]}, DataError, "no token file nowhere/x.idx"),
 }
 

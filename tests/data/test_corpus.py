@@ -57,7 +57,9 @@ def test_json_lines_give_a_document_a_line(tmp_path):
 
 
 def test_one_long_text_is_cut_without_loss(tmp_path):
-    lines = [f"line {i} of a long text, which has a blank one now and then\n" + "\n" * (i % 10 == 0) for i in range(3000)]
+    lines = [
+        f"line {i} of a long text, which has a blank one now and then\n" + "\n" * (i % 10 == 0) for i in range(3000)
+    ]
     (tmp_path / "book.txt").write_text("".join(lines))
     documents = corpus_documents(tmp_path / "book.txt")
     assert len(documents) > 25

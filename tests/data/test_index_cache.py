@@ -111,7 +111,9 @@ def test_damaged_entry_is_named_and_never_used(damage, tmp_path):
 def test_changed_data_meets_no_old_index(tmp_path):
     def samples(lengths):
         file = write_file(tmp_path / "x", lengths)
-        dataset = GPTDataset(file, (0, len(file)), num_samples=5, seq_length=4, seed=1, cache=IndexCache(tmp_path / "c", True))
+        dataset = GPTDataset(
+            file, (0, len(file)), num_samples=5, seq_length=4, seed=1, cache=IndexCache(tmp_path / "c", True)
+        )
         return [dataset[i].tolist() for i in range(len(dataset))]
 
     first = samples([9, 9, 9])

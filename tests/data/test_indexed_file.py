@@ -39,7 +39,9 @@ def test_writing_what_was_read_gives_the_same_bytes(name, tmp_path):
         for begin, end in zip(file.documents[:-1], file.documents[1:], strict=True):
             modes = None if file.modes is None else file.modes[begin:end].tolist()
             writer.add_document(
-                np.concatenate([file.read(s) for s in range(begin, end)]), lengths=file.lengths[begin:end].tolist(), modes=modes
+                np.concatenate([file.read(s) for s in range(begin, end)]),
+                lengths=file.lengths[begin:end].tolist(),
+                modes=modes,
             )
     for suffix in (".bin", ".idx"):
         assert Path(f"{tmp_path / 'copy'}{suffix}").read_bytes() == Path(f"{FOLDER / name}{suffix}").read_bytes()
@@ -54,14 +56,21 @@ def test_read_gives_back_what_was_written(documents, code, tmp_path_factory):
     prefix = tmp_path_factory.mktemp("file") / "x"
     with IndexedWriter(prefix, DTYPES[code]) as writer:
         for sequences in documents:
-            writer.add_document([token for sequence in sequences for token in sequence], lengths=[len(s) for s in sequences])
+            writer.add_document(
+                [token for sequence in sequences for token in sequence], lengths=[len(s) for s in sequences]
+            )
     file = IndexedFile(prefix)
     assert file.dtype == DTYPES[code]
-    read = [[file.read(s).tolist() for s in range(a, b)] for a, b in zip(file.documents[:-1], file.documents[1:], strict=True)]
+    read = [
+        [file.read(s).tolist() for s in range(a, b)]
+        for a, b in zip(file.documents[:-1], file.documents[1:], strict=True)
+    ]
     assert read == documents
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65499, np.uint16), (65500, np.int32), (257, np.uint16)], ids=["below", "at", "bytes"])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(65499, np.uint16), (65500, np.int32), (257, np.uint16)], ids=["below", "at", "bytes"]
+)
 def test_dtype_follows_the_vocabulary_at_65500(vocab_size, dtype):
     assert token_dtype(vocab_size) == dtype
 
@@ -90,7 +99,11 @@ FAULTS = {
     "index-cut": (".idx", lambda c: c[:-1], r"x\.idx has 101 bytes, but 3 sequences and 4 document starts need 102"),
     "index-long": (".idx", lambda c: c + b"12", r"x\.idx has 104 bytes.* need 102 .105 with modes.: it is damaged"),
     "huge-count": (".idx", put(18, "<Q", 1 << 60), r"x\.idx has 102 bytes, but 1152921504606846976 sequences"),
-    "bin-cut": (".bin", lambda c: c[:-1], r"x\.bin has 23 bytes, but x\.idx places sequence 2 \(5 tokens of 2 bytes\) at byte 14"),
+    "bin-cut": (
+        ".bin",
+        lambda c: c[:-1],
+        r"x\.bin has 23 bytes, but x\.idx places sequence 2 \(5 tokens of 2 bytes\) at byte 14",
+    ),
     "bin-empty": (".bin", lambda c: b"", r"x\.bin has 0 bytes, but x\.idx places sequence 0"),
     "offset-beyond": (".idx", put(34 + 12 + 8, "<q", 1000), r"sequence 1 \(4 tokens of 2 bytes\) at byte 1000"),
     "offset-negative": (".idx", put(34 + 12 + 8, "<q", -8), r"sequence 1 .* at byte -8"),

@@ -44,10 +44,16 @@ def step_samples(loader, consumed, num_microbatches, dp_size, micro):
 
 
 @settings(max_examples=30)
-@given(grid=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]), micro=st.integers(1, 3), consumed=st.integers(0, 300))
+@given(
+    grid=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]),
+    micro=st.integers(1, 3),
+    consumed=st.integers(0, 300),
+)
 def test_global_batch_does_not_depend_on_dp(grid, micro, consumed):
     dp_size, num_microbatches = grid
-    assert step_samples(Loader(DATASET), consumed, num_microbatches, dp_size, micro) == list(range(consumed, consumed + 12 * micro))
+    assert step_samples(Loader(DATASET), consumed, num_microbatches, dp_size, micro) == list(
+        range(consumed, consumed + 12 * micro)
+    )
 
 
 def test_microbatch_k_of_dp_rank_d_takes_its_rows():
@@ -84,7 +90,9 @@ def test_batches_to_come_are_read_by_threads_over_the_border_of_steps():
             loader.microbatch(step * 8, k, 0, 2, 2)
     loader.close()
     assert {name.rpartition("_")[0] for _, name in dataset.read} == {"train-loader"}
-    assert sorted(index for index, _ in dataset.read) == [i for i in range(64) if i % 4 < 2]  # this rank's samples, each read once
+    assert sorted(index for index, _ in dataset.read) == [
+        i for i in range(64) if i % 4 < 2
+    ]  # this rank's samples, each read once
 
 
 def test_reading_ahead_is_done_before_it_is_asked_for():
@@ -112,7 +120,9 @@ def test_error_in_a_thread_is_raised_where_its_batch_is_asked_for():
 def test_past_the_last_sample_is_an_error_and_no_wrap_around(num_workers):
     loader = Loader(Recorded(10), num_workers=num_workers, name="valid")
     assert loader.microbatch(8, 0, 0, 1, 2).sample_ids == (8, 9)
-    with pytest.raises(DataError, match=r"the valid data has 10 samples, but microbatch 1 of dp rank 0 .* needs 10\.\.12"):
+    with pytest.raises(
+        DataError, match=r"the valid data has 10 samples, but microbatch 1 of dp rank 0 .* needs 10\.\.12"
+    ):
         loader.microbatch(8, 1, 0, 1, 2)
     loader.close()
 
@@ -142,6 +152,10 @@ print("closed")
 def test_a_read_that_hangs_does_not_keep_the_process():
     repository = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", HANGING.format(repository=repository)], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", HANGING.format(repository=repository)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     )
     assert done.stdout == "closed\n"

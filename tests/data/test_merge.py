@@ -28,7 +28,9 @@ def test_merge_holds_the_documents_of_all_in_order(parts, tmp_path_factory):
     files = [write_file(folder / str(i), lengths) for i, lengths in enumerate(parts)]
     merged = merge([file.prefix for file in files], str(folder / "all"))
     assert merged.lengths.tolist() == [length for lengths in parts for length in lengths]
-    assert [merged.read(s).tolist() for s in range(len(merged))] == [file.read(s).tolist() for file in files for s in range(len(file))]
+    assert [merged.read(s).tolist() for s in range(len(merged))] == [
+        file.read(s).tolist() for file in files for s in range(len(file))
+    ]
     assert merged.num_documents == sum(file.num_documents for file in files)
 
 

@@ -46,7 +46,9 @@ class DyingTokenizer(ByteTokenizer):
 def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BATCH_BYTES", 100)  # many batches
     records = [json_record(i, text="x" * (i % 7), title=str(i)) for i in range(200)]
-    counts = preprocess(iter(records), str(tmp_path / "c"), ByteTokenizer, keys=("text", "title"), append_eod=True, num_workers=2)
+    counts = preprocess(
+        iter(records), str(tmp_path / "c"), ByteTokenizer, keys=("text", "title"), append_eod=True, num_workers=2
+    )
     assert documents(tmp_path / "c_title_document") == [[*str(i).encode(), 256] for i in range(200)]
     assert documents(tmp_path / "c_text_document") == [[*b"x" * (i % 7), 256] for i in range(200) if i % 7]
     assert IndexedFile(tmp_path / "c_text_document").dtype == "u2"
@@ -168,7 +170,14 @@ def test_wrong_flags_end_with_one_message_and_no_traceback(words, code, message,
     finally:
         sys.path.pop(0)
     (tmp_path / "x.txt").write_text("text")
-    base = ["--input", str(tmp_path / "x.txt"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    base = [
+        "--input",
+        str(tmp_path / "x.txt"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "ByteTokenizer",
+    ]
     assert preprocess_data.main([*base, *words]) == code
     captured = capsys.readouterr()
     assert message in captured.err
@@ -178,9 +187,21 @@ def test_wrong_flags_end_with_one_message_and_no_traceback(words, code, message,
 
 def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
     os.mkfifo(tmp_path / "c.jsonl")  # an input that never ends, so that the signal always comes in the middle
-    words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "out"), "--tokenizer-type", "ByteTokenizer"]
+    words = [
+        "--input",
+        str(tmp_path / "c.jsonl"),
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "ByteTokenizer",
+    ]
     tool = subprocess.Popen(
-        [*TOOL, *words], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*TOOL, *words],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     with open(tmp_path / "c.jsonl", "w") as pipe:
         pipe.write((json.dumps({"text": "x" * 1000}) + "\n") * 2000)

@@ -17,7 +17,9 @@ def test_boundaries_equal_a_walk_over_the_concatenated_documents(lengths, num_sa
     index = build_sample_index(np.array(lengths, np.int32), 0, num_samples, seq_length, seed=7)
     owners = [(place, offset) for place, document in enumerate(index.documents) for offset in range(lengths[document])]
     assert [tuple(row) for row in index.boundaries()] == [owners[k * seq_length] for k in range(len(index) + 1)]
-    assert [index.locate(k * seq_length) for k in range(len(index) + 1)] == [owners[k * seq_length] for k in range(len(index) + 1)]
+    assert [index.locate(k * seq_length) for k in range(len(index) + 1)] == [
+        owners[k * seq_length] for k in range(len(index) + 1)
+    ]
 
 
 @settings(max_examples=60)

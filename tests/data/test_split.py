@@ -29,7 +29,9 @@ def test_split_gives_the_bookends_of_megatron(text, bookends):
 @settings(max_examples=50)
 @given(parts=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any), num_sequences=st.integers(0, 10**9))
 def test_split_covers_every_sequence_once(parts, num_sequences):
-    ranges = [sequence_range(part, num_sequences) for part in parse_split(",".join(map(str, parts))) if part is not None]
+    ranges = [
+        sequence_range(part, num_sequences) for part in parse_split(",".join(map(str, parts))) if part is not None
+    ]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == num_sequences
     assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))

@@ -32,13 +32,20 @@ def test_directory_gives_visible_files_with_the_suffix_in_order(tmp_path):
     for name in ("b/2.py", "b/1.py", "a.py", "c.md", ".git/x.py", "b/.y.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert [str(path.relative_to(tmp_path)) for path in find_files([str(tmp_path)], [".py"])] == ["a.py", "b/1.py", "b/2.py"]
+    assert [str(path.relative_to(tmp_path)) for path in find_files([str(tmp_path)], [".py"])] == [
+        "a.py",
+        "b/1.py",
+        "b/2.py",
+    ]
     assert len(find_files([str(tmp_path / "b" / "*.py"), str(tmp_path / "c.md")])) == 3
 
 
 @pytest.mark.parametrize(
     ("inputs", "suffixes", "message"),
-    [(["nowhere"], [], "--input nowhere: there is no such"), (["."], [".none-such"], "holds no file whose name ends in .none-such")],
+    [
+        (["nowhere"], [], "--input nowhere: there is no such"),
+        (["."], [".none-such"], "holds no file whose name ends in .none-such"),
+    ],
     ids=["missing", "no-suffix"],
 )
 def test_input_that_gives_nothing_is_refused(inputs, suffixes, message, tmp_path, monkeypatch):

@@ -52,7 +52,9 @@ def test_autograd_gradients_add_up_in_the_main_gradients_and_are_dropped() -> No
     expected = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in module.named_parameters()}
     for microbatch in range(3):
         loss = module(tokens_of(0, microbatch))
-        for (name, _), gradient in zip(module.named_parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True):
+        for (name, _), gradient in zip(
+            module.named_parameters(), torch.autograd.grad(loss, list(module.parameters())), strict=True
+        ):
             expected[name] += gradient
         module(tokens_of(0, microbatch)).backward()
     for name, parameter in module.named_parameters():
@@ -89,7 +91,9 @@ def test_gradient_added_by_hand_is_heard_once() -> None:
     assert torch.equal(buffers.main_grad("first.weight"), torch.full((3, 3), 2.0, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("by_hand", "unpredictable"), [(0, False), (1, True), (2, False)], ids=["autograd", "one by hand", "both by hand"])
+@pytest.mark.parametrize(
+    ("by_hand", "unpredictable"), [(0, False), (1, True), (2, False)], ids=["autograd", "one by hand", "both by hand"]
+)
 def test_parameter_shared_by_two_modules_stays_one(by_hand: int, unpredictable: bool) -> None:
     buffers, module = stage_buffers(SHARED_SPECS), Shared(by_hand)
     buffers.materialize(module, draw, GradientSlot)
@@ -159,7 +163,9 @@ def test_versions_compute_apart_and_add_their_gradients_up() -> None:
     layouts = tuple(buffer.layout for buffer in stage_buffers(toy_specs()).buffers)
     buffers, module = StageBuffers(layouts, "cpu", torch.float64, torch.float64, num_versions=2), Toy()
     buffers.materialize(module, draw)
-    assert len({buffer.untyped_storage().data_ptr() for flat in buffers.buffers for buffer in flat.versions}) == 2 * len(buffers.buffers)
+    assert len(
+        {buffer.untyped_storage().data_ptr() for flat in buffers.buffers for buffer in flat.versions}
+    ) == 2 * len(buffers.buffers)
     loss_of_old = module(tokens_of(0, 0))
     expected = torch.autograd.grad(module(tokens_of(0, 0)), list(module.parameters()))
     buffers.newest = 1

@@ -26,7 +26,9 @@ def shards_of(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int
             for slot in bucket.slots:
                 low, high = max(start, slot.start), min(stop, slot.stop)
                 if low < high:
-                    found.setdefault(slot.spec.name, []).append((low - slot.start, high - slot.start, buffer.gradients[low:high].clone()))
+                    found.setdefault(slot.spec.name, []).append(
+                        (low - slot.start, high - slot.start, buffer.gradients[low:high].clone())
+                    )
     return found
 
 
@@ -60,7 +62,9 @@ def whole_toy(world: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("bf16", [False, True], ids=["exact", "bf16"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapped"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
-def test_gradients_equal_the_sum_over_all_microbatches(two_ranks: RankPool, sharded: bool, overlap: bool, bf16: bool) -> None:
+def test_gradients_equal_the_sum_over_all_microbatches(
+    two_ranks: RankPool, sharded: bool, overlap: bool, bf16: bool
+) -> None:
     expected, tolerance = whole_toy(2), 2e-2 if bf16 else 1e-12
     results = two_ranks.run(reduce_toy, sharded, overlap, bf16)
     covered = {name: torch.zeros_like(values) for name, values in expected.items()}
@@ -74,9 +78,17 @@ def test_gradients_equal_the_sum_over_all_microbatches(two_ranks: RankPool, shar
         assert launched == ([0, 0, num_buckets, num_buckets] if overlap else [0, 0, 0, 0])
     assert all((times == (1 if sharded else 2)).all() for times in covered.values())
     if bf16:
-        exact = {name: parts for found, _ in two_ranks.run(reduce_toy, sharded, overlap, False) for name, parts in found.items()}
+        exact = {
+            name: parts
+            for found, _ in two_ranks.run(reduce_toy, sharded, overlap, False)
+            for name, parts in found.items()
+        }
         rounded = {name: parts for found, _ in results for name, parts in found.items()}
-        assert any(not torch.equal(part[2], other[2]) for name in exact for part, other in zip(exact[name], rounded[name], strict=True))
+        assert any(
+            not torch.equal(part[2], other[2])
+            for name in exact
+            for part, other in zip(exact[name], rounded[name], strict=True)
+        )
 
 
 def reduce_mirrored(rank: int, world: int, sharded: bool) -> tuple[dict, list[int]]:
@@ -101,7 +113,9 @@ def reduce_mirrored(rank: int, world: int, sharded: bool) -> tuple[dict, list[in
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
-def test_opposite_ranks_that_complete_their_stages_in_opposite_orders_sum_each(two_ranks: RankPool, sharded: bool) -> None:
+def test_opposite_ranks_that_complete_their_stages_in_opposite_orders_sum_each(
+    two_ranks: RankPool, sharded: bool
+) -> None:
     results = two_ranks.run(reduce_mirrored, sharded)
     assert [launched for _, launched in results] == [[0, 0], [0, 0]]  # no bucket goes before the row says so
     for stage in range(2):
@@ -177,14 +191,23 @@ def test_reductions_start_before_the_last_backward_ends(two_ranks: RankPool) -> 
 HEADS, QUERY_GROUPS, HEAD_DIM, HIDDEN = 4, 2, 3, 5
 PARTIAL_SPECS = (
     ParamSpec("norm.weight", (HIDDEN,), owner=0, weight_decay=False, partial_gradient=True),
-    ParamSpec("qkv.weight", ((HEADS + 2 * QUERY_GROUPS) * HEAD_DIM, HIDDEN), owner=0, slicing=QueryGroups(HEADS, QUERY_GROUPS, HEAD_DIM)),
+    ParamSpec(
+        "qkv.weight",
+        ((HEADS + 2 * QUERY_GROUPS) * HEAD_DIM, HIDDEN),
+        owner=0,
+        slicing=QueryGroups(HEADS, QUERY_GROUPS, HEAD_DIM),
+    ),
     ParamSpec("router.weight", (HIDDEN, HIDDEN), owner=0),  # replicated, every replica has the whole gradient
     ParamSpec("up.weight", (8, HIDDEN), owner=0, slicing=Fused(0)),
 )
 
 
 def filled(spec: ParamSpec, tp_rank: int, tp: int, dp_rank: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(spec.name) * 100 + tp_rank * 10 + dp_rank))
+    return torch.randn(
+        shape,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(len(spec.name) * 100 + tp_rank * 10 + dp_rank),
+    )
 
 
 def reduce_partial(rank: int, world: int, tp: int, dp: int, overlap: bool) -> dict[str, Tensor]:
@@ -202,7 +225,9 @@ def reduce_partial(rank: int, world: int, tp: int, dp: int, overlap: bool) -> di
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapped"])
 @pytest.mark.parametrize(("tp", "dp"), [(4, 1), (2, 2)], ids=["tp4: kv replicated", "tp2 dp2"])
-def test_partial_gradients_are_summed_over_their_replicas_only(four_ranks: RankPool, tp: int, dp: int, overlap: bool) -> None:
+def test_partial_gradients_are_summed_over_their_replicas_only(
+    four_ranks: RankPool, tp: int, dp: int, overlap: bool
+) -> None:
     results = four_ranks.run(reduce_partial, tp, dp, overlap)
     for spec in PARTIAL_SPECS:
         shape = spec.local_shape(0, tp)
@@ -231,9 +256,17 @@ def reduce_tied(rank: int, world: int, pp: int, num_shards: int) -> list[Tensor]
     for stage, buffers in stages.items():
         buffers.main_grad(TIED.name).fill_(10.0 ** (2 * stage + groups.dp.rank))
         reducer.reduce(stage)
-        assert torch.equal(buffers.main_grad(TIED.name), torch.full(TIED.shape, 10.0 ** (2 * stage + groups.dp.rank), dtype=torch.float64))
+        assert torch.equal(
+            buffers.main_grad(TIED.name),
+            torch.full(TIED.shape, 10.0 ** (2 * stage + groups.dp.rank), dtype=torch.float64),
+        )
     reducer.finish()
-    return [values for buffers in stages.values() for parts in shards_of(buffers, groups.replicas.rank).values() for _, _, values in parts]
+    return [
+        values
+        for buffers in stages.values()
+        for parts in shards_of(buffers, groups.replicas.rank).values()
+        for _, _, values in parts
+    ]
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
@@ -263,7 +296,9 @@ def reduce_shared(rank: int, world: int, num_shards: int, overlap: bool) -> tupl
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "reduce-scatter"])
-def test_an_embedding_that_two_stages_of_a_rank_share_is_reduced_once_both_are_complete(two_ranks: RankPool, sharded: bool) -> None:
+def test_an_embedding_that_two_stages_of_a_rank_share_is_reduced_once_both_are_complete(
+    two_ranks: RankPool, sharded: bool
+) -> None:
     for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, True):
         assert under_way == [1, 2]  # the head's norm; then the embedding
         assert (values == 11011.0).all()

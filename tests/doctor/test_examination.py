@@ -34,7 +34,9 @@ def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -
     if rank == slow_rank:
         _Line._send = slow_send  # type: ignore[method-assign]
     try:
-        found = examine_allocation(Wish(topology, linear(2), None, factor, 0.01), groups, environment, torch.device("cpu"))
+        found = examine_allocation(
+            Wish(topology, linear(2), None, factor, 0.01), groups, environment, torch.device("cpu")
+        )
     finally:
         _Line._send = send  # type: ignore[method-assign]
     return allocation_json(found, None), allocation_text(found, None, "4 ranks")

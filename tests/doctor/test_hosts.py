@@ -54,7 +54,13 @@ def test_a_host_without_faults_is_fine(here: HostReport) -> None:
         ({"load": 9.5}, {"cores": 4}, "busy", False, "load 9.5 on 4 cores"),
         ({"has_nvidia_driver": True}, {}, "torch without CUDA", True, "built without CUDA"),
         ({"gpus": (Gpu("H100", 80),), "num_ranks": 2}, {"cores": 4}, "ranks without a GPU", True, "2 ranks and 1 GPUs"),
-        ({"rdma_ports": (Port("mlx5_0", 1, "1: DOWN", "", "InfiniBand"),)}, {}, "RDMA ports", False, "not active: mlx5_0/1"),
+        (
+            {"rdma_ports": (Port("mlx5_0", 1, "1: DOWN", "", "InfiniBand"),)},
+            {},
+            "RDMA ports",
+            False,
+            "not active: mlx5_0/1",
+        ),
     ],
     ids=["shm", "files", "threads", "ranks", "ranks in a container", "load", "CPU build", "GPUs", "port"],
 )
@@ -77,7 +83,9 @@ def test_gpus_and_network_cards_that_do_not_know_each_other_are_told(here: HostR
 
 
 def test_hosts_that_differ_are_told_and_in_torch_it_is_wrong(here: HostReport) -> None:
-    other = dataclasses.replace(here, name="other", versions={**here.versions, "torch": "2.11.0"}, settings={"NCCL_IB_HCA": "mlx5"})
+    other = dataclasses.replace(
+        here, name="other", versions={**here.versions, "torch": "2.11.0"}, settings={"NCCL_IB_HCA": "mlx5"}
+    )
     remarks = {remark.text.partition(":")[0]: remark for remark in examine([here, other])}
     assert remarks["hosts differ in torch"].is_wrong
     assert remarks["hosts differ in torch"].text.endswith(f"{here.versions['torch']} on {here.name}; 2.11.0 on other")
@@ -97,7 +105,14 @@ def test_nodes_that_call_themselves_the_same_are_told_apart() -> None:
 
 def test_no_secret_is_in_what_is_said(here: HostReport, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "do-not-tell-3f9c"
-    for name in ("WANDB_API_KEY", "HF_TOKEN", "NCCL_AUTH_TOKEN", "TORCH_SECRET", "CUDA_PASSWORD", "AWS_SECRET_ACCESS_KEY"):
+    for name in (
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "NCCL_AUTH_TOKEN",
+        "TORCH_SECRET",
+        "CUDA_PASSWORD",
+        "AWS_SECRET_ACCESS_KEY",
+    ):
         monkeypatch.setenv(name, secret)
     monkeypatch.setenv("NCCL_DEBUG", "seen")
     found = examine_host(read_environment({}), torch.device("cpu"))
@@ -108,6 +123,14 @@ def test_no_secret_is_in_what_is_said(here: HostReport, monkeypatch: pytest.Monk
 
 def test_one_host_is_told_by_every_line(here: HostReport) -> None:
     text = "\n".join(host_text(here))
-    for word in ("versions", "torch 2.", "fused AdamW", "GPUDirect  RDMA not seen", "127.0.0.1", "/dev/shm", "open files"):
+    for word in (
+        "versions",
+        "torch 2.",
+        "fused AdamW",
+        "GPUDirect  RDMA not seen",
+        "127.0.0.1",
+        "/dev/shm",
+        "open files",
+    ):
         assert word in text
     assert json.loads(json.dumps(single_json(here)))["hosts"][0]["name"] == here.name

@@ -20,8 +20,13 @@ SIZES = (8, 1 << 18, 1 << 22)
 RULES = Rules(HOSTS, factor=2.0, noise_seconds=1e-6)
 
 
-def sampled(trial: Trial, rate: float = 1e9, latency: float = 1e-4, sizes: Sequence[int] = SIZES, spread: float = 1.0) -> Sample:
-    return Sample(trial, {size: [latency + sent_bytes(trial, size) / rate * (1 if n else spread) for n in range(3)] for size in sizes})
+def sampled(
+    trial: Trial, rate: float = 1e9, latency: float = 1e-4, sizes: Sequence[int] = SIZES, spread: float = 1.0
+) -> Sample:
+    return Sample(
+        trial,
+        {size: [latency + sent_bytes(trial, size) / rate * (1 if n else spread) for n in range(3)] for size in sizes},
+    )
 
 
 def link(source: int, target: int) -> Trial:
@@ -40,7 +45,9 @@ def test_one_slow_trial_among_its_like_is_the_only_one_named(chosen: Trial, time
 
 @given(st.lists(st.floats(1.0, 1.9), min_size=len(TRIALS), max_size=len(TRIALS)))
 def test_differences_below_the_factor_are_not_told(factors: list[float]) -> None:
-    assert slow(judge([sampled(trial, 1e9 / factor) for trial, factor in zip(TRIALS, factors, strict=True)], RULES)) == []
+    assert (
+        slow(judge([sampled(trial, 1e9 / factor) for trial, factor in zip(TRIALS, factors, strict=True)], RULES)) == []
+    )
 
 
 def test_links_inside_a_host_are_not_compared_with_links_between_hosts() -> None:
@@ -69,7 +76,9 @@ def test_without_its_like_only_the_table_can_tell() -> None:
     assert one.times_slower == pytest.approx((1e-4 + SIZES[2] / 1e9) / table)
 
 
-@pytest.mark.parametrize(("operation", "share"), [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), (SEND, 1.0)])
+@pytest.mark.parametrize(
+    ("operation", "share"), [("all_reduce", 1.5), ("reduce_scatter", 0.75), ("all_gather", 0.75), (SEND, 1.0)]
+)
 def test_rates_count_what_one_rank_sends(operation: str, share: float) -> None:
     ranks = (0, 2) if operation == SEND else (0, 2, 4, 6)
     assert sent_bytes(Trial("k", "dp", operation, ranks), 1000) == pytest.approx(1000 * share)
@@ -106,7 +115,9 @@ RING = [("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("c", "a"), ("a", "c")]
         pytest.param([("b", "a"), ("b", "c")], [("b", None)], id="all that leaves"),
         pytest.param([("a", "b"), ("c", "b")], [(None, "b")], id="all that comes"),
         pytest.param([("b", "a"), ("b", "c"), ("a", "c")], [("b", None), ("a", "c")], id="one end and one more"),
-        pytest.param([("b", "a"), ("b", "c"), ("a", "b"), ("c", "b")], [("b", None), (None, "b")], id="both ways of one host"),
+        pytest.param(
+            [("b", "a"), ("b", "c"), ("a", "b"), ("c", "b")], [("b", None), (None, "b")], id="both ways of one host"
+        ),
         pytest.param([], [], id="none"),
     ],
 )

@@ -56,8 +56,14 @@ def make_plan(world_size: int, changes: dict[str, Any], base: dict[str, Any] | N
         optimizer=OptimizerConfig(lr=1e-2),
     )
     for name, value in ((base or {}) | changes).items():
-        section = next(f.name for f in dataclasses.fields(config) if name in {g.name for g in dataclasses.fields(getattr(config, f.name))})
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+        section = next(
+            f.name
+            for f in dataclasses.fields(config)
+            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
+        )
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
     return resolve(config, world_size)
 
 

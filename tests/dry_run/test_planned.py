@@ -73,10 +73,22 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 VARIANTS = [
-    pytest.param(name, base, device, id=f"{name}-{base}-{device}", marks=() if place == (index % 2, index // 2 % 2) else pytest.mark.slow)
+    pytest.param(
+        name,
+        base,
+        device,
+        id=f"{name}-{base}-{device}",
+        marks=() if place == (index % 2, index // 2 % 2) else pytest.mark.slow,
+    )
     for index, name in enumerate(CASES)
-    for place, base, device in (((0, 0), "gpt2", "cuda"), ((1, 0), "llama", "cuda"), ((0, 1), "gpt2", "cpu"), ((1, 1), "llama", "cpu"))
-    if (name, device) != ("fp64", "cuda")  # torch writes attention out there, which only a comparison of digits would want
+    for place, base, device in (
+        ((0, 0), "gpt2", "cuda"),
+        ((1, 0), "llama", "cuda"),
+        ((0, 1), "gpt2", "cpu"),
+        ((1, 1), "llama", "cpu"),
+    )
+    if (name, device)
+    != ("fp64", "cuda")  # torch writes attention out there, which only a comparison of digits would want
 ]
 
 

@@ -43,23 +43,43 @@ def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        pytest.param(["--dry-run", "--world-size", "64", "--rank", "64"], "has the ranks 0 to 63", id="rank out of range"),
+        pytest.param(
+            ["--dry-run", "--world-size", "64", "--rank", "64"], "has the ranks 0 to 63", id="rank out of range"
+        ),
         pytest.param(["--dry-run", "--world-size", "64", "--rank", "-1"], "--rank", id="rank below zero"),
         pytest.param(["--rank", "3"], "add --dry-run", id="rank without dry run"),
-        pytest.param(["--dry-run", "--plan", "--world-size", "64"], "leave --plan and --verify-grid out", id="plan and dry run"),
+        pytest.param(
+            ["--dry-run", "--plan", "--world-size", "64"], "leave --plan and --verify-grid out", id="plan and dry run"
+        ),
         pytest.param(["--dry-run", "--world-size", "6"], "must be a multiple of 4", id="a world that does not fit"),
-        pytest.param(["--dry-run", "--world-size", "96"], "--global-batch-size 64 is not a multiple", id="indivisible batch"),
-        pytest.param(["--dry-run", "--world-size", "8", "--hidden-size", "66"], "--num-attention-heads", id="indivisible hidden size"),
+        pytest.param(
+            ["--dry-run", "--world-size", "96"], "--global-batch-size 64 is not a multiple", id="indivisible batch"
+        ),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--hidden-size", "66"],
+            "--num-attention-heads",
+            id="indivisible hidden size",
+        ),
         pytest.param(
             ["--dry-run", "--world-size", "8", "--pipeline-schedule", "dualpipe", "--global-batch-size", "4"],
             "--pipeline-schedule dualpipe",
             id="too few microbatches",
         ),
-        pytest.param(["--dry-run", "--world-size", "8", "--no-mock-data", "--data-path", "/nowhere/text"], "/nowhere/text", id="no data"),
-        pytest.param(["--dry-run", "--world-size", "8", "--device", "cpu", "--distributed-backend", "nccl"], "use gloo", id="nccl on cpu"),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--no-mock-data", "--data-path", "/nowhere/text"],
+            "/nowhere/text",
+            id="no data",
+        ),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--device", "cpu", "--distributed-backend", "nccl"],
+            "use gloo",
+            id="nccl on cpu",
+        ),
     ],
 )
-def test_what_a_start_would_refuse_is_refused(flags: list[str], words: str, small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_start_would_refuse_is_refused(
+    flags: list[str], words: str, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*small, *flags]) != 0
     told = capsys.readouterr().err
     assert words in told and "Traceback" not in told, told

@@ -42,7 +42,9 @@ def test_a_short_step_shows_what_the_whole_one_takes_and_sends(name: str) -> Non
     short, whole = (count_rank(plan, last, read_for(plan), in_full=in_full) for in_full in (False, True))
     assert short.num_run < whole.num_run == 24
     tokens = 16 * plan.config.training.micro_batch_size * plan.config.model.seq_length
-    assert 0 <= whole.peak - short.peak <= (whole.num_run - short.num_run) * (tokens + 64)  # tokens and labels of the rest
+    assert (
+        0 <= whole.peak - short.peak <= (whole.num_run - short.num_run) * (tokens + 64)
+    )  # tokens and labels of the rest
     assert short.ledger is not None and whole.ledger is not None
     assert short.ledger.counts == whole.ledger.counts
     assert short.ledger.bytes == whole.ledger.bytes

@@ -18,7 +18,9 @@ def can_mount() -> bool:
     if os.geteuid() != 0 or shutil.which("mount") is None or shutil.which("unshare") is None:
         return False
     # in a mount namespace of its own: nothing is left behind
-    tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
+    )
     return tried.returncode == 0
 
 

@@ -86,4 +86,8 @@ def damage_newest(save: Path) -> None:
         file.write(bytes([byte[0] ^ 16]))
 
 
-PLANTS: dict[str, Callable[[TrainStep], None]] = {"nan": nan_in_one_microbatch, "loader": unreadable_data, "flip": flipped_bit}
+PLANTS: dict[str, Callable[[TrainStep], None]] = {
+    "nan": nan_in_one_microbatch,
+    "loader": unreadable_data,
+    "flip": flipped_bit,
+}

@@ -36,7 +36,10 @@ from tests.train.test_saving import contents
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 NUM_RANKS = 4
-START_SECONDS, END_SECONDS = 600.0, 300.0  # most that a start takes to its first step, and a fault to the end of all ranks
+START_SECONDS, END_SECONDS = (
+    600.0,
+    300.0,
+)  # most that a start takes to its first step, and a fault to the end of all ranks
 FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --check-weight-hash-across-dp-replicas-interval 4"
 
 
@@ -86,8 +89,19 @@ class Life:
     def __init__(self, folder: Path, save: Path, plan: Plan, pause_seconds: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.save = folder, save
-        words = [sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(NUM_RANKS), str(SCRIPT), str(folder)]
-        flags = f"{FLAGS} --train-iters {plan.num_steps} --save-interval {plan.save_interval} --save {save} --load {save}"
+        words = [
+            sys.executable,
+            "-m",
+            "megapipe",
+            "launch",
+            "--nproc-per-node",
+            str(NUM_RANKS),
+            str(SCRIPT),
+            str(folder),
+        ]
+        flags = (
+            f"{FLAGS} --train-iters {plan.num_steps} --save-interval {plan.save_interval} --save {save} --load {save}"
+        )
         flags += f" --hang-timeout-seconds {plan.hang_timeout_seconds}"
         self.door = Door([*words, str(pause_seconds), *flags.split()], folder)
         self.began = time.monotonic()
@@ -164,7 +178,9 @@ def _corrupt_newest(life: Life, choose: random.Random) -> None:
 
 FAULTS: dict[str, Fault] = {
     "kill -9 of a rank": Fault(_kill_rank, ("was killed by SIGKILL",), (137,)),
-    "kill -9 of the launcher": Fault(lambda life, _: life.door.signal(signal.SIGKILL), ("the launcher (process",), (-9,)),
+    "kill -9 of the launcher": Fault(
+        lambda life, _: life.door.signal(signal.SIGKILL), ("the launcher (process",), (-9,)
+    ),
     "SIGSTOP of a rank": Fault(_stop_rank, ("training hangs on rank", "SIGSTOP"), (1,)),
     "SIGTERM": Fault(lambda life, _: life.door.signal(signal.SIGTERM), ("SIGTERM received",), (0,), is_graceful=True),
     "disk full": Fault(_fill_disk, ("checkpoint error", "No space left on device"), (1,)),
@@ -203,7 +219,9 @@ class Soak:
         report = self._report(minutes, is_equal)
         (self.out / "report.json").write_text(json.dumps(report, indent=1))
         if not is_equal:
-            raise SoakError(f"after {len(self.struck)} faults the weights are not those of the undisturbed run ({self.out})")
+            raise SoakError(
+                f"after {len(self.struck)} faults the weights are not those of the undisturbed run ({self.out})"
+            )
         return report
 
     def _struck_life(self, number: int) -> None:
@@ -237,7 +255,10 @@ class Soak:
             life.assert_ends_well()
 
     def _wait_for_first_step(self, life: Life) -> None:
-        if not life.wait(START_SECONDS, lambda: life.step() is not None or life.exit_code is not None) or life.step() is None:
+        if (
+            not life.wait(START_SECONDS, lambda: life.step() is not None or life.exit_code is not None)
+            or life.step() is None
+        ):
             raise life.fail("a start came to no first step")
         before = steps_in(life.save)
         resumed = life.resumed()
@@ -248,11 +269,19 @@ class Soak:
             if FAULTS[last.kind].is_graceful:
                 limit = 0
             if self.struck[-1].lost > limit:
-                raise life.fail(f"{last.kind} after step {last.step} cost {self.struck[-1].lost} steps; saved were {before}")
+                raise life.fail(
+                    f"{last.kind} after step {last.step} cost {self.struck[-1].lost} steps; saved were {before}"
+                )
 
     def _is_equal(self) -> bool:
-        found, expected = (contents(root, self.plan.num_steps) for root in (self.save, self.out / "undisturbed" / "run"))
-        return found.keys() == expected.keys() and len(found) > 20 and all(torch.equal(found[name], expected[name]) for name in found)
+        found, expected = (
+            contents(root, self.plan.num_steps) for root in (self.save, self.out / "undisturbed" / "run")
+        )
+        return (
+            found.keys() == expected.keys()
+            and len(found) > 20
+            and all(torch.equal(found[name], expected[name]) for name in found)
+        )
 
     def _draw(self) -> str:
         """Every kind once in random order, then again."""
@@ -277,7 +306,11 @@ class Soak:
         for kind in dict.fromkeys(one.kind for one in self.struck):
             of_kind = [one for one in self.struck if one.kind == kind]
             seconds, lost = [one.seconds for one in of_kind], [one.lost for one in of_kind]
-            kinds[kind] = {"faults": len(of_kind), "seconds": [round(median(seconds), 2), round(max(seconds), 2)], "lost": lost}
+            kinds[kind] = {
+                "faults": len(of_kind),
+                "seconds": [round(median(seconds), 2), round(max(seconds), 2)],
+                "lost": lost,
+            }
         return {
             "minutes": round(minutes, 1),
             "steps": self.plan.num_steps,
@@ -301,7 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--save-interval", type=int, default=10, help="steps")
     parser.add_argument("--pause", type=float, default=0.25, help="seconds that a step takes longer while faults come")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hang-timeout", type=float, default=20.0, help="seconds; more on a busy machine, where a start takes minutes")
+    parser.add_argument(
+        "--hang-timeout", type=float, default=20.0, help="seconds; more on a busy machine, where a start takes minutes"
+    )
     parser.add_argument("--without", nargs="*", choices=FAULTS, default=[], help="kinds of faults to leave out")
     parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
     options = parser.parse_args(arguments)

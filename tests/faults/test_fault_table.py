@@ -74,13 +74,21 @@ def loop_for_ever(step: TrainStep) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "kill -9 of a rank, no launcher": Fault(die, ("Gone without a word: rank 3 (pp 1, dp 1, stage 1)",), "CommunicationError"),
-    "SIGSTOP of a rank": Fault(stop_for_ever, ("training hangs on rank 3", "the process is stopped (SIGSTOP)"), "CommunicationError"),
+    "kill -9 of a rank, no launcher": Fault(
+        die, ("Gone without a word: rank 3 (pp 1, dp 1, stage 1)",), "CommunicationError"
+    ),
+    "SIGSTOP of a rank": Fault(
+        stop_for_ever, ("training hangs on rank 3", "the process is stopped (SIGSTOP)"), "CommunicationError"
+    ),
     "a stage that does not end": Fault(loop_for_ever, ("training hangs on rank 3", "in endless"), "CommunicationError"),
     "SIGTERM to a rank": Fault(ask_to_leave, ("SIGTERM received",), None, most_lost=0),
-    "NaN in one microbatch": Fault(nan_in_one_microbatch, ("loss nan", "stage 1", "rank 3, microbatch 0"), "TrainingError"),
+    "NaN in one microbatch": Fault(
+        nan_in_one_microbatch, ("loss nan", "stage 1", "rank 3, microbatch 0"), "TrainingError"
+    ),
     "data that cannot be read": Fault(unreadable_data, ("of the train data cannot be read: [Errno 5]",), "DataError"),
-    "a flipped bit of a parameter": Fault(flipped_bit, ("bits of the parameters have changed", "rank 3"), "TrainingError", victim=3),
+    "a flipped bit of a parameter": Fault(
+        flipped_bit, ("bits of the parameters have changed", "rank 3"), "TrainingError", victim=3
+    ),
 }
 
 
@@ -105,7 +113,9 @@ def life(rank: int, world_size: int, flags: str, folder: str, fault: str | None)
 
 def run(pool: RankPool, save: Path, folder: Path, fault: str | None = None) -> str:
     """One start; what rank 0 said."""
-    said: str | None = pool.run(life, f"{FLAGS} --save {save} --load {save}", str(folder), fault, may_die=range(NUM_RANKS))[0]
+    said: str | None = pool.run(
+        life, f"{FLAGS} --save {save} --load {save}", str(folder), fault, may_die=range(NUM_RANKS)
+    )[0]
     return said or ""
 
 
@@ -153,11 +163,15 @@ def reports(folder: Path) -> list[tuple[float, str, str]]:
     """`errors`, and where there are none the report of a hang, after which ranks end without another word."""
     record = folder / "run" / "run.jsonl"
     lines = map(json.loads, record.read_text().splitlines()) if record.exists() else ()
-    return errors(folder) or [(line["time"], line["error"], line["text"]) for line in lines if line["kind"] == "failure"]
+    return errors(folder) or [
+        (line["time"], line["error"], line["text"]) for line in lines if line["kind"] == "failure"
+    ]
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_told_and_the_next_start_ends_like_an_undisturbed_run(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_fault_is_told_and_the_next_start_ends_like_an_undisturbed_run(
+    name: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     fault, save = FAULTS[name], tmp_path / "run"
     with RankPool(NUM_RANKS) as pool:
         said = run(pool, save, tmp_path, name)
@@ -173,7 +187,11 @@ def test_a_fault_is_told_and_the_next_start_ends_like_an_undisturbed_run(name: s
 
 SLOW: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
     "a slow rank": (slow_stage, (3,), "rank 3 (pp 1, dp 1) on {} is slow: it computes"),
-    "a slow link": (slow_link, (0, 2), "the link between rank 0 (pp 0, dp 0) on {0} and rank 2 (pp 1, dp 0) on {0} is slow"),
+    "a slow link": (
+        slow_link,
+        (0, 2),
+        "the link between rank 0 (pp 0, dp 0) on {0} and rank 2 (pp 1, dp 0) on {0} is slow",
+    ),
 }
 
 
@@ -188,7 +206,9 @@ def test_who_is_slow_is_named_and_nothing_is_lost(name: str, tmp_path: Path, und
     undisturbed.assert_equal(tmp_path / "run")
 
 
-LAUNCHED: dict[str, tuple[Callable[[Door], None], int, str, float]] = {  # the last: most seconds until all ranks have ended
+LAUNCHED: dict[
+    str, tuple[Callable[[Door], None], int, str, float]
+] = {  # the last: most seconds until all ranks have ended
     "kill -9 of a rank, under the launcher": (
         lambda door: os.kill(door.ranks()[2], signal.SIGKILL),
         137,
@@ -205,14 +225,18 @@ def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_a
 ) -> None:
     strike, code, words, most_seconds = LAUNCHED[name]
     save = tmp_path / "run"
-    flags = f"{TINY} {FLAGS} --save {save} --hang-timeout-seconds 30".split()  # a busy machine imports for seconds in the first step
+    flags = (
+        f"{TINY} {FLAGS} --save {save} --hang-timeout-seconds 30".split()
+    )  # a busy machine imports for seconds in the first step
     with launch(tmp_path, NUM_RANKS, str(tmp_path), PAUSE_SECONDS, *flags, script=SCRIPT) as door:
         door.wait_for(f"step {STRUCK_STEP - 1:2}/{NUM_STEPS}")
         ranks = door.ranks()
         began = time.monotonic()
         strike(door)
         ended = door.ended()
-        while not all(process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + most_seconds:
+        while (
+            not all(process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + most_seconds
+        ):
             time.sleep(0.01)
         seconds = time.monotonic() - began
         assert not [rank for rank in ranks if not process_state(rank, None).has_ended]
@@ -248,12 +272,16 @@ def fill_disk(rank: int, world_size: int, flags: str, folder: str) -> str:
         (Path(folder) / "struck").write_text(str(time.time()))
         fill(Path(folder) / "disk")
 
-    said, kind, text = job_on_rank(rank, world_size, flags, lambda _: at_step(STRUCK_STEP, strike) if rank == 0 else None)
+    said, kind, text = job_on_rank(
+        rank, world_size, flags, lambda _: at_step(STRUCK_STEP, strike) if rank == 0 else None
+    )
     (Path(folder) / f"rank{rank}.error").write_text(f"{time.time()}\n{kind}\n{text}")
     return said
 
 
-def test_a_full_disk_costs_the_save_and_not_the_checkpoints(tmp_path: Path, disk: Path, undisturbed: Undisturbed) -> None:
+def test_a_full_disk_costs_the_save_and_not_the_checkpoints(
+    tmp_path: Path, disk: Path, undisturbed: Undisturbed
+) -> None:
     save = disk / "run"
     with RankPool(NUM_RANKS) as pool:
         pool.run(fill_disk, f"{FLAGS} --save {save}", str(tmp_path))

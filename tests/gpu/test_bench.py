@@ -13,7 +13,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 def test_all_contenders_agree_and_are_timed() -> None:
     fp8 = ["megapipe-fp8"] if why_no_fp8(torch.device("cuda")) is None else []
-    words = ("--device", "cuda", "--dtype", "bf16", "--kernels", "--contenders", "megapipe", *fp8, "plain", "transformers")
+    words = (
+        "--device",
+        "cuda",
+        "--dtype",
+        "bf16",
+        "--kernels",
+        "--contenders",
+        "megapipe",
+        *fp8,
+        "plain",
+        "transformers",
+    )
     done = bench(*TINY, *words)
     assert done.returncode == 0, done.stderr
     assert "megapipe, peak memory: planned" in done.stdout and "| GEMM |" in done.stdout

@@ -62,7 +62,17 @@ def test_ranks_that_share_a_card_are_profiled_by_events(schedule: str, tmp_path:
 
 
 def test_the_last_step_before_a_line_is_told_on_a_card(tmp_path: Path) -> None:
-    words = [*WORDS, *SHARED.split(), "--train-iters", "6", "--log-interval", "6", "--log-straggler", "--global-batch-size", "8"]
+    words = [
+        *WORDS,
+        *SHARED.split(),
+        "--train-iters",
+        "6",
+        "--log-interval",
+        "6",
+        "--log-straggler",
+        "--global-batch-size",
+        "8",
+    ]
     with launch(tmp_path, 2, *words, "--save", str(tmp_path / "run")) as door:
         ended = door.ended()
     assert ended.code == 0, ended.error
@@ -70,7 +80,9 @@ def test_the_last_step_before_a_line_is_told_on_a_card(tmp_path: Path) -> None:
 
 
 def test_one_rank_on_a_card_is_profiled(tmp_path: Path) -> None:
-    flags = f"--device {CARD} --train-iters 3 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl"
+    flags = (
+        f"--device {CARD} --train-iters 3 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl"
+    )
     code, said = job(flags)
     assert code == 0, said
     assert "on which times of GPUs are at most" in said

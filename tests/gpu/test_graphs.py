@@ -30,9 +30,13 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --group
         pytest.param(f"{LLAMA} --bf16", id="llama, bf16"),
         pytest.param("--bf16 --fp8 hybrid --hidden-size 32 --ffn-hidden-size 32", id="fp8"),
         pytest.param("--bf16 --cross-entropy-chunk-size 5 --window-size 5", id="loss in chunks, a mask"),
-        pytest.param("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="full recompute"),
+        pytest.param(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="full recompute"
+        ),
         pytest.param("--pipeline-model-parallel-layout Et|tt|tL", id="three stages on a rank"),
-        pytest.param("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"),
+        pytest.param(
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"
+        ),
     ],
 )
 def test_replayed_steps_give_the_losses_of_launched_ones(flags: str, tmp_path: Path) -> None:
@@ -80,7 +84,9 @@ def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: py
     assert len(steps) == STEPS and steps[3] == len(calls) > 0
 
 
-@pytest.mark.skipif("check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters, reason="torch 2.13 looks after it")
+@pytest.mark.skipif(
+    "check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters, reason="torch 2.13 looks after it"
+)
 def test_no_replay_reads_memory_that_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", functools.partial(torch.cuda.graph, check_input_liveness=True))
     code, said = job(

@@ -21,7 +21,17 @@ from megapipe.model.activation import ACTIVATIONS, GRADIENTS, activation
 from megapipe.model.core_attention import fused_attention
 from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
 from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megapipe.tensor_parallel.fp8 import E4M3, E5M2, Fp8Gemms, Rounded, emulated, multiply, rounded_values, scale_for, why_no_fp8
+from megapipe.tensor_parallel.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Gemms,
+    Rounded,
+    emulated,
+    multiply,
+    rounded_values,
+    scale_for,
+    why_no_fp8,
+)
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from tests.train.jobs import job, lines_of
@@ -59,7 +69,10 @@ def test_an_fp8_linear_computes_on_a_card_what_it_computes_on_a_cpu(recipe: str,
     weight, bias, x, dy = (torch.randn(*shape).bfloat16() for shape in ((96, 64), (96,), (32, 2, 64), (32, 2, 96)))
     found = []
     for device in ("cpu", CARD):
-        gemms = Fp8Gemms(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), compiled if compiles and device == CARD else lambda f: f)
+        gemms = Fp8Gemms(
+            PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe),
+            compiled if compiles and device == CARD else lambda f: f,
+        )
         layer = ColumnParallelLinear(64, 96, bias=True, tp=Group.alone("tp"), sequence_parallel=False, gemms=gemms)
         layer.weight, layer.bias = torch.nn.Parameter(weight.to(device)), torch.nn.Parameter(bias.to(device))
         layer.slots["weight"] = GradientSlot(torch.zeros(96, 64, device=device))
@@ -99,7 +112,9 @@ def test_a_loss_in_chunks_is_the_loss_on_a_card(cap: float | None) -> None:
         losses.sum().backward()
         results.append((losses.detach(), leaf.grad, linear.weight.grad))
     if cap is None:
-        results.append((vocab_parallel_cross_entropy(linear(hidden).detach(), labels, linear.tp, 1000), *results[0][1:]))
+        results.append(
+            (vocab_parallel_cross_entropy(linear(hidden).detach(), labels, linear.tp, 1000), *results[0][1:])
+        )
     for others in results[1:]:
         for one, other in zip(results[0], others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -135,7 +150,9 @@ def test_a_linear_of_transformer_engine_adds_to_our_main_gradient(splits: bool) 
     layer = library.linear(LinearWish(64, 96, True, "column", tp, False, queue, splits, False))
     weight, bias = (torch.randn(*shape, device=CARD).bfloat16() for shape in ((96, 64), (96,)))
     layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
-    layer.slots = {name: GradientSlot(torch.ones(shape, device=CARD)) for name, shape in (("weight", (96, 64)), ("bias", (96,)))}
+    layer.slots = {
+        name: GradientSlot(torch.ones(shape, device=CARD)) for name, shape in (("weight", (96, 64)), ("bias", (96,)))
+    }
     x = torch.randn(32, 2, 64, device=CARD).bfloat16().requires_grad_()
     dy = torch.randn(32, 2, 96, device=CARD).bfloat16()
     if splits:
@@ -158,7 +175,9 @@ def test_adam_of_a_library_is_that_of_torch(impl: str) -> None:
     assert library is not None
     config, values = OptimizerConfig(), torch.randn(1000, device=CARD)
     ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
-    plain = torch.optim.AdamW([ours], lr=1e-2, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, weight_decay=0.1)
+    plain = torch.optim.AdamW(
+        [ours], lr=1e-2, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, weight_decay=0.1
+    )
     fused = library.adam([{"params": [theirs], "step": 0}], config)
     fused.state[theirs] = {"exp_avg": torch.zeros(1000, device=CARD), "exp_avg_sq": torch.zeros(1000, device=CARD)}
     for group in fused.param_groups:
@@ -178,11 +197,15 @@ def test_apex_adds_weight_gradients_in_the_gemm() -> None:
     torch.testing.assert_close(main_grad, 1 + gradient.float().t() @ inputs.float(), rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.parametrize("flags", ["", "--cross-entropy-chunk-size 16", "--compile-pointwise"], ids=["fp8", "chunks", "compiled"])
+@pytest.mark.parametrize(
+    "flags", ["", "--cross-entropy-chunk-size 16", "--compile-pointwise"], ids=["fp8", "chunks", "compiled"]
+)
 def test_a_job_with_fp8_trains(flags: str, tmp_path: Path) -> None:
     needs_fp8()
     sizes = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 --attention-dropout 0"
-    code, said = job(f"{sizes} --bf16 --fp8 hybrid --device {CARD} --train-iters 20 --metrics-file {tmp_path}/m.jsonl {flags}")
+    code, said = job(
+        f"{sizes} --bf16 --fp8 hybrid --device {CARD} --train-iters 20 --metrics-file {tmp_path}/m.jsonl {flags}"
+    )
     assert code == 0, said
     assert "torch._scaled_mm" in said
     losses = [line["loss"] for line in lines_of(tmp_path / "m.jsonl") if line.get("kind") == "step"]

@@ -23,7 +23,9 @@ def test_weight_gradients_are_added_in_fp32(dtype: torch.dtype) -> None:
     expected = 3 * gradient.double().t() @ inputs.double()
     assert torch.allclose(slot.main_grad.double(), expected, rtol=1e-5, atol=1e-3)
     coarse = 3 * torch.mm(gradient.t(), inputs).double()
-    assert (slot.main_grad.double() - expected).abs().max() < (coarse - expected).abs().max() / 10, "sums were rounded to 16 bits"
+    assert (slot.main_grad.double() - expected).abs().max() < (coarse - expected).abs().max() / 10, (
+        "sums were rounded to 16 bits"
+    )
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])

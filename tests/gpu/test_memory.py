@@ -31,7 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
     "full_recompute_but_attention": FULL | {"recompute_keep_attention": True, "dtype": "bf16"},
     "offload": OFFLOAD | {"dtype": "bf16"},
     "offload_checkpoints": OFFLOAD | FULL | {"recompute_keep_attention": True, "dtype": "bf16"},
-    "selective_recompute": LLAMA | selective("layernorm", "activation") | {"ffn_hidden_size": 3584, "num_query_groups": 4, "dtype": "bf16"},
+    "selective_recompute": LLAMA
+    | selective("layernorm", "activation")
+    | {"ffn_hidden_size": 3584, "num_query_groups": 4, "dtype": "bf16"},
 }
 
 
@@ -51,7 +53,10 @@ def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def test_offloading_lowers_the_peak_as_planned() -> None:
-    (without, planned_without, _), (taken, planned, host) = peak_of_a_step({"dtype": "bf16"}), peak_of_a_step(OFFLOAD | {"dtype": "bf16"})
+    (without, planned_without, _), (taken, planned, host) = (
+        peak_of_a_step({"dtype": "bf16"}),
+        peak_of_a_step(OFFLOAD | {"dtype": "bf16"}),
+    )
     assert without - taken == pytest.approx(planned_without - planned, rel=CLOSE)
     assert host == rank_memory(make_plan(1, OFFLOAD | {"dtype": "bf16", "device": "cuda"}, SIZE), 0).host["activations"]
 

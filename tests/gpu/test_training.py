@@ -33,7 +33,15 @@ def on_one(folder: Path, flags: str, device: str) -> list[float]:
 
 
 def on_ranks(folder: Path, ranks: int, flags: str) -> list[float]:
-    words = [*WORDS, *EXACT.split(), *flags.split(), "--train-iters", str(STEPS), "--metrics-file", str(folder / "metrics.jsonl")]
+    words = [
+        *WORDS,
+        *EXACT.split(),
+        *flags.split(),
+        "--train-iters",
+        str(STEPS),
+        "--metrics-file",
+        str(folder / "metrics.jsonl"),
+    ]
     with launch(folder, ranks, *words) as door:
         ended = door.ended()
     assert ended.code == 0, ended.error
@@ -57,10 +65,14 @@ def assert_close(found: list[float], expected: list[float]) -> None:
     "flags",
     [
         pytest.param("", id="plain"),
-        pytest.param("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="full recompute"),
+        pytest.param(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", id="full recompute"
+        ),
         pytest.param("--pipeline-model-parallel-layout Et|tt|tL", id="three stages on a rank"),
         pytest.param("--optimizer-cpu-offload", id="optimizer on the host"),
-        pytest.param("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"),
+        pytest.param(
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="distributed optimizer"
+        ),
     ],
 )
 def test_a_card_trains_what_a_cpu_trains(flags: str, cpu_losses: list[float], tmp_path: Path) -> None:
@@ -69,7 +81,9 @@ def test_a_card_trains_what_a_cpu_trains(flags: str, cpu_losses: list[float], tm
 
 
 def test_a_llama_on_a_card_trains_what_it_trains_on_a_cpu(tmp_path: Path) -> None:
-    flags = "--position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2"
+    flags = (
+        "--position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2"
+    )
     assert_close(on_one(tmp_path / "card", flags, CARD), on_one(tmp_path / "cpu", flags, "cpu"))
 
 
@@ -116,7 +130,9 @@ def test_ranks_that_share_a_card_train_what_one_cpu_trains(name: str, cpu_losses
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each of two ranks")
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel", "--sequence-parallel --tp-comm-overlap-chunks 2"])
-def test_collectives_in_chunks_over_nccl_train_what_one_cpu_trains(flags: str, cpu_losses: list[float], tmp_path: Path) -> None:
+def test_collectives_in_chunks_over_nccl_train_what_one_cpu_trains(
+    flags: str, cpu_losses: list[float], tmp_path: Path
+) -> None:
     overlapped = f"--device {CARD} --distributed-backend nccl --tensor-model-parallel-size 2 --tp-comm-overlap {flags}"
     assert_close(on_ranks(tmp_path, 2, overlapped), cpu_losses)
 
@@ -128,7 +144,9 @@ def test_bf16_follows_fp32(cpu_losses: list[float], tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_on_a_card_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
-    flags = f"--device {CARD} --bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --save-interval 3"
+    flags = (
+        f"--device {CARD} --bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --save-interval 3"
+    )
     for name, parts in {"whole": (6,), "parts": (3, 6)}.items():
         for until in parts:
             code, said = job(
@@ -152,14 +170,18 @@ def test_nothing_in_a_launched_step_waits_for_the_device(flags: str, monkeypatch
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(TrainStep, "launch", strict)
-    code, said = job(f"--device {CARD} --bf16 --train-iters {STEPS} --hidden-dropout 0.1 --use-distributed-optimizer {flags}")
+    code, said = job(
+        f"--device {CARD} --bf16 --train-iters {STEPS} --hidden-dropout 0.1 --use-distributed-optimizer {flags}"
+    )
     assert code == 0, said
     assert len(calls) == STEPS
 
 
 def test_memory_snapshot_and_ranges_of_nsight(tmp_path: Path) -> None:
     path = tmp_path / "memory.pickle"
-    code, said = job(f"--device {CARD} --train-iters 2 --nvtx-ranges --record-memory-history --memory-snapshot-path {path}")
+    code, said = job(
+        f"--device {CARD} --train-iters 2 --nvtx-ranges --record-memory-history --memory-snapshot-path {path}"
+    )
     assert code == 0, said
     assert (tmp_path / "memory_rank_00000.pickle").stat().st_size > 1000
 
@@ -168,10 +190,14 @@ def test_a_model_that_does_not_fit_says_what_was_planned(tmp_path: Path) -> None
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 2e9 / total))
     try:
-        code, said = job(f"--device {CARD} --train-iters 1 --hidden-size 4096 --ffn-hidden-size 16384 --save {tmp_path}")
+        code, said = job(
+            f"--device {CARD} --train-iters 1 --hidden-size 4096 --ffn-hidden-size 16384 --save {tmp_path}"
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
     assert code == 1
     assert "ran out of memory: planned" in said and "Ways out:" in said and "of the card's" in said
-    assert any("ran out" in json.loads(line).get("text", "") for line in (tmp_path / "run.jsonl").read_text().splitlines())
+    assert any(
+        "ran out" in json.loads(line).get("text", "") for line in (tmp_path / "run.jsonl").read_text().splitlines()
+    )

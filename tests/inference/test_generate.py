@@ -51,7 +51,13 @@ SAMPLED = Sampling(temperature=1.0, top_k=12, top_p=0.95, seed=2)
 
 
 def generated(
-    rank: int, world_size: int, grid: dict[str, int], model: dict[str, Any], sampling: Sampling, batch_size: int, limits: Limits
+    rank: int,
+    world_size: int,
+    grid: dict[str, int],
+    model: dict[str, Any],
+    sampling: Sampling,
+    batch_size: int,
+    limits: Limits,
 ) -> list[list[int]]:
     return Generator(machines_on(rank, world_size, grid, model), sampling, batch_size).continue_prompts(PROMPTS, limits)
 
@@ -69,10 +75,15 @@ def by_whole_forwards(
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_greedy_texts_equal_transformers(family: str) -> None:
-    pytest.importorskip("transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'")
+    pytest.importorskip(
+        "transformers",
+        reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'",
+    )
     case = build(family)
     sizes = {name: THEIR_SIZES[name] for name in THEIR_SIZES}
-    machines = machines_on(0, 1, {}, sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | case.config, case.state, dtype="fp32")
+    machines = machines_on(
+        0, 1, {}, sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | case.config, case.state, dtype="fp32"
+    )
     texts = Generator(machines, Sampling(temperature=0.0), batch_size=3).continue_prompts(PROMPTS, Limits(SEQ - 7))
     for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         expected = by_whole_forwards(case.logits, prompt, number, Sampling(temperature=0.0), len(text))
@@ -115,7 +126,9 @@ def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
     assert [len(text) for text in whole] == [24 - len(prompt) for prompt in PROMPTS]
     stop = frozenset(whole[0][3:5])
     seen: list[tuple[int, int]] = []
-    cut = Generator(machines, SAMPLED).continue_prompts(PROMPTS, Limits(100, stop), lambda number, token: seen.append((number, token)))
+    cut = Generator(machines, SAMPLED).continue_prompts(
+        PROMPTS, Limits(100, stop), lambda number, token: seen.append((number, token))
+    )
     for number, (text, complete) in enumerate(zip(cut, whole, strict=True)):
         ends = [position for position, token in enumerate(complete) if token in stop]
         assert text == complete[: ends[0] if ends else None]
@@ -151,7 +164,11 @@ def test_the_machines_of_training_write_texts_too(rank_pools: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "words"),
-    [([[1], []], "prompt 1 has no tokens"), ([[1] * 24], "prompt 0 has 24 tokens"), ([[29]], "outside the vocabulary of 29")],
+    [
+        ([[1], []], "prompt 1 has no tokens"),
+        ([[1] * 24], "prompt 0 has 24 tokens"),
+        ([[29]], "outside the vocabulary of 29"),
+    ],
     ids=["empty", "no_room", "foreign_token"],
 )
 def test_prompts_that_cannot_be_continued_are_named(prompts: list[list[int]], words: str) -> None:

@@ -57,7 +57,9 @@ def score(rank: int, world_size: int, grid: dict[str, int], count: int, stride: 
     return Evaluator(machines_on(rank, world_size, grid, {})).score(TOKENS[:count], stride)
 
 
-@pytest.mark.parametrize(("count", "stride"), [(131, 12), (131, 5), (8, 12), (2, 12)], ids=["whole", "stride_5", "short", "one_token"])
+@pytest.mark.parametrize(
+    ("count", "stride"), [(131, 12), (131, 5), (8, 12), (2, 12)], ids=["whole", "stride_5", "short", "one_token"]
+)
 def test_the_loss_is_that_of_plain_forwards(count: int, stride: int) -> None:
     found = score(0, 1, {}, count, stride)
     assert found.num_tokens == count - 1
@@ -75,7 +77,9 @@ def test_every_grid_finds_the_same_loss(rank_pools: Callable[[int], RankPool], g
             assert found.loss == pytest.approx(expected.loss, rel=1e-10)
 
 
-@pytest.mark.parametrize(("count", "stride", "words"), [(1, 4, "1 tokens cannot"), (9, 0, "--stride 0"), (9, 13, "--stride 13")])
+@pytest.mark.parametrize(
+    ("count", "stride", "words"), [(1, 4, "1 tokens cannot"), (9, 0, "--stride 0"), (9, 13, "--stride 13")]
+)
 def test_streams_that_cannot_be_scored_are_refused(count: int, stride: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         next(windows(count, 12, stride))

@@ -63,7 +63,9 @@ def test_a_draw_depends_on_seed_prompt_and_position_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}], ids=lambda values: next(iter(values))
+    "values",
+    [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}],
+    ids=lambda values: next(iter(values)),
 )
 def test_values_out_of_range_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="--" + next(iter(values)).replace("_", "-")):

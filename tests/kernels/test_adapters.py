@@ -26,7 +26,16 @@ from megapipe.model.core_attention import explicit_attention
 from megapipe.train.step import Rates
 from tests.harness import RankPool
 from tests.kernels.stand_ins import NAMES, installed
-from tests.model.grids import GPT2, LLAMA, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+from tests.model.grids import (
+    GPT2,
+    LLAMA,
+    assert_equal,
+    make_microbatch,
+    make_stage,
+    model_config,
+    reference,
+    reference_run,
+)
 from tests.model.test_tensor_parallel_stage import assert_gradients
 from tests.tensor_parallel.ranks import tp_group
 from tests.train.grids import machines_of, step_microbatches, trainer, whole_parameters
@@ -46,7 +55,10 @@ def chosen(**kernels: str) -> Config:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine needs NVIDIA's Transformer Engine"),
+        (
+            {"transformer_impl": "transformer_engine"},
+            "--transformer-impl transformer_engine needs NVIDIA's Transformer Engine",
+        ),
         ({"attention_impl": "te"}, "--attention-impl te needs NVIDIA's Transformer Engine"),
         ({"attention_impl": "flash"}, "pip install --no-build-isolation flash-attn"),
         ({"optimizer_impl": "apex"}, "the apex of PyPI is another package"),
@@ -77,7 +89,9 @@ def test_the_start_says_which_library_computes_what() -> None:
     )
     with installed():
         said = "\n".join(words_of(choose(config), config, "cuda"))
-    assert "Transformer Engine 2.stand-in (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
+    assert (
+        "Transformer Engine 2.stand-in (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
+    )
     assert "flash-attn 2.8.stand-in (--attention-impl flash)" in said
     assert "FusedAdam of Transformer Engine" in said
     own = Config(precision=PrecisionConfig(dtype="bf16", fp8_format="e4m3"))
@@ -89,7 +103,9 @@ def test_the_start_says_which_library_computes_what() -> None:
 @pytest.mark.parametrize("queries", [1, 3], ids=["heads", "grouped"])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 1.5)], ids=["plain", "window", "cap"])
 @pytest.mark.parametrize("library", ["flash", "te"])
-def test_attention_of_a_library_equals_the_written_out_one(library: str, window: int | None, cap: float | None, queries: int) -> None:
+def test_attention_of_a_library_equals_the_written_out_one(
+    library: str, window: int | None, cap: float | None, queries: int
+) -> None:
     if library == "te" and cap is not None:
         return  # refused by a rule
     seq, batch, groups, size = 9, 2, 2, 4
@@ -110,7 +126,9 @@ def test_attention_of_a_library_equals_the_written_out_one(library: str, window:
 ALL_TE = KernelsConfig("transformer_engine", "te", "torch")
 
 
-def against_the_reference(rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, kernels: KernelsConfig) -> int:
+def against_the_reference(
+    rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, kernels: KernelsConfig
+) -> int:
     """Compares a stage made of a library's parts, on tp ranks, with the reference in fp64."""
     config = model_config(**options)
     model = reference(config)
@@ -128,7 +146,9 @@ def against_the_reference(rank: int, world_size: int, options: dict[str, Any], s
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 @pytest.mark.parametrize("name", ["gpt2", "llama_qk_norm", "kv_heads_fewer_than_tp", "zero_centred"])
-def test_a_stage_of_transformer_engine_equals_the_reference(rank_pools: Pools, name: str, sequence_parallel: bool) -> None:
+def test_a_stage_of_transformer_engine_equals_the_reference(
+    rank_pools: Pools, name: str, sequence_parallel: bool
+) -> None:
     options = {
         "gpt2": GPT2,
         "llama_qk_norm": LLAMA | {"qk_layernorm": True, "window_size": 5},
@@ -153,8 +173,14 @@ GRIDS = {
     "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "zb_h1": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
-    "zb_v_tp2_sp": (4, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel"),
-    "zero1_recompute": (2, "--use-distributed-optimizer --overlap-grad-reduce --recompute-activations --recompute-modules core_attn mlp"),
+    "zb_v_tp2_sp": (
+        4,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "zero1_recompute": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --recompute-activations --recompute-modules core_attn mlp",
+    ),
     "full": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
 }
 TE = "--transformer-impl transformer_engine --optimizer-impl te"
@@ -162,7 +188,11 @@ TE = "--transformer-impl transformer_engine --optimizer-impl te"
 
 @pytest.mark.parametrize(
     ("library", "grid"),
-    [*((TE, grid) for grid in GRIDS), ("--optimizer-impl apex", "one"), ("--optimizer-impl apex --normalization RMSNorm", "zb_v_tp2_sp")],
+    [
+        *((TE, grid) for grid in GRIDS),
+        ("--optimizer-impl apex", "one"),
+        ("--optimizer-impl apex --normalization RMSNorm", "zb_v_tp2_sp"),
+    ],
     ids=lambda value: value.replace("--", "").replace(" ", "_"),
 )
 def test_training_with_a_library_equals_training_with_torch(rank_pools: Pools, library: str, grid: str) -> None:
@@ -170,12 +200,16 @@ def test_training_with_a_library_equals_training_with_torch(rank_pools: Pools, l
     world_size, flags = GRIDS[grid]
     norm = "--normalization RMSNorm" if "RMSNorm" in library else ""
     for (losses, parameters), (expected, wanted) in zip(
-        rank_pools(world_size).run(trained, f"{flags} {library}"), rank_pools(world_size).run(trained, f"{flags} {norm}"), strict=True
+        rank_pools(world_size).run(trained, f"{flags} {library}"),
+        rank_pools(world_size).run(trained, f"{flags} {norm}"),
+        strict=True,
     ):
         assert losses == pytest.approx(expected, rel=2e-6)
         assert losses[2] < losses[0]
         for (name, tensor), (_, other) in zip(parameters, wanted, strict=True):
-            torch.testing.assert_close(tensor, other, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                tensor, other, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, bool]]:
@@ -187,11 +221,16 @@ def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, 
         assert np.isfinite(loss)
         import transformer_engine.pytorch as te
 
-        return [(enabled, type(recipe).__name__, group is machines.groups.tp.handle) for enabled, recipe, group in te.ENTERED]
+        return [
+            (enabled, type(recipe).__name__, group is machines.groups.tp.handle)
+            for enabled, recipe, group in te.ENTERED
+        ]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
-def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_over_tp(rank_pools: Pools, recipe: str) -> None:
+def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_over_tp(
+    rank_pools: Pools, recipe: str
+) -> None:
     flags = f"{TE} --fp8-format hybrid --fp8-recipe {recipe} --tensor-model-parallel-size 2 --hidden-size 64 --ffn-hidden-size 64"
     name = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling"}[recipe]
     for found in rank_pools(2).run(regions_of, f"{flags} --micro-batch-size 2"):

@@ -91,7 +91,9 @@ class SlurmCluster:
     @property
     def environment(self) -> dict[str, str]:
         """What SLURM's commands need to find this cluster and no other; nothing of a job that this process may be part of."""
-        outer = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
+        outer = {
+            name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+        }
         return outer | {"SLURM_CONF": str(self._root / "slurm.conf"), "PATH": _search_path()}
 
     def __enter__(self) -> Self:
@@ -112,10 +114,14 @@ class SlurmCluster:
 
     def __exit__(self, *_: object) -> None:
         if len(self._daemons) > 1:
-            jobs = subprocess.run(["squeue", "--noheader", "--format=%A"], env=self.environment, capture_output=True, text=True)
+            jobs = subprocess.run(
+                ["squeue", "--noheader", "--format=%A"], env=self.environment, capture_output=True, text=True
+            )
             if jobs.stdout.split():
                 subprocess.run(["scancel", *jobs.stdout.split()], env=self.environment, capture_output=True)
-                self._wait_for(lambda: not self.run("squeue", "--noheader"), "the end of all jobs", 2 * DOWN_SECONDS, must=False)
+                self._wait_for(
+                    lambda: not self.run("squeue", "--noheader"), "the end of all jobs", 2 * DOWN_SECONDS, must=False
+                )
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -129,7 +135,9 @@ class SlurmCluster:
     def run(self, *words: str, folder: Path | None = None, **settings: str) -> str:
         """Standard output of one of SLURM's commands, stripped. Raises AssertionError with what it said if it fails."""
         environment = self.environment | settings
-        ended = subprocess.run(words, cwd=folder or self._root, env=environment, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(
+            words, cwd=folder or self._root, env=environment, capture_output=True, text=True, timeout=60
+        )
         assert ended.returncode == 0, f"{' '.join(words)}: {ended.stderr.strip() or ended.stdout.strip()}"
         return ended.stdout.strip()
 
@@ -146,12 +154,17 @@ class SlurmCluster:
         mark = f"SLURM_CONF={self._root / 'slurm.conf'}".encode()
         found = ((process_id, _environment_of(process_id)) for process_id in _all_processes())
         return [
-            process_id for process_id, variables in found if mark in variables and any(v.startswith(b"SLURM_JOB_ID=") for v in variables)
+            process_id
+            for process_id, variables in found
+            if mark in variables and any(v.startswith(b"SLURM_JOB_ID=") for v in variables)
         ]
 
     def logs(self) -> str:
         """The last lines of the daemons, for a test that fails."""
-        parts = (f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:]) for path in self._root.glob("*.log"))
+        parts = (
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+            for path in self._root.glob("*.log")
+        )
         return "\n".join(parts)
 
     def _write_configuration(self) -> None:
@@ -166,7 +179,9 @@ class SlurmCluster:
             last_node_port=first + self._num_nodes,
             first_srun_port=first + self._num_nodes + 1,
             last_srun_port=first + self._num_nodes + SRUN_PORTS,
-            first_job=random.SystemRandom().randrange(1000, 60_000_000),  # the ranks' port follows from it: two clusters must not meet
+            first_job=random.SystemRandom().randrange(
+                1000, 60_000_000
+            ),  # the ranks' port follows from it: two clusters must not meet
             num_nodes=self._num_nodes,
             node=f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 Gres=gpu:{GPUS} State=UNKNOWN",
             plugins=f"PluginDir={plugins}" if plugins.is_dir() else "",
@@ -180,18 +195,28 @@ class SlurmCluster:
         key = folder / "key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(128))
-        words = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/socket", f"--pid-file={folder}/pid"]
+        words = [
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={folder}/socket",
+            f"--pid-file={folder}/pid",
+        ]
         self._start("munged", *words, f"--log-file={folder}/log", f"--seed-file={folder}/seed")
         self._wait_for((folder / "socket").exists, "munged")
 
     def _start(self, program: str, *words: str) -> None:
         with (self._root / f"{program}-{len(self._daemons)}.out.log").open("wb") as out:
-            daemon = subprocess.Popen([program, *words], env=self.environment, stdout=out, stderr=out, start_new_session=True)
+            daemon = subprocess.Popen(
+                [program, *words], env=self.environment, stdout=out, stderr=out, start_new_session=True
+            )
         self._daemons.append(daemon)
 
     def _wait_until_idle(self) -> None:
         def is_idle() -> bool:
-            shown = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], env=self.environment, capture_output=True, text=True)
+            shown = subprocess.run(
+                ["sinfo", "--noheader", "--Node", "--format=%T"], env=self.environment, capture_output=True, text=True
+            )
             return shown.stdout.split() == ["idle"] * self._num_nodes
 
         self._wait_for(is_idle, "idle nodes")

@@ -85,19 +85,46 @@ class Nodes:
 
     def run(self, node: int, command: Sequence[str]) -> str:
         """Standard output of a command that succeeds."""
-        return subprocess.run(self.inside(node, command), check=True, capture_output=True, text=True, timeout=60, cwd=REPOSITORY).stdout
+        return subprocess.run(
+            self.inside(node, command), check=True, capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+        ).stdout
 
     def launch(self, node: int, folder: Path, ranks: int, *words: str, flags: Sequence[str] = ()) -> Door:
         """`megapipe launch` on one of the machines. words: the script, or -m and a module, with their flags. flags: of the launcher."""
-        meeting = ["--nnodes", str(self.count), "--node-rank", str(node), "--master-addr", self.address(0), "--master-port", str(PORT)]
-        command = [sys.executable, "-m", "megapipe", "launch", *(flags or meeting), "--nproc-per-node", str(ranks), *words]
+        meeting = [
+            "--nnodes",
+            str(self.count),
+            "--node-rank",
+            str(node),
+            "--master-addr",
+            self.address(0),
+            "--master-port",
+            str(PORT),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "megapipe",
+            "launch",
+            *(flags or meeting),
+            "--nproc-per-node",
+            str(ranks),
+            *words,
+        ]
         own = folder / self.name(node)
         own.mkdir(exist_ok=True)
         return Door(self.inside(node, command), own)
 
     def slow_down(self, node: int, rate: str) -> None:
         """What leaves a machine. rate: as tc takes it, "20mbit"."""
-        _run("ip", "netns", "exec", self._space(node), "tc", *f"qdisc add dev eth0 root tbf rate {rate} burst 32kb latency 400ms".split())
+        _run(
+            "ip",
+            "netns",
+            "exec",
+            self._space(node),
+            "tc",
+            *f"qdisc add dev eth0 root tbf rate {rate} burst 32kb latency 400ms".split(),
+        )
 
     def free(self, node: int) -> None:
         """The opposite of `slow_down`."""
@@ -141,13 +168,28 @@ class Nodes:
         """Start the first process of a machine, whose end is the machine's."""
         mark = Path(f"/tmp/{self._prefix}{node}.lives")
         command = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        words = ["ip", "netns", "exec", self._space(node), *command, "sh", "-c", LIVES, "sh", self.name(node), str(mark)]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self._space(node),
+            *command,
+            "sh",
+            "-c",
+            LIVES,
+            "sh",
+            self.name(node),
+            str(mark),
+        ]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         self._lives[node : node + 1] = [process]
         until = time.monotonic() + 10
         while not mark.exists():
             if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError((process.stderr.read() if process.stderr and process.poll() is not None else b"").decode() or "no start")
+                raise RuntimeError(
+                    (process.stderr.read() if process.stderr and process.poll() is not None else b"").decode()
+                    or "no start"
+                )
             time.sleep(0.01)
         mark.unlink()
         self._inits[node : node + 1] = [_only_child(process.pid)]

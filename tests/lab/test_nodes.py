@@ -109,8 +109,14 @@ def test_each_side_of_a_cut_names_the_other_and_ends(nodes: Nodes, tmp_path: Pat
         nodes.join(1)
         close(doors)
     assert [end.code for end in ended] == [1, 1]
-    assert "hangs: nothing comes any more from host node-b (rank 1), seen from node-a: it is down or cut off" in ended[0].error
-    assert "hangs: nothing comes any more from host node-a (rank 0), seen from node-b: it is down or cut off" in ended[1].error
+    assert (
+        "hangs: nothing comes any more from host node-b (rank 1), seen from node-a: it is down or cut off"
+        in ended[0].error
+    )
+    assert (
+        "hangs: nothing comes any more from host node-a (rank 0), seen from node-b: it is down or cut off"
+        in ended[1].error
+    )
     assert all(end.error.count("communication error") == 1 for end in ended)
 
 
@@ -168,7 +174,11 @@ def test_machines_meet_by_c10d_too(nodes: Nodes, tmp_path: Path) -> None:
     doors = []
     try:
         for node in range(2):
-            endpoint = [f"--rdzv-endpoint={nodes.address(0)}:{PORT}", f"--rdzv-conf=is_host={int(node == 0)}", "--rdzv-id=test"]
+            endpoint = [
+                f"--rdzv-endpoint={nodes.address(0)}:{PORT}",
+                f"--rdzv-conf=is_host={int(node == 0)}",
+                "--rdzv-id=test",
+            ]
             flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--local-addr", nodes.address(node), *endpoint]
             doors.append(nodes.launch(node, tmp_path, 1, *training(tmp_path, 2), flags=flags))
         assert [door.ended().code for door in doors] == [0, 0], doors[0].error()

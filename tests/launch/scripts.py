@@ -15,8 +15,30 @@ from typing import Self
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 110.0
 TINY = (
-    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--micro-batch-size", "1"),
-    *("--vocab-size", "32", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3", "--log-interval", "1", "--eval-iters", "0"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "8",
+        "--micro-batch-size",
+        "1",
+    ),
+    *(
+        "--vocab-size",
+        "32",
+        "--make-vocab-size-divisible-by",
+        "8",
+        "--lr",
+        "1e-3",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "0",
+    ),
     *("--device", "cpu"),
 )
 
@@ -94,7 +116,14 @@ class Door:
 
 
 def launch(
-    folder: Path, num_ranks: int, *words: str, script: str | Path = REPOSITORY / "pretrain_gpt.py", before: Sequence[str] = ()
+    folder: Path,
+    num_ranks: int,
+    *words: str,
+    script: str | Path = REPOSITORY / "pretrain_gpt.py",
+    before: Sequence[str] = (),
 ) -> Door:
     """`megapipe launch` of a script on this many ranks. before: flags of the launcher."""
-    return Door([sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), *before, str(script), *words], folder)
+    return Door(
+        [sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), *before, str(script), *words],
+        folder,
+    )

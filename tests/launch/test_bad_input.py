@@ -54,7 +54,15 @@ def unknown_tokenizer(folder: Path) -> list[str]:
 def tokenizer_of_noise(folder: Path) -> list[str]:
     (folder / "tokenizer.model").write_bytes(b"\x00noise")
     model = str(folder / "tokenizer.model")
-    return ["--train-iters", "2", "--mock-data", "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
+    return [
+        "--train-iters",
+        "2",
+        "--mock-data",
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        model,
+    ]
 
 
 def unreadable_yaml(folder: Path) -> list[str]:
@@ -120,18 +128,43 @@ def test_a_world_that_does_not_fit_is_refused_by_all_ranks_once(tmp_path: Path) 
 
 
 def test_the_quickstart_trains_and_goes_on_and_ctrl_c_saves(tmp_path: Path) -> None:
-    words = ["--ranks", "4", "--megabytes", "0.6", "--vocab-size", "500", "--device", "cpu", "--eval-iters", "1", "--sample-tokens", "2"]
+    words = [
+        "--ranks",
+        "4",
+        "--megabytes",
+        "0.6",
+        "--vocab-size",
+        "500",
+        "--device",
+        "cpu",
+        "--eval-iters",
+        "1",
+        "--sample-tokens",
+        "2",
+    ]
     small = ["--hidden-size", "32", "--ffn-hidden-size", "64", "--seq-length", "32", "--global-batch-size", "8"]
     script = [str(REPOSITORY / "launch" / "quickstart.sh"), "--no-install", "--out", "out", *words, *small]
     environment = {"VENV": sys.prefix}
-    with Door(["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "3"], tmp_path) as door:
+    with Door(
+        ["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "3"], tmp_path
+    ) as door:
         first = door.ended()
     assert (first.code, first.error) == (0, "")
-    for line in ("== tokenizer: 500", "plan: 4 ranks = tp 2 x pp 2 x 2 chunks x dp 1", "step 3/3 |", "samples:", "== done: 3 steps"):
+    for line in (
+        "== tokenizer: 500",
+        "plan: 4 ranks = tp 2 x pp 2 x 2 chunks x dp 1",
+        "step 3/3 |",
+        "samples:",
+        "== done: 3 steps",
+    ):
         assert line in first.out
-    loss, entropy = (float(value) for value in re.findall(r"(?:validation loss|unigram entropy) +(\d\.\d+) nats", first.out))
+    loss, entropy = (
+        float(value) for value in re.findall(r"(?:validation loss|unigram entropy) +(\d\.\d+) nats", first.out)
+    )
     assert entropy < 5.5 < loss, "three steps cannot beat the unigram entropy, which is below that of 500 equal tokens"
-    with Door(["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "5000"], tmp_path) as door:
+    with Door(
+        ["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "5000"], tmp_path
+    ) as door:
         door.wait_for("step    5/5003 |")
         door.signal(signal.SIGINT)
         second = door.ended()

@@ -26,7 +26,19 @@ def one_step(self, *arguments):
 TrainStep.launch = one_step
 sys.exit(main())
 """
-FLAGS = (*TINY, "--mock-data", "--fp64", "--adam-eps", "1e-4", "--global-batch-size", "4", "--train-iters", "16", "--save-interval", "2")
+FLAGS = (
+    *TINY,
+    "--mock-data",
+    "--fp64",
+    "--adam-eps",
+    "1e-4",
+    "--global-batch-size",
+    "4",
+    "--train-iters",
+    "16",
+    "--save-interval",
+    "2",
+)
 SOON = "last_call_timeout=1,keep_alive_interval=1,join_timeout=60"
 
 
@@ -37,8 +49,19 @@ def test_the_node_that_is_left_goes_on_with_half_the_replicas(tmp_path: Path) ->
     folders = [tmp_path / name for name in ("node1", "node2", "alone")]
     for folder in folders:
         folder.mkdir()
-    meeting = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic")
-    befores = [(*meeting, "--rdzv-conf", SOON, "--max-restarts", "3", "--local-addr", f"127.0.0.{node}") for node in (1, 2)]
+    meeting = (
+        "--nnodes",
+        "1:2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "elastic",
+    )
+    befores = [
+        (*meeting, "--rdzv-conf", SOON, "--max-restarts", "3", "--local-addr", f"127.0.0.{node}") for node in (1, 2)
+    ]
     flags = (*FLAGS, "--save", str(run))
     with launch(folders[0], 1, *flags, script=script, before=befores[0]) as kept:
         with launch(folders[1], 1, *flags, script=script, before=befores[1]):

@@ -44,7 +44,9 @@ def test_a_stopped_rank_of_four_is_named_and_all_are_ended(tmp_path: Path, capsy
     assert ended.error.count("error") == 1, ended.error
     assert main([str(tmp_path / "run")]) == 0
     # a rank that notices the others' end before its own has left with an error
-    assert re.match(r"run: 4 ranks, (\d gone|\d left|\d gone, \d left)\nrank  where       step", capsys.readouterr().out)
+    assert re.match(
+        r"run: 4 ranks, (\d gone|\d left|\d gone, \d left)\nrank  where       step", capsys.readouterr().out
+    )
 
 
 def test_a_folder_without_heartbeats_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,9 @@ sys.exit(main(sys.argv[1:]))
     ],
     ids=["refused", "error", "interrupted twice", "killed", "crashed", "terminated early", "code of its own"],
 )
-def test_one_rank_answers_for_all(exit_codes: dict[int, int], received: signal.Signals | None, code: int, message: str) -> None:
+def test_one_rank_answers_for_all(
+    exit_codes: dict[int, int], received: signal.Signals | None, code: int, message: str
+) -> None:
     outcome = outcome_of(exit_codes, received)
     assert outcome.exit_code == code
     assert outcome.message.startswith(message) if message else outcome.message == ""

@@ -58,11 +58,19 @@ def test_launcher_and_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
 
 def test_ranks_without_a_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
     """As srun starts them, on one node."""
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "here"}
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "here",
+    }
     variables = {**environment(), **step, "SLURM_JOB_ID": str(os.getpid() % 20000)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MEETS], env={**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", MEETS],
+            env={**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in "01"
     ]

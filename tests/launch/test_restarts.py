@@ -58,7 +58,9 @@ def test_a_signal_is_no_reason_to_start_again(tmp_path: Path) -> None:
 def test_a_job_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(KILLED_IN_STEP)
-    with launch(tmp_path, 2, *TINY, *SAVING, "--train-iters", "5", script=script, before=("--max-restarts", "9")) as door:
+    with launch(
+        tmp_path, 2, *TINY, *SAVING, "--train-iters", "5", script=script, before=("--max-restarts", "9")
+    ) as door:
         ended = door.ended()
     assert ended.code == 0, ended.error
     assert ended.error == "restart 1 of at most 9 (--max-restarts): rank 1 was killed by SIGKILL\n"

@@ -49,7 +49,17 @@ def test_prompts_of_a_file_become_json_lines(checkpoints: Path) -> None:
     prompts = checkpoints.parent / "prompts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n')
     output = checkpoints.parent / "texts.jsonl"
-    ended = tool("generate", checkpoints, "--prompts-file", str(prompts), "--output", str(output), "--max-new-tokens", "4", "--ignore-eod")
+    ended = tool(
+        "generate",
+        checkpoints,
+        "--prompts-file",
+        str(prompts),
+        "--output",
+        str(output),
+        "--max-new-tokens",
+        "4",
+        "--ignore-eod",
+    )
     assert ended.code == 0, ended.error
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["one", "a longer one"]

@@ -107,20 +107,41 @@ def test_words_of_the_user_reach_every_rank_as_they_are(tmp_path: Path) -> None:
     assert ended.code == 0 and tuple(words[-len(HARMFUL) :]) == HARMFUL
     at = words.index(str(LAUNCH / "slurm" / "rank.sh"))
     assert words[at + 1 : at + 3] == [str(ended.folder / "python"), str(REPOSITORY / "pretrain_gpt.py")]
-    assert {"--ntasks-per-node=4", "--cpus-per-task=3", "--gpus-per-node=4", "--distribution=block", "--kill-on-bad-exit=1"} <= set(
-        words[:at]
-    )
+    assert {
+        "--ntasks-per-node=4",
+        "--cpus-per-task=3",
+        "--gpus-per-node=4",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+    } <= set(words[:at])
 
 
 def test_each_setting_has_a_default_that_the_environment_overrides(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     told = (submit(tmp_path / "one").folder / "environment").read_text().splitlines()
-    assert {"OMP_NUM_THREADS=3", "NCCL_DEBUG=WARN", "NCCL_SOCKET_IFNAME=^lo,docker,veth,virbr,br-,cni", "MASTER_ADDR=10.0.0.1"} <= set(told)
+    assert {
+        "OMP_NUM_THREADS=3",
+        "NCCL_DEBUG=WARN",
+        "NCCL_SOCKET_IFNAME=^lo,docker,veth,virbr,br-,cni",
+        "MASTER_ADDR=10.0.0.1",
+    } <= set(told)
     assert not any(line.startswith("GLOO_SOCKET_IFNAME") for line in told)
-    given = {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "INTERFACE": "ib0", "GLOO_SOCKET_IFNAME": "eth1", "MASTER_ADDR": "first"}
+    given = {
+        "OMP_NUM_THREADS": "1",
+        "NCCL_DEBUG": "INFO",
+        "INTERFACE": "ib0",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "MASTER_ADDR": "first",
+    }
     told = (submit(tmp_path / "two", **given).folder / "environment").read_text().splitlines()
-    assert {"OMP_NUM_THREADS=1", "NCCL_DEBUG=INFO", "NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=eth1", "MASTER_ADDR=first"} <= set(told)
+    assert {
+        "OMP_NUM_THREADS=1",
+        "NCCL_DEBUG=INFO",
+        "NCCL_SOCKET_IFNAME=ib0",
+        "GLOO_SOCKET_IFNAME=eth1",
+        "MASTER_ADDR=first",
+    } <= set(told)
 
 
 def test_one_launcher_a_node_gets_the_nodes_and_all_their_cores(tmp_path: Path) -> None:
@@ -163,11 +184,21 @@ def test_containers_are_words_of_srun_or_stand_before_the_rank(tmp_path: Path) -
         ({"BEFORE": "10"}, False, "nothing is left to do"),
     ],
     ids=[
-        *("asked", "asked, no progress", "asked, finished", "asked, never", "failed", "failed, no progress", "failed, signal only"),
+        *(
+            "asked",
+            "asked, no progress",
+            "asked, finished",
+            "asked, never",
+            "failed",
+            "failed, no progress",
+            "failed, signal only",
+        ),
         *("cannot run", "done", "nothing to do"),
     ],
 )
-def test_a_job_queues_up_again_only_if_it_came_further(settings: dict[str, str], requeued: bool, says: str, tmp_path: Path) -> None:
+def test_a_job_queues_up_again_only_if_it_came_further(
+    settings: dict[str, str], requeued: bool, says: str, tmp_path: Path
+) -> None:
     ended = submit(tmp_path, **settings)
     assert (ended.requeued, ended.code) == (requeued, int(settings.get("STUB_CODE", "0"))), ended.out
     assert says in ended.out
@@ -191,10 +222,37 @@ def test_wrong_settings_of_a_job_are_told(settings: dict[str, str], says: str, t
 
 
 def test_torchrun_sh_gives_each_node_its_rank(tmp_path: Path) -> None:
-    ended = run("torchrun.sh", *HARMFUL, folder=tmp_path, HOSTS=f"first {socket.gethostname()}", NPROC_PER_NODE="3", LOG_DIR="lo gs")
+    ended = run(
+        "torchrun.sh",
+        *HARMFUL,
+        folder=tmp_path,
+        HOSTS=f"first {socket.gethostname()}",
+        NPROC_PER_NODE="3",
+        LOG_DIR="lo gs",
+    )
     assert ended.code == 0, ended.out
-    expected = ["-m", "megapipe", "launch", "--nnodes", "2", "--node-rank", "1", "--master-addr", "first", "--master-port", "29500"]
-    expected += ["--nproc-per-node", "3", "--log-dir", "lo gs/node-1", "--redirects", "1:3,2:3", str(REPOSITORY / "pretrain_gpt.py")]
+    expected = [
+        "-m",
+        "megapipe",
+        "launch",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "first",
+        "--master-port",
+        "29500",
+    ]
+    expected += [
+        "--nproc-per-node",
+        "3",
+        "--log-dir",
+        "lo gs/node-1",
+        "--redirects",
+        "1:3,2:3",
+        str(REPOSITORY / "pretrain_gpt.py"),
+    ]
     assert ended.words("python") == [*expected, *HARMFUL]
 
 
@@ -207,7 +265,12 @@ def test_elastic_nodes_are_numbered_as_c10d_numbers_them(tmp_path: Path) -> None
     settings = {"NPROC_PER_NODE": "1", "ELASTIC": "1:2", "NODE_RANK": "1"}
     ended = run("torchrun.sh", folder=tmp_path, HOSTS="n10 n2", **settings)
     words = ended.words("python")
-    for flag, value in (("--nnodes", "1:2"), ("--rdzv-endpoint", "n10:29500"), ("--local-addr", "n2"), ("--rdzv-conf", "is_host=0")):
+    for flag, value in (
+        ("--nnodes", "1:2"),
+        ("--rdzv-endpoint", "n10:29500"),
+        ("--local-addr", "n2"),
+        ("--rdzv-conf", "is_host=0"),
+    ):
         assert words[words.index(flag) + 1] == value
     (tmp_path / "again").mkdir()
     refused = run("torchrun.sh", folder=tmp_path / "again", HOSTS="n2 n10", **settings)
@@ -217,7 +280,10 @@ def test_elastic_nodes_are_numbered_as_c10d_numbers_them(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"HOSTS": "one two", "NPROC_PER_NODE": "1"}, "none of HOSTS (one two) is a name or address of this machine; set NODE_RANK"),
+        (
+            {"HOSTS": "one two", "NPROC_PER_NODE": "1"},
+            "none of HOSTS (one two) is a name or address of this machine; set NODE_RANK",
+        ),
         ({"HOSTS": "one two", "NODE_RANK": "2", "NPROC_PER_NODE": "1"}, "NODE_RANK=2, but HOSTS lists 2: 0 .. 1"),
         ({"NODE_RANK": "x"}, "NODE_RANK=x is no whole number"),
         ({}, "shows no GPUs here; set NPROC_PER_NODE"),

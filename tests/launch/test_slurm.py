@@ -22,10 +22,50 @@ SCRIPT = REPOSITORY / "launch" / "slurm" / "pretrain.sbatch"
 NODES = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
 STEPS = 30
 TRAINING = (
-    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8", "--vocab-size", "32", "--lr", "1e-3"),
-    *("--micro-batch-size", "1", "--global-batch-size", "8", "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
-    *("--make-vocab-size-divisible-by", "8", "--device", "cpu", "--mock-data", "--log-interval", "1", "--eval-iters", "0"),
-    *("--hidden-dropout", "0.1", "--train-iters", str(STEPS), "--save", "run with a space", "--load", "run with a space"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "16",
+        "--num-attention-heads",
+        "2",
+        "--seq-length",
+        "8",
+        "--vocab-size",
+        "32",
+        "--lr",
+        "1e-3",
+    ),
+    *(
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "8",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--use-distributed-optimizer",
+    ),
+    *(
+        "--make-vocab-size-divisible-by",
+        "8",
+        "--device",
+        "cpu",
+        "--mock-data",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "0",
+    ),
+    *(
+        "--hidden-dropout",
+        "0.1",
+        "--train-iters",
+        str(STEPS),
+        "--save",
+        "run with a space",
+        "--load",
+        "run with a space",
+    ),
 )
 PYTHON = """\
 #!/bin/sh
@@ -67,7 +107,13 @@ class Job:
     def ended(self, seconds: float = 400.0) -> str:
         """The state in which it ended."""
         began = time.monotonic()
-        while (state := self.cluster.state(self.number)) in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
+        while (state := self.cluster.state(self.number)) in (
+            "PENDING",
+            "RUNNING",
+            "COMPLETING",
+            "CONFIGURING",
+            "REQUEUED",
+        ):
             assert time.monotonic() - began < seconds, f"still {state}\n{self.log[-4000:]}\n{self.cluster.logs()}"
             time.sleep(0.2)
         return state
@@ -90,7 +136,9 @@ class Job:
         return {path.name: path.read_bytes() for path in sorted((self.run / f"step_{STEPS:08d}").glob("*.safetensors"))}
 
 
-def submit(cluster: SlurmCluster, folder: Path, *options: str, training: tuple[str, ...] = TRAINING, **settings: str) -> Job:
+def submit(
+    cluster: SlurmCluster, folder: Path, *options: str, training: tuple[str, ...] = TRAINING, **settings: str
+) -> Job:
     folder.mkdir(exist_ok=True)
     python = folder / "python of the test"
     python.write_text(PYTHON.format(python=sys.executable))
@@ -188,5 +236,7 @@ def test_a_cancelled_job_leaves_no_process_and_does_not_come_back(cluster: Slurm
 def test_what_cannot_run_is_told_before_any_rank_is_started(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, training=(*TRAINING, "--tensor-model-parallel-size", "3"))
     assert job.ended() == "FAILED"
-    assert "this cannot run: --tensor-model-parallel-size 3 does not divide" in job.log and "attempt" not in job.log, job.log
+    assert "this cannot run: --tensor-model-parallel-size 3 does not divide" in job.log and "attempt" not in job.log, (
+        job.log
+    )
     assert cluster.job(job.number)["ExitCode"] == "2:0"

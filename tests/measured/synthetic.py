@@ -37,7 +37,9 @@ def step_of(
 ) -> MeasuredStep:
     """The step in which every action took `seconds`, came `gap` after the one before, and a message `latency_seconds`."""
     durations = tuple(tuple(seconds(r, a) + parameter_wait(r, a) for a in row) for r, row in enumerate(schedule.rows))
-    gaps = tuple(tuple(gap(r, a) if slot else late(r) for slot, a in enumerate(row)) for r, row in enumerate(schedule.rows))
+    gaps = tuple(
+        tuple(gap(r, a) if slot else late(r) for slot, a in enumerate(row)) for r, row in enumerate(schedule.rows)
+    )
     starts, ends = replay(schedule, durations, gaps, {}, latency_seconds)
     rows = []
     for rank, row in enumerate(schedule.rows):
@@ -66,13 +68,19 @@ def _began(
     return began, waits
 
 
-def profile_of(schedule: Schedule, steps: tuple[MeasuredStep, ...], latency_seconds: float = 0.0, transfer_seconds: float = 0.0) -> Profile:
+def profile_of(
+    schedule: Schedule, steps: tuple[MeasuredStep, ...], latency_seconds: float = 0.0, transfer_seconds: float = 0.0
+) -> Profile:
     """One pipeline whose messages take what is said between idle ranks."""
     ranks = tuple(range(schedule.num_ranks))
-    links = tuple(Link((rank, (rank + 1) % len(ranks)), latency_seconds, transfer_seconds) for rank in ranks if len(ranks) > 1)
+    links = tuple(
+        Link((rank, (rank + 1) % len(ranks)), latency_seconds, transfer_seconds) for rank in ranks if len(ranks) > 1
+    )
     clocks = tuple(ClockNote(rank, 0, 0, True) for rank in ranks)
     about = {"schedule": schedule.name, "device": "cpu"}
-    return Profile(about, {schedule.num_microbatches: schedule}, 1024, links, clocks, (PipelineSteps(0, 0, ranks, steps),))
+    return Profile(
+        about, {schedule.num_microbatches: schedule}, 1024, links, clocks, (PipelineSteps(0, 0, ranks, steps),)
+    )
 
 
 def lowered(name: str = "1f1b", p: int = 4, m: int = 8, v: int = 1) -> Schedule:

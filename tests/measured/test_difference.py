@@ -16,7 +16,16 @@ from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs, simulate
 from tests.measured.synthetic import Seconds, even, lowered, profile_of, step_of
 
-FAMILIES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2), ("dualpipe-v", 2)]
+FAMILIES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("breadth-first", 2),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2),
+]
 
 
 def compared(schedule: Schedule, latency: float = 0.0, known_latency: float = 0.0, **changes: Seconds) -> Comparison:
@@ -54,7 +63,9 @@ def test_slower_messages_than_between_idle_ranks_are_communication_and_known_one
 
 def test_a_slow_stage_is_unequal_stages_and_a_slow_microbatch_is_noise() -> None:
     slow_stage = parts(
-        compared(lowered("1f1b", 4, 8), seconds=lambda rank, action: even(rank, action) * (1.5 if action.stage == 2 else 1.0))
+        compared(
+            lowered("1f1b", 4, 8), seconds=lambda rank, action: even(rank, action) * (1.5 if action.stage == 2 else 1.0)
+        )
     )
     assert slow_stage["unequal stages"] > 0.05 and abs(slow_stage["noise"]) < 1e-9
 
@@ -79,7 +90,9 @@ def test_a_rank_that_starts_late_and_waits_for_parameters_is_the_optimizers() ->
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES, ids=[name for name, _ in FAMILIES])
 @settings(max_examples=10, deadline=None)
 @given(p=st.integers(1, 4), extra=st.integers(0, 3), seed=st.randoms(use_true_random=False))
-def test_the_parts_add_up_to_the_difference_whatever_happened(name: str, chunks: int, p: int, extra: int, seed: object) -> None:
+def test_the_parts_add_up_to_the_difference_whatever_happened(
+    name: str, chunks: int, p: int, extra: int, seed: object
+) -> None:
     if p == 1 and name != "gpipe":
         p = 2
     schedule = lowered(name, p, 2 * p * chunks + 2 * extra, chunks)
@@ -100,12 +113,16 @@ def test_the_parts_add_up_to_the_difference_whatever_happened(name: str, chunks:
     assert total.barrier == pytest.approx(wall - comparison.mean_work_seconds, abs=1e-9)
     assert total == pytest.approx(comparison.measured.idle, abs=1e-9)
     assert comparison.predicted_idle.barrier == pytest.approx(sum(comparison.plan.barrier_idle_seconds) / p, abs=1e-9)
-    assert comparison.plan.work_seconds == pytest.approx(comparison.measured.work_seconds, abs=1e-9)  # the same work in both
+    assert comparison.plan.work_seconds == pytest.approx(
+        comparison.measured.work_seconds, abs=1e-9
+    )  # the same work in both
 
 
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES, ids=[name for name, _ in FAMILIES])
 @pytest.mark.parametrize(("transfer", "latency"), [(0.0, 0.0), (0.003, 0.001)], ids=["free", "messages"])
-def test_a_replay_with_the_costs_of_a_simulation_is_that_simulation(name: str, chunks: int, transfer: float, latency: float) -> None:
+def test_a_replay_with_the_costs_of_a_simulation_is_that_simulation(
+    name: str, chunks: int, transfer: float, latency: float
+) -> None:
     schedule = lowered(name, 4, 16, chunks)
     stages = range(schedule.num_stages)
     seconds = {(stage, op): 0.01 * (1 + stage % 3) for stage in stages for op in (Op.F, Op.B, Op.I, Op.W)}
@@ -134,7 +151,10 @@ def test_the_summary_is_the_mean_of_its_steps_and_says_both_clocks() -> None:
     each = [compare(profile, profile.pipelines[0], step).measured.idle for step in (quiet, slow)]
     assert summary.measured_idle == pytest.approx(Idle(*(sum(pair) / 2 for pair in zip(*each, strict=True))))
     text = profile_text(profile, summary)
-    assert "profile of steps 11 to 12: 1f1b (4 ranks, 4 stages, 8 microbatches), ranks 0 1 2 3; all ranks read one clock" in text
+    assert (
+        "profile of steps 11 to 12: 1f1b (4 ranks, 4 stages, 8 microbatches), ranks 0 1 2 3; all ranks read one clock"
+        in text
+    )
     assert f"{summary.measured_share.barrier:.1%}" in text and f"{summary.predicted_share.chained:.1%}" in text
     assert summary.predicted_share == pytest.approx((3 / 11, 3 / 11))
 

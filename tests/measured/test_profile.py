@@ -28,7 +28,10 @@ def test_a_profile_is_read_as_it_was_written(name: str, chunks: int, tmp_path: P
         (lambda found: found.update(version=2), "has version 2 of the profile's format, this megapipe reads 1"),
         (lambda found: found.update(format="other"), "is not a profile of a pipeline: its format is 'other'"),
         (lambda found: found.pop("links", found.pop("messages")), "is damaged: KeyError: 'messages'"),
-        (lambda found: found["pipelines"][0]["steps"][0]["rows"][0]["ends_ns"].pop(), "is damaged: ValueError: step 11 holds rows of"),
+        (
+            lambda found: found["pipelines"][0]["steps"][0]["rows"][0]["ends_ns"].pop(),
+            "is damaged: ValueError: step 11 holds rows of",
+        ),
         (lambda found: found["schedules"]["8"]["rows"].__setitem__(0, "0X0"), "'0X0' is not an action"),
     ],
     ids=["version", "format", "part missing", "short row", "no action"],

@@ -24,7 +24,9 @@ EVENTS = [
 
 def test_waits_belong_to_the_action_they_lie_in_and_times_are_on_the_clock_asked_for() -> None:
     row = measured_row(ROW, EVENTS, lambda time: time - 100)
-    assert row == MeasuredRow((0, 20, 101, 200), (10, 100, 200, 210), (0, 19, 0, 0), (0, 8, 0, 0), (("optimizer", 220, 300),))
+    assert row == MeasuredRow(
+        (0, 20, 101, 200), (10, 100, 200, 210), (0, 19, 0, 0), (0, 8, 0, 0), (("optimizer", 220, 300),)
+    )
 
 
 def test_an_action_that_nothing_was_recorded_of_is_named() -> None:

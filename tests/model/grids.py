@@ -56,7 +56,9 @@ def model_config(**options: Any) -> ModelConfig:
     return ModelConfig(**(sizes | options))
 
 
-def reference(config: ModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None) -> ReferenceGPT:
+def reference(
+    config: ModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None
+) -> ReferenceGPT:
     """The oracle with every parameter drawn, norms and biases too."""
     fields = {field.name for field in dataclasses.fields(ReferenceConfig)}
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
@@ -105,7 +107,9 @@ def make_stage(
     return stage
 
 
-def make_microbatch(config: ModelConfig, *, documents: bool = False, dropout_key: DropoutKey | None = None, seed: int = 5) -> Microbatch:
+def make_microbatch(
+    config: ModelConfig, *, documents: bool = False, dropout_key: DropoutKey | None = None, seed: int = 5
+) -> Microbatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (BATCH, SEQ + 1), generator=generator)
     loss_mask = (torch.rand(BATCH, SEQ, generator=generator) > 0.2).float()
@@ -116,7 +120,9 @@ def make_microbatch(config: ModelConfig, *, documents: bool = False, dropout_key
         document_ids = starts.cumsum(1)
         index = torch.arange(SEQ).expand(BATCH, SEQ)
         position_ids = index - torch.cummax(index * starts, 1).values
-    return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), loss_mask, position_ids, document_ids, dropout_key)
+    return Microbatch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), loss_mask, position_ids, document_ids, dropout_key
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,9 @@ class Expected:
     grads: dict[str, Tensor]
 
 
-def reference_run(model: ReferenceGPT, microbatch: Microbatch, tp: int = 1, sequence_parallel: bool = False) -> Expected:
+def reference_run(
+    model: ReferenceGPT, microbatch: Microbatch, tp: int = 1, sequence_parallel: bool = False
+) -> Expected:
     """Loss and gradients of the reference, with the dropout masks that a grid of this tp size draws."""
     model.zero_grad()
     masks = None

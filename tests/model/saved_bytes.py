@@ -51,7 +51,9 @@ class SavedBytes:
     def storages(self) -> list[str]:
         """One line a storage, largest first, for messages."""
         order = sorted(self._sizes, key=lambda address: -self._sizes[address])
-        return [f"{self._sizes[a]:>8} bytes, first saved as {list(self._shapes[a][0])} {self._shapes[a][1]}" for a in order]
+        return [
+            f"{self._sizes[a]:>8} bytes, first saved as {list(self._shapes[a][0])} {self._shapes[a][1]}" for a in order
+        ]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -36,7 +36,10 @@ def test_slices_of_any_grid_are_slices_of_one_tensor(options: dict, tp: int) -> 
         whole = draw(spec, 0, 1, SEED)
         assert whole.shape == spec.shape
         for tp_rank in range(tp):
-            assert torch.equal(draw(spec, tp_rank, tp, SEED), local_slice(spec, whole, tp_rank, tp)), (spec.name, tp_rank)
+            assert torch.equal(draw(spec, tp_rank, tp, SEED), local_slice(spec, whole, tp_rank, tp)), (
+                spec.name,
+                tp_rank,
+            )
 
 
 @given(st.data())
@@ -56,7 +59,14 @@ def test_stages_of_any_cut_draw_the_same_weights(cut: list[tuple[int, int]]) -> 
     held: dict[str, torch.Tensor] = {}
     for start, stop in cut:
         layers = StageLayers(start, stop, start == 0, stop == 3)
-        stage = GPTStage(config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig())
+        stage = GPTStage(
+            config,
+            layers,
+            Group.alone("tp"),
+            sequence_parallel=False,
+            recompute=RecomputeConfig(),
+            loss=TrainingConfig(),
+        )
         materialize_plain(stage, specs, 0, 1, SEED)
         for name, parameter in stage.named_parameters():
             assert name not in held or torch.equal(held[name], parameter), name  # both ends of a tie
@@ -92,7 +102,9 @@ def test_the_stream_is_the_same_on_every_machine_and_python() -> None:
 def test_a_wrong_spec_is_refused_by_name() -> None:
     config = model_config(**GPT2)
     layers = StageLayers(0, 2, True, True)
-    stage = GPTStage(config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig())
+    stage = GPTStage(
+        config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()
+    )
     wrong = model_specs(model_config(**GPT2, ffn_hidden_size=28), False)
     with pytest.raises(ValueError, match=r"mlp.linear_fc1.weight has shape \(20, 24\)"):
         materialize_plain(stage, wrong, 0, 1, SEED)

@@ -15,7 +15,13 @@ from tests.model.saved_bytes import SavedBytes
 from tests.model.test_planned_bytes import DTYPES, RECOMPUTES, SHAPES, weights_of
 
 CASES = [(shape, recompute) for shape in SHAPES for recompute in ("none", "core_attn-layernorm-mlp", "activation")]
-CASES += [("llama", "uniform2"), ("llama", "uniform2_kept"), ("gpt2", "block2_kept"), ("documents", "none"), ("documents_qk_norm", "none")]
+CASES += [
+    ("llama", "uniform2"),
+    ("llama", "uniform2_kept"),
+    ("gpt2", "block2_kept"),
+    ("documents", "none"),
+    ("documents_qk_norm", "none"),
+]
 DOCUMENTS = LLAMA | {"position_embedding_type": "rope"}
 OF = SHAPES | {"documents": DOCUMENTS, "documents_qk_norm": DOCUMENTS | {"qk_layernorm": True}}
 

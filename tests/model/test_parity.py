@@ -9,7 +9,17 @@ import torch
 
 from megapipe.config.training import TrainingConfig
 from megapipe.tensor_parallel.random import DropoutKey
-from tests.model.grids import GPT2, LLAMA, SCALING, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+from tests.model.grids import (
+    GPT2,
+    LLAMA,
+    SCALING,
+    assert_equal,
+    make_microbatch,
+    make_stage,
+    model_config,
+    reference,
+    reference_run,
+)
 
 OPTIONS = {
     "gpt2": GPT2,
@@ -18,7 +28,9 @@ OPTIONS = {
     "rotary_base_linear": LLAMA | SCALING | {"rope_scaling_type": "linear"},
     "rotary_llama3": LLAMA | SCALING | {"rope_scaling_type": "llama3", "rope_high_freq_factor": 2.5},
     "rotary_yarn": LLAMA | SCALING | {"rope_scaling_type": "yarn", "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.25},
-    "rotary_yarn_mscale": LLAMA | SCALING | {"rope_scaling_type": "yarn", "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.3},
+    "rotary_yarn_mscale": LLAMA
+    | SCALING
+    | {"rope_scaling_type": "yarn", "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.3},
     "no_positions": GPT2 | {"position_embedding_type": "none"},
     "rmsnorm_zero_centred": GPT2 | {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True},
     "layernorm_zero_centred": GPT2 | {"layernorm_zero_centered_gamma": True},

@@ -41,7 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2_dropout": GPT2 | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "gpt2_hidden_dropout_grouped_erf": GPT2 | {"hidden_dropout": 0.1, "num_query_groups": 2, "activation": "gelu"},
-    "gpt2_untied_softmax_in_fp32": GPT2 | {"untie_embeddings_and_output_weights": True, "attention_softmax_in_fp32": True},
+    "gpt2_untied_softmax_in_fp32": GPT2
+    | {"untie_embeddings_and_output_weights": True, "attention_softmax_in_fp32": True},
     "llama": LLAMA,
     "llama_tied_window": LLAMA | {"untie_embeddings_and_output_weights": False, "window_size": 4},
     "llama_qk_norm_layernorm": LLAMA | {"qk_layernorm": True, "normalization": "LayerNorm"},
@@ -56,7 +57,10 @@ RECOMPUTES = {
     "none": RecomputeConfig(),
     **{"-".join(modules): RecomputeConfig("selective", recompute_modules=modules) for modules in SELECTIONS},
     **{f"{method}{n}": RecomputeConfig("full", method, n) for method in ("uniform", "block") for n in (1, 2, 3, 4)},
-    **{f"{method}2_kept": RecomputeConfig("full", method, 2, recompute_keep_attention=True) for method in ("uniform", "block")},
+    **{
+        f"{method}2_kept": RecomputeConfig("full", method, 2, recompute_keep_attention=True)
+        for method in ("uniform", "block")
+    },
 }
 PARTS = {
     "one_layer": StageLayers(0, 1, True, True),
@@ -76,7 +80,11 @@ CASES = [
     if name in FEW or part == ("whole" if recompute.recompute_granularity == "full" else "one_layer")
 ]
 SINGLE_AND_ALL = {name for name, recompute in RECOMPUTES.items() if len(recompute.recompute_modules) in (1, 4)}
-CASES_OVER_TP = [(part, name) for part, name in CASES if name in SINGLE_AND_ALL and (name == "none" or part in ("one_layer", "whole"))]
+CASES_OVER_TP = [
+    (part, name)
+    for part, name in CASES
+    if name in SINGLE_AND_ALL and (name == "none" or part in ("one_layer", "whole"))
+]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -107,9 +115,17 @@ def counted(
     tp = tp or Group.alone("tp")
     loss = TrainingConfig(label_smoothing=0.1, z_loss=0.1)
     stage = make_stage(
-        config, weights_of(config, dtype), layers=part, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, loss=loss
+        config,
+        weights_of(config, dtype),
+        layers=part,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        loss=loss,
     )
-    microbatch = microbatch or dataclasses.replace(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), loss_mask=None)
+    microbatch = microbatch or dataclasses.replace(
+        make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), loss_mask=None
+    )
     inputs: tuple[torch.Tensor, ...] = ()
     if not part.has_embedding:
         seq = config.seq_length // tp.size if sequence_parallel else config.seq_length
@@ -127,7 +143,12 @@ def counted(
 
 
 def planned(
-    config: ModelConfig, part: StageLayers, recompute: RecomputeConfig, dtype: str, tp: int = 1, sequence_parallel: bool = False
+    config: ModelConfig,
+    part: StageLayers,
+    recompute: RecomputeConfig,
+    dtype: str,
+    tp: int = 1,
+    sequence_parallel: bool = False,
 ) -> dict[str, int]:
     return stage_bytes(config, LocalSizes.of(config, tp, sequence_parallel, BATCH, dtype), part, recompute)
 
@@ -144,7 +165,9 @@ def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: s
         assert sum(plan.values()) == count.forward, f"{part}, recompute {name}: {plan}\n" + "\n".join(count.storages)
 
 
-def counted_over_tp(rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool) -> dict[tuple[str, str], Count]:
+def counted_over_tp(
+    rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool
+) -> dict[tuple[str, str], Count]:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
     tp = Group("tp", tuple(range(world_size)), rank, dist.group.WORLD)
     return {
@@ -154,7 +177,9 @@ def counted_over_tp(rank: int, world_size: int, shape: str, dtype: str, sequence
     }
 
 
-@pytest.mark.parametrize(("dtype", "sequence_parallel"), [("fp32", False), ("bf16", True)], ids=["tp2_fp32", "tp2_bf16_sequence_parallel"])
+@pytest.mark.parametrize(
+    ("dtype", "sequence_parallel"), [("fp32", False), ("bf16", True)], ids=["tp2_fp32", "tp2_bf16_sequence_parallel"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
     shape: str, dtype: str, sequence_parallel: bool, rank_pools: Callable[[int], RankPool]
@@ -173,10 +198,18 @@ def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
 def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute: str) -> None:
     config = model_config(num_layers=LAYERS, **(LLAMA | {"num_query_groups": groups, "qk_layernorm": qk_norm}))
     documents = Documents(position_ids=True, attention_mask=True, loss_mask=True)
-    count = counted(config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=make_microbatch(config, documents=True))
-    plan = stage_bytes(config, LocalSizes.of(config, 1, False, BATCH, "fp64"), PARTS["whole"], RECOMPUTES[recompute], documents)
+    count = counted(
+        config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=make_microbatch(config, documents=True)
+    )
+    plan = stage_bytes(
+        config, LocalSizes.of(config, 1, False, BATCH, "fp64"), PARTS["whole"], RECOMPUTES[recompute], documents
+    )
     unseen = plan["rotary tables"]  # autograd's context holds it as an attribute
-    if recompute in ("core_attn", "uniform2", "uniform2_kept"):  # all layers replay their attention, from a closure that holds the mask
+    if recompute in (
+        "core_attn",
+        "uniform2",
+        "uniform2_kept",
+    ):  # all layers replay their attention, from a closure that holds the mask
         unseen += plan["document masks"]
     assert sum(plan.values()) - unseen == count.forward, f"{plan}\n" + "\n".join(count.storages)
 
@@ -184,7 +217,15 @@ def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("recompute", "num_layers"),
-    [("uniform1", 1), ("uniform2", 2), ("uniform3", 3), ("block1", 1), ("core_attn", 1), ("mlp", 1), ("layernorm-mlp", 1)],
+    [
+        ("uniform1", 1),
+        ("uniform2", 2),
+        ("uniform3", 3),
+        ("block1", 1),
+        ("core_attn", 1),
+        ("mlp", 1),
+        ("layernorm-mlp", 1),
+    ],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("shape", ["gpt2_dropout", "llama", "llama_qk_norm_layernorm", "llama_soft_caps"])
@@ -208,7 +249,9 @@ def test_a_replay_that_keeps_attention_makes_the_bytes_in_the_plan(shape: str) -
     assert count.replayed == replay_bytes(config, LocalSizes.of(config, 1, False, BATCH, "bf16"), 2, recompute)
 
 
-@pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm", "activation", "mlp", "core_attn-layernorm-mlp", "uniform2"])
+@pytest.mark.parametrize(
+    "recompute", ["none", "core_attn", "layernorm", "activation", "mlp", "core_attn-layernorm-mlp", "uniform2"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str, recompute: str) -> None:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
@@ -216,7 +259,9 @@ def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str
         recompute = "uniform2_kept"
     for part, dtype in ((PARTS["whole"], "bf16"), (PARTS["inner"], "fp32")):
         queue = WeightQueue()
-        stage = make_stage(config, weights_of(config, DTYPES[dtype]), layers=part, recompute=RECOMPUTES[recompute], queue=queue)
+        stage = make_stage(
+            config, weights_of(config, DTYPES[dtype]), layers=part, recompute=RECOMPUTES[recompute], queue=queue
+        )
         microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
         hidden = torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=DTYPES[dtype], requires_grad=True)
         output = stage(*([] if part.has_embedding else [hidden]), microbatch)
@@ -224,10 +269,16 @@ def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str
         objective = output.loss_sum if part.has_head else output
         torch.autograd.backward(objective, None if part.has_head else torch.randn_like(objective))
         queue.immediate()
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for waiting in queue._waiting[0] for t in tensors_of(waiting)}
+        held = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for waiting in queue._waiting[0]
+            for t in tensors_of(waiting)
+        }
         known = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), microbatch.tokens)}
         counted_bytes = sum(size for address, size in held.items() if address not in known)
-        assert counted_bytes == deferred_bytes(config, LocalSizes.of(config, 1, False, BATCH, dtype), part, RECOMPUTES[recompute])
+        assert counted_bytes == deferred_bytes(
+            config, LocalSizes.of(config, 1, False, BATCH, dtype), part, RECOMPUTES[recompute]
+        )
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -246,7 +297,9 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
     elif isinstance(value, MethodType):
         yield from tensors_of(value.__self__, seen)
     elif type(value).__module__.startswith("megapipe"):
-        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())] + list(getattr(value, "__dict__", ()))
+        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())] + list(
+            getattr(value, "__dict__", ())
+        )
         for name in names:
             yield from tensors_of(getattr(value, name, None), seen)
 

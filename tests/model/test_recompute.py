@@ -19,7 +19,11 @@ from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.model.grids import GPT2, LLAMA, make_microbatch, make_stage, model_config, reference
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-OPTIONS = {"gpt2": GPT2 | DROPOUT, "llama": LLAMA | DROPOUT | {"qk_layernorm": True}, "llama_fused": LLAMA | {"hidden_dropout": 0.1}}
+OPTIONS = {
+    "gpt2": GPT2 | DROPOUT,
+    "llama": LLAMA | DROPOUT | {"qk_layernorm": True},
+    "llama_fused": LLAMA | {"hidden_dropout": 0.1},
+}
 OPTIONS["gpt2_window"] = GPT2 | {"hidden_dropout": 0.2, "window_size": 4}
 RECOMPUTES = {
     "core_attn": RecomputeConfig("selective", recompute_modules=("core_attn",)),
@@ -37,7 +41,9 @@ FUSED = ("llama_fused", "gpt2_window")
 CASES = [(name, recompute) for recompute in RECOMPUTES for name in (FUSED if "attention" in recompute else OPTIONS)]
 
 
-def run(name: str, recompute: RecomputeConfig, split: bool = False, num_layers: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    name: str, recompute: RecomputeConfig, split: bool = False, num_layers: int = 3
+) -> tuple[Tensor, dict[str, Tensor]]:
     config = model_config(**OPTIONS[name], num_layers=num_layers)
     weights = {key: tensor.float() for key, tensor in reference(config).named_parameters()}
     queue = WeightQueue() if split else None
@@ -69,7 +75,9 @@ def test_recompute_gives_the_same_bits(name: str, recompute: str, split: bool) -
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
 @pytest.mark.parametrize(("recompute", "num_forwards"), [("mlp", 2), ("uniform1", 2), ("core_attn", 1)])
-def test_each_segment_is_replayed_once(monkeypatch: pytest.MonkeyPatch, recompute: str, num_forwards: int, split: bool) -> None:
+def test_each_segment_is_replayed_once(
+    monkeypatch: pytest.MonkeyPatch, recompute: str, num_forwards: int, split: bool
+) -> None:
     import megapipe.model.parts as parts
 
     calls: list[Any] = []
@@ -92,7 +100,9 @@ class CountedKernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("recompute", "num_forwards"), [("uniform2", 6), ("uniform2_attention_kept", 3), ("block1_attention_kept", 3)])
+@pytest.mark.parametrize(
+    ("recompute", "num_forwards"), [("uniform2", 6), ("uniform2_attention_kept", 3), ("block1_attention_kept", 3)]
+)
 def test_a_replay_that_keeps_attention_does_not_run_its_kernel(recompute: str, num_forwards: int) -> None:
     with CountedKernels() as counted:
         run("llama_fused", RECOMPUTES[recompute])
@@ -102,7 +112,9 @@ def test_a_replay_that_keeps_attention_does_not_run_its_kernel(recompute: str, n
 
 def test_what_attention_returned_is_freed_with_the_graph() -> None:
     config = model_config(**LLAMA)
-    stage = make_stage(config, dict(reference(config).named_parameters()), recompute=RECOMPUTES["uniform2_attention_kept"])
+    stage = make_stage(
+        config, dict(reference(config).named_parameters()), recompute=RECOMPUTES["uniform2_attention_kept"]
+    )
     parameters = sum(parameter.untyped_storage().nbytes() for parameter in stage.parameters())
     with LiveBytes() as live:
         stage(make_microbatch(config)).loss_sum.backward()
@@ -181,7 +193,9 @@ def test_full_recompute_groups_layers_as_megatron_does(method: str, size: int, e
     assert layer_groups(RecomputeConfig("full", method, size), range(4, 9)) == expected
 
 
-@pytest.mark.parametrize("config", [RecomputeConfig("full", None, 1), RecomputeConfig("full", "block", None)], ids=["method", "layers"])
+@pytest.mark.parametrize(
+    "config", [RecomputeConfig("full", None, 1), RecomputeConfig("full", "block", None)], ids=["method", "layers"]
+)
 def test_full_recompute_without_its_numbers_is_refused(config: RecomputeConfig) -> None:
     with pytest.raises(ConfigError, match="recompute-method"):
         layer_groups(config, range(2))

@@ -115,7 +115,9 @@ def test_documents_with_grouped_queries_repeat_keys_and_values(modules: tuple[st
     assert counted == layer_bytes(config, modules, 4, 4) + BATCH * SEQ * repeated * 4, "\n".join(storages)
 
 
-def counted_layer(config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype, documents: bool = False) -> tuple[int, list[str]]:
+def counted_layer(
+    config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype, documents: bool = False
+) -> tuple[int, list[str]]:
     weights = {name: tensor.to(dtype) for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, tp=Group.alone("tp"), recompute=recompute)
     block = stage.decoder.layers["0"]

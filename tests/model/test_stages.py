@@ -18,7 +18,17 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs, specs_of_stage
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
-from tests.model.grids import GPT2, LLAMA, SEQ, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+from tests.model.grids import (
+    GPT2,
+    LLAMA,
+    SEQ,
+    assert_equal,
+    make_microbatch,
+    make_stage,
+    model_config,
+    reference,
+    reference_run,
+)
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 OPTIONS = {
@@ -41,7 +51,9 @@ def test_parameters_are_those_that_the_specs_declare(name: str, cut: str, tp_ran
     config = model_config(**OPTIONS[name], num_layers=3)
     for layers in CUTS[cut]:
         tp = Group("tp", (0, 1, 2, 3), tp_rank)
-        stage = GPTStage(config, layers, tp, sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig())
+        stage = GPTStage(
+            config, layers, tp, sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()
+        )
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         specs = specs_of_stage(model_specs(config, False), numbers, layers.has_embedding, layers.has_head)
         declared = {spec.name: spec.local_shape(tp_rank, 4) for spec in specs}
@@ -89,7 +101,9 @@ def test_logits_for_inference_equal_the_reference_at_any_length() -> None:
     stage = make_stage(config, dict(model.named_parameters()))
     tokens = make_microbatch(config).tokens
     for length in (SEQ, 5, 1):
-        microbatch = dataclasses.replace(make_microbatch(config), tokens=tokens[:, :length], labels=None, loss_mask=None)
+        microbatch = dataclasses.replace(
+            make_microbatch(config), tokens=tokens[:, :length], labels=None, loss_mask=None
+        )
         with torch.no_grad():
             logits = stage(microbatch, return_logits=True)
             expected = model.logits(tokens[:, :length])
@@ -142,7 +156,9 @@ def test_slots_collect_what_autograd_would(name: str) -> None:
     holders: dict[str, list[dict[str, GradientSlot]]] = {}
     for key, parameter in slotted.named_parameters():
         holders[key] = [
-            m.slots for m in slotted.modules() if hasattr(m, "slots") and any(p is parameter for p in m.parameters(recurse=False))
+            m.slots
+            for m in slotted.modules()
+            if hasattr(m, "slots") and any(p is parameter for p in m.parameters(recurse=False))
         ]
     ready: list[str] = []
     for key, slots in holders.items():
@@ -150,7 +166,9 @@ def test_slots_collect_what_autograd_would(name: str) -> None:
         for place in slots:
             place[key.rpartition(".")[2]] = slot
     slotted(microbatch).loss_sum.backward()
-    assert sorted(ready) == sorted(key for key, slots in holders.items() if slots)  # once each, a tied weight after both uses
+    assert sorted(ready) == sorted(
+        key for key, slots in holders.items() if slots
+    )  # once each, a tied weight after both uses
     for key, parameter in slotted.named_parameters():
         total = main_grads[key] if parameter.grad is None else parameter.grad
         assert_equal(total, dict(plain.named_parameters())[key].grad, key)

@@ -16,7 +16,17 @@ from megapipe.model.stage import GPTStage
 from megapipe.sharding.model_specs import model_specs
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.harness import RankPool
-from tests.model.grids import GPT2, LLAMA, Expected, assert_equal, make_microbatch, make_stage, model_config, reference, reference_run
+from tests.model.grids import (
+    GPT2,
+    LLAMA,
+    Expected,
+    assert_equal,
+    make_microbatch,
+    make_stage,
+    model_config,
+    reference,
+    reference_run,
+)
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 OPTIONS = {
@@ -26,7 +36,12 @@ OPTIONS = {
     "kv_heads_fewer_than_tp": LLAMA | {"num_query_groups": 1, "qk_layernorm": True},
     "kv_heads_fewer_than_tp_dropout": LLAMA | {"num_query_groups": 1, "add_qkv_bias": True} | DROPOUT,
     "tied_rms_soft_caps_window": LLAMA
-    | {"untie_embeddings_and_output_weights": False, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "window_size": 5},
+    | {
+        "untie_embeddings_and_output_weights": False,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "window_size": 5,
+    },
 }
 SELECTIVE = RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "mlp"))
 ACTIVATIONS = RecomputeConfig("selective", recompute_modules=("activation", "layernorm"))
@@ -40,7 +55,9 @@ def pools() -> Iterator[dict[int, RankPool]]:
         yield {2: two, 4: four}
 
 
-def compared_tensors(rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, recompute: RecomputeConfig) -> int:
+def compared_tensors(
+    rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, recompute: RecomputeConfig
+) -> int:
     """On one rank: build its slice, run it, sum what ParamSpec says is partial, compare. Returns the number of compared tensors."""
     config = model_config(**options)
     model = reference(config)
@@ -55,15 +72,22 @@ def compared_tensors(rank: int, world_size: int, options: dict[str, Any], sequen
     return assert_gradients(stage, config, expected, rank, world_size, sequence_parallel)
 
 
-def assert_gradients(stage: GPTStage, config: ModelConfig, expected: Expected, rank: int, world_size: int, sequence_parallel: bool) -> int:
+def assert_gradients(
+    stage: GPTStage, config: ModelConfig, expected: Expected, rank: int, world_size: int, sequence_parallel: bool
+) -> int:
     """Every gradient of this rank's slices, partial ones summed, is the reference's. Returns the number of tensors."""
     grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
     specs = {spec.name: spec for spec in model_specs(config, sequence_parallel)}
     assert grads.keys() == specs.keys()
     for name, grad in grads.items():
-        spec, parts = specs[name], []  # every rank's gradient, so that replicas can be summed where their rows are declared partial
+        spec, parts = (
+            specs[name],
+            [],
+        )  # every rank's gradient, so that replicas can be summed where their rows are declared partial
         for source in range(world_size):
-            part = grad.clone() if source == rank else torch.empty(spec.local_shape(source, world_size), dtype=grad.dtype)
+            part = (
+                grad.clone() if source == rank else torch.empty(spec.local_shape(source, world_size), dtype=grad.dtype)
+            )
             dist.broadcast(part, source)
             parts.append(part)
         for interval, mine in zip(spec.intervals(rank, world_size), split(spec, grad, rank, world_size), strict=True):
@@ -71,7 +95,11 @@ def assert_gradients(stage: GPTStage, config: ModelConfig, expected: Expected, r
             if len(interval.replicas) > 1 and spec.needs_replica_sum(interval):
                 total = sum(rows_of(spec, parts[r], interval, r, world_size) for r in interval.replicas)
             dim = spec.slicing.dim or 0
-            assert_equal(total, expected.grads[name].narrow(dim, interval.start, interval.stop - interval.start), f"{name} {interval}")
+            assert_equal(
+                total,
+                expected.grads[name].narrow(dim, interval.start, interval.stop - interval.start),
+                f"{name} {interval}",
+            )
     return len(grads)
 
 
@@ -90,16 +118,22 @@ def rows_of(spec: Any, local: torch.Tensor, interval: Any, tp_rank: int, tp: int
 
 
 # four ranks where they differ from two: more replicas of a key/value head, other dropout streams
-GRIDS = [(2, name) for name in OPTIONS] + [(4, name) for name in ("gpt2_dropout", "llama_qk_norm", "kv_heads_fewer_than_tp_dropout")]
+GRIDS = [(2, name) for name in OPTIONS] + [
+    (4, name) for name in ("gpt2_dropout", "llama_qk_norm", "kv_heads_fewer_than_tp_dropout")
+]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 @pytest.mark.parametrize(("tp", "name"), GRIDS, ids=[f"tp{tp}-{name}" for tp, name in GRIDS])
-def test_tp_loss_and_gradients_equal_the_reference(pools: dict[int, RankPool], tp: int, name: str, sequence_parallel: bool) -> None:
+def test_tp_loss_and_gradients_equal_the_reference(
+    pools: dict[int, RankPool], tp: int, name: str, sequence_parallel: bool
+) -> None:
     assert min(pools[tp].run(compared_tensors, OPTIONS[name], sequence_parallel, RecomputeConfig())) > 10
 
 
 @pytest.mark.parametrize("recompute", [SELECTIVE, ACTIVATIONS, FULL], ids=["core-norm-mlp", "activation-norm", "full"])
 @pytest.mark.parametrize("name", ["gpt2_dropout", "kv_heads_fewer_than_tp_dropout"])
-def test_tp_with_recompute_equals_the_reference(pools: dict[int, RankPool], name: str, recompute: RecomputeConfig) -> None:
+def test_tp_with_recompute_equals_the_reference(
+    pools: dict[int, RankPool], name: str, recompute: RecomputeConfig
+) -> None:
     assert min(pools[2].run(compared_tensors, OPTIONS[name], True, recompute)) > 10

@@ -13,7 +13,9 @@ from megapipe.model.microbatch import Microbatch
 from tests.model.grids import make_stage
 from tests.reference.transformers_models import FAMILIES, SEQ, VOCAB, build
 
-pytest.importorskip("transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'")
+pytest.importorskip(
+    "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
+)
 
 
 def stage_logits(family: str, microbatch: Microbatch, **changed: Any) -> torch.Tensor:
@@ -30,7 +32,9 @@ def draw_tokens(seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_logits_equal_transformers(family: str) -> None:
     tokens = draw_tokens(seed=4)
-    torch.testing.assert_close(stage_logits(family, Microbatch(tokens)), build(family).logits(tokens), rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(
+        stage_logits(family, Microbatch(tokens)), build(family).logits(tokens), rtol=0.0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_rope_yarn", "mistral_window", "gemma2_soft_cap", "gpt2"], ids=str)

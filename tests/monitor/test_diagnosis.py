@@ -37,7 +37,9 @@ def seen(
         wait, what, number = Wait.COLLECTIVE, f"{collective[0]} all_reduce", collective[1]
     record = Record(7, 0, 3, patience, wait, -1 if peer is None else peer, number, phase, "0F1", what)
     member = Member(rank, "node0", 1000 + rank, 5, "space", f"pp {rank}", (rank,))
-    return Sighting(member, Snapshot(0, (joined,) + (0,) * (MOST_GROUPS - 1), record), age, ProcessState(state), answers)
+    return Sighting(
+        member, Snapshot(0, (joined,) + (0,) * (MOST_GROUPS - 1), record), age, ProcessState(state), answers
+    )
 
 
 def roster(size: int, *groups: tuple[int, ...]) -> Roster:
@@ -109,7 +111,10 @@ def test_a_stopped_rank_is_missing_even_where_it_waits_itself() -> None:
 
 
 def test_a_stopped_rank_that_has_joined_is_what_a_collective_waits_for() -> None:
-    sightings = [seen(0, collective=("g", 1), joined=1), seen(1, collective=("g", 1), joined=1, state="T", answers=False)]
+    sightings = [
+        seen(0, collective=("g", 1), joined=1),
+        seen(1, collective=("g", 1), joined=1, state="T", answers=False),
+    ]
     found = diagnose(sightings, roster(2, (0, 1)), LIMIT)
     assert found is not None
     assert (found.fault, found.culprits, found.edges[0]) == (Fault.STOPPED, (1,), (1,))

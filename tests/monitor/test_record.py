@@ -25,7 +25,9 @@ def test_a_slot_reads_as_it_was_written(fields: tuple[int, int, int, int, Wait, 
 
 
 @given(FIELDS, FIELDS, st.data())
-def test_a_slot_that_is_part_of_one_record_and_part_of_the_next_is_noticed(first: tuple, second: tuple, data: st.DataObject) -> None:  # type: ignore[type-arg]
+def test_a_slot_that_is_part_of_one_record_and_part_of_the_next_is_noticed(
+    first: tuple, second: tuple, data: st.DataObject
+) -> None:  # type: ignore[type-arg]
     old, new = (pack_slot(*f[:7], *(text.encode() for text in f[7:])) for f in (first, second))
     cut = data.draw(st.integers(0, len(old)))
     torn = new[:cut] + old[cut:]

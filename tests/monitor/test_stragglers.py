@@ -60,7 +60,9 @@ def test_where_nobody_has_the_same_work_the_plan_says_who_is_slow(share: float, 
 def test_a_rank_that_reads_for_long_does_not_compute_for_long() -> None:
     (found,) = stragglers(paces([0.4, 0.4, 0.4], reading={1: 0.3}), {})
     assert found == SlowRank(1, "reads data", 0.3, 0.0, True)
-    assert "it reads data 300.0 ms a step, ranks with the same work: 0.0 ms" in sentence(found, paces([0.4, 0.4, 0.4]), NAMES)
+    assert "it reads data 300.0 ms a step, ranks with the same work: 0.0 ms" in sentence(
+        found, paces([0.4, 0.4, 0.4]), NAMES
+    )
 
 
 def test_a_slow_link_is_told_from_the_others_and_alone_by_its_share_of_a_step() -> None:
@@ -69,7 +71,9 @@ def test_a_slow_link_is_told_from_the_others_and_alone_by_its_share_of_a_step() 
     (found,) = stragglers(paces([0.3] * 4, link=others, link_seconds=seconds), {})
     assert found == SlowLink((1, 2), 0.2, 0.0015)
     text = sentence(found, paces([0.3] * 4), NAMES)
-    assert "between rank 1 (pp ?) on host and rank 2 (pp ?) on host is slow" in text and "200.0 ms, 20% of a step" in text
+    assert (
+        "between rank 1 (pp ?) on host and rank 2 (pp ?) on host is slow" in text and "200.0 ms, 20% of a step" in text
+    )
     (alone,) = stragglers(paces([0.3] * 2, link={0: 1}, link_seconds={0: 0.2}), {})
     assert alone == SlowLink((0, 1), 0.2, None)
     assert stragglers(paces([0.3] * 2, link={0: 1}, link_seconds={0: 0.02}), {}) == []
@@ -102,7 +106,12 @@ def test_a_step_is_what_is_waited_read_and_computed(parts: list[tuple[str, int]]
         if kind == "read":
             clock.has_read(now)
     times = clock.turn(now)
-    assert (times.elapsed, times.computing, times.waiting, times.reading) == (now, sums["compute"], sums["wait"], sums["read"])
+    assert (times.elapsed, times.computing, times.waiting, times.reading) == (
+        now,
+        sums["compute"],
+        sums["wait"],
+        sums["read"],
+    )
     assert clock.turn(now).elapsed == 0
 
 

@@ -95,7 +95,9 @@ def test_a_rank_leaves_in_silence_when_another_host_has_told(tmp_path: Path) -> 
     assert reports == []
 
 
-def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after SIGSTOP and SIGCONT of the whole job: every record looks old."""
     exchange = OtherHost(Heartbeat(("world",)), True)
     heart, _, ended, watchdog = watched(tmp_path, exchange)

@@ -49,7 +49,10 @@ def train(
     param_dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}[dtype]
     buffers, module = (
         stage_buffers(
-            toy_specs(), world if sharded else 1, param_dtype=param_dtype, grad_dtype=torch.promote_types(param_dtype, torch.float32)
+            toy_specs(),
+            world if sharded else 1,
+            param_dtype=param_dtype,
+            grad_dtype=torch.promote_types(param_dtype, torch.float32),
         ),
         Toy(),
     )
@@ -70,8 +73,17 @@ def train(
         reducer.finish()
         norms.append(optimizer.step(1 / 12, 0.01, 0.1, 0.003).grad_norm)
     gather.finish()
-    state = {(piece.key, piece.piece.spec.name, piece.piece.box): piece.values for piece in optimizer.state() if piece.primary}
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}, norms, state, optimizer.plain_state()
+    state = {
+        (piece.key, piece.piece.spec.name, piece.piece.box): piece.values
+        for piece in optimizer.state()
+        if piece.primary
+    }
+    return (
+        {name: parameter.detach() for name, parameter in module.named_parameters()},
+        norms,
+        state,
+        optimizer.plain_state(),
+    )
 
 
 def load(optimizer: Optimizer, saved: list[tuple[State, dict]]) -> None:
@@ -113,7 +125,9 @@ def test_bf16_replicas_hold_the_same_parameters_to_the_bit(pools: dict[int, Rank
 def test_state_saved_by_two_replicas_is_loaded_by_three(pools: dict[int, RankPool], sharded: bool) -> None:
     straight = pools[2].run(train, ADAM, sharded, True, "fp64", range(4))[0][0]
     saved = [(state, plain) for _, _, state, plain in pools[2].run(train, ADAM, sharded, True, "fp64", range(2))]
-    assert sum(values.numel() for state, _ in saved for values in state.values()) == 3 * sum(values.numel() for values in straight.values())
+    assert sum(values.numel() for state, _ in saved for values in state.values()) == 3 * sum(
+        values.numel() for values in straight.values()
+    )
     for weights, _, _, _ in pools[3].run(train, ADAM, not sharded, True, "fp64", range(2, 4), saved):
         assert_close(weights, straight, 1e-10)
 
@@ -142,7 +156,12 @@ HEADS, QUERY_GROUPS, HEAD_DIM, HIDDEN = 4, 1, 3, 4
 GRID_SPECS = (
     ParamSpec("embedding.weight", (10, HIDDEN), owner="embedding", slicing=Fused(0), tied=True, true_rows=9),
     ParamSpec("norm.weight", (HIDDEN,), owner=0, weight_decay=False, partial_gradient=True),
-    ParamSpec("qkv.weight", ((HEADS + 2 * QUERY_GROUPS) * HEAD_DIM, HIDDEN), owner=0, slicing=QueryGroups(HEADS, QUERY_GROUPS, HEAD_DIM)),
+    ParamSpec(
+        "qkv.weight",
+        ((HEADS + 2 * QUERY_GROUPS) * HEAD_DIM, HIDDEN),
+        owner=0,
+        slicing=QueryGroups(HEADS, QUERY_GROUPS, HEAD_DIM),
+    ),
     ParamSpec("proj.weight", (HIDDEN, HEADS * HEAD_DIM), owner=0, slicing=Fused(1)),
     ParamSpec("head_norm.weight", (HIDDEN,), owner="head", weight_decay=False),
 )
@@ -163,7 +182,9 @@ def local_values(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tenso
     return torch.cat([whole.narrow(dim, i.start, i.stop - i.start) for i in spec.intervals(tp_rank, tp)], dim)
 
 
-def measure(rank: int, world: int, axes: dict[str, int], num_shards: int) -> tuple[float, float, int | None, dict[str, int]]:
+def measure(
+    rank: int, world: int, axes: dict[str, int], num_shards: int
+) -> tuple[float, float, int | None, dict[str, int]]:
     """Parameters and complete gradients are put in place; norms, zeros and saved elements are measured."""
     groups = groups_of(rank, **axes)
     tp, tp_rank = groups.tp.size, groups.tp.rank
@@ -171,7 +192,9 @@ def measure(rank: int, world: int, axes: dict[str, int], num_shards: int) -> tup
     # on one rank the first stage's embedding is the last one's too
     held = STAGES if groups.pp.size == 2 else {0: STAGES[0], 1: STAGES[1][1:]}
     kind: BufferKind = "tied" if groups.pp.size == 2 else "shared"
-    stages = {stage: stage_buffers(held[stage], num_shards, 20, tp_rank=tp_rank, tp=tp, tied_kind=kind) for stage in mine}
+    stages = {
+        stage: stage_buffers(held[stage], num_shards, 20, tp_rank=tp_rank, tp=tp, tied_kind=kind) for stage in mine
+    }
     for stage, buffers in stages.items():
         buffers.fill(lambda spec: local_values(spec, global_values(spec), tp_rank, tp))
         for spec in held[stage]:
@@ -197,7 +220,9 @@ def measure(rank: int, world: int, axes: dict[str, int], num_shards: int) -> tup
     ],
     ids=["tp2 pp2", "tp2 dp2 zero1", "tp2 dp2", "pp2 dp2 zero1"],
 )
-def test_every_element_counts_once_on_every_grid(pools: dict[int, RankPool], axes: dict[str, int], num_shards: int) -> None:
+def test_every_element_counts_once_on_every_grid(
+    pools: dict[int, RankPool], axes: dict[str, int], num_shards: int
+) -> None:
     values = {spec.name: global_values(spec)[: spec.true_rows] for spec in GRID_SPECS}
     norm = math.sqrt(sum(tensor.square().sum().item() for tensor in values.values()))
     zeros = sum(int((tensor == 0).sum()) for tensor in values.values())

@@ -22,7 +22,9 @@ from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_spe
 ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_beta2=0.99, adam_eps=1e-3)
 SGD = OptimizerConfig(lr=0.01, clip_grad=0.5, optimizer="sgd", sgd_momentum=0.8)
 PLAIN_SGD = OptimizerConfig(lr=0.01, clip_grad=0.0, optimizer="sgd", sgd_momentum=0.0)
-CONFIGS = pytest.mark.parametrize("config", [ADAM, SGD, PLAIN_SGD], ids=["adamw", "sgd with momentum", "sgd, unclipped"])
+CONFIGS = pytest.mark.parametrize(
+    "config", [ADAM, SGD, PLAIN_SGD], ids=["adamw", "sgd with momentum", "sgd, unclipped"]
+)
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,7 +34,9 @@ class Trainer:
     def __init__(self, config: OptimizerConfig, precision: PrecisionConfig = PrecisionConfig(dtype="fp64")) -> None:  # noqa: B008
         dtype = DTYPES[precision.dtype]
         self.module = Toy()
-        self.buffers = stage_buffers(toy_specs(), param_dtype=dtype, grad_dtype=torch.promote_types(dtype, torch.float32))
+        self.buffers = stage_buffers(
+            toy_specs(), param_dtype=dtype, grad_dtype=torch.promote_types(dtype, torch.float32)
+        )
         self.buffers.materialize(self.module, draw)
         self.reducer = GradientReducer({0: self.buffers}, ProcessGroups.alone())
         self.optimizer = Optimizer({0: self.buffers}, ProcessGroups.alone(), config, precision)
@@ -63,7 +67,9 @@ def plain_training(config: OptimizerConfig, steps: int, num_microbatches: int) -
         for spec in toy_specs()
     ]
     if config.optimizer == "adam":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps
+        )
     else:
         optimizer = torch.optim.SGD(groups, momentum=config.sgd_momentum)
     norms = []
@@ -114,7 +120,9 @@ def test_low_precision_parameters_are_the_rounded_fp32_masters(dtype: str) -> No
         assert torch.equal(weights[name].flatten(), master.to(DTYPES[dtype]))
     changed_below_rounding = 0
     for name, master in masters.items():
-        changed_below_rounding += int(((weights[name] == drawn[name]).flatten() & (master != drawn[name].float().flatten())).sum())
+        changed_below_rounding += int(
+            ((weights[name] == drawn[name]).flatten() & (master != drawn[name].float().flatten())).sum()
+        )
     assert changed_below_rounding > 0  # small updates are kept where the parameter cannot show them
 
 
@@ -171,7 +179,9 @@ def test_zeros_and_norms_leave_padding_out() -> None:
     spec = ParamSpec("embedding.weight", (8, 5), owner="embedding", slicing=Fused(0), true_rows=6)
     buffers = stage_buffers((spec, ParamSpec("bias", (3,), owner=0, weight_decay=False)))
     buffers.fill(lambda spec: torch.full(spec.shape, 2.0))
-    optimizer = Optimizer({0: buffers}, ProcessGroups.alone(), OptimizerConfig(lr=0.0001), PrecisionConfig(dtype="fp64"))
+    optimizer = Optimizer(
+        {0: buffers}, ProcessGroups.alone(), OptimizerConfig(lr=0.0001), PrecisionConfig(dtype="fp64")
+    )
     assert optimizer.parameters_norm() == pytest.approx(math.sqrt(33 * 4.0))
     buffers.main_grad("bias").copy_(torch.tensor([3.0, 0.0, 4.0]))
     report = optimizer.step(1.0, 0.0, 0.0, count_zero_gradients=True)
@@ -189,7 +199,9 @@ def test_training_resumed_through_pieces_is_equal_to_the_bit(config: OptimizerCo
     for step in range(2):
         first.step(step)
     second.buffers.fill(lambda spec: torch.zeros(spec.shape))
-    saved = {(state.key, state.piece.spec.name, state.piece.box): state.values.clone() for state in first.optimizer.state()}
+    saved = {
+        (state.key, state.piece.spec.name, state.piece.box): state.values.clone() for state in first.optimizer.state()
+    }
     for state in second.optimizer.state():
         state.values.copy_(saved.pop((state.key, state.piece.spec.name, state.piece.box)))
     assert not saved
@@ -214,7 +226,11 @@ def test_state_on_the_host_trains_the_same_to_the_bit(config: OptimizerConfig, d
     kept = {(held.key, held.piece.spec.name, held.piece.start): held.values for held in here.optimizer.state()}
     for held in there.optimizer.state():
         assert torch.equal(held.values, kept[held.key, held.piece.spec.name, held.piece.start])
-    own = {value.untyped_storage().data_ptr() for buffer in there.buffers.buffers for value in (buffer.parameters, buffer.gradients)}
+    own = {
+        value.untyped_storage().data_ptr()
+        for buffer in there.buffers.buffers
+        for value in (buffer.parameters, buffer.gradients)
+    }
     assert own.isdisjoint({held.values.untyped_storage().data_ptr() for held in there.optimizer.state()})
 
 

@@ -12,7 +12,13 @@ import pytest
 from megapipe.config.optimizer import LR_DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES, OptimizerConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.optimizer.schedule import LrSchedule, WeightDecaySchedule, decoupled_lr_schedule, lr_schedule, weight_decay_schedule
+from megapipe.optimizer.schedule import (
+    LrSchedule,
+    WeightDecaySchedule,
+    decoupled_lr_schedule,
+    lr_schedule,
+    weight_decay_schedule,
+)
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
@@ -20,7 +26,9 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 def test_learning_rates_are_megatrons_to_the_bit() -> None:
     expected = json.loads((FIXTURES / "megatron_llama" / "expected.json").read_text())
     steps, style = expected["steps"], expected["optimizer"]
-    config = OptimizerConfig(lr=style["lr"], min_lr=style["min_lr"], lr_decay_style="cosine", lr_decay_iters=steps, lr_warmup_iters=2)
+    config = OptimizerConfig(
+        lr=style["lr"], min_lr=style["min_lr"], lr_decay_style="cosine", lr_decay_iters=steps, lr_warmup_iters=2
+    )
     schedule = lr_schedule(config, TrainingConfig(global_batch_size=8, train_iters=steps))
     assert [schedule(8 * step) for step in range(steps)] == expected["lrs"]
 
@@ -78,7 +86,10 @@ def test_lengths_in_steps_samples_and_fractions_mean_the_same(lengths: dict[str,
 
 
 def test_length_defaults_to_the_samples_of_the_training() -> None:
-    assert lr_schedule(OptimizerConfig(lr=1.0), TrainingConfig(global_batch_size=7, train_samples=1000)).decay_samples == 1000
+    assert (
+        lr_schedule(OptimizerConfig(lr=1.0), TrainingConfig(global_batch_size=7, train_samples=1000)).decay_samples
+        == 1000
+    )
 
 
 def test_embedding_and_head_take_the_decoupled_learning_rate() -> None:
@@ -93,7 +104,9 @@ def test_weight_decay_ramps_over_the_training() -> None:
     training = TrainingConfig(global_batch_size=10, train_iters=10)
 
     def values(style: str, **ends: float) -> list[float]:
-        schedule = weight_decay_schedule(OptimizerConfig(weight_decay=0.3, weight_decay_incr_style=style, **ends), training)
+        schedule = weight_decay_schedule(
+            OptimizerConfig(weight_decay=0.3, weight_decay_incr_style=style, **ends), training
+        )
         return [schedule(samples) for samples in (0, 25, 50, 100, 200)]
 
     assert values("constant") == [0.3] * 5
@@ -108,7 +121,10 @@ def test_weight_decay_ramps_over_the_training() -> None:
         (OptimizerConfig(), "--lr is not set"),
         (OptimizerConfig(lr=1.0, min_lr=2.0), r"--min-lr 2.0 is above --lr 1.0"),
         (OptimizerConfig(lr=1.0, lr_warmup_init=2.0), r"--lr-warmup-init 2.0 is above --lr 1.0"),
-        (OptimizerConfig(lr=1.0, lr_warmup_iters=10), "the warm-up of 80 samples does not end before the decay length of 80"),
+        (
+            OptimizerConfig(lr=1.0, lr_warmup_iters=10),
+            "the warm-up of 80 samples does not end before the decay length of 80",
+        ),
         (OptimizerConfig(lr=1.0, lr_decay_style="WSD"), "set --lr-wsd-decay-iters"),
         (OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_iters=11), "last phase of 88 samples"),
     ],

@@ -64,7 +64,9 @@ def test_runs_cover_every_element_with_its_own_treatment(num_shards: int) -> Non
         names = meaning(shard)
         assert len(shard.runs) <= 3
         for run in shard.runs:
-            kinds = {(specs[name].weight_decay, specs[name].decoupled_lr) for name in names[run.start : run.stop] if name}
+            kinds = {
+                (specs[name].weight_decay, specs[name].decoupled_lr) for name in names[run.start : run.stop] if name
+            }
             assert kinds == {(run.weight_decay, run.decoupled_lr)}
             covered += sum(name != "" for name in names[run.start : run.stop])
     assert covered == 3 + 21 + 25 + 9 + 12

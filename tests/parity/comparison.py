@@ -36,7 +36,9 @@ def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int,
     except RankFailure as failure:
         wrong = [failure.report]
     if wrong:
-        raise AssertionError(f"{len(wrong)} differences from the reference. The grid:\n\n    {grid}\n\n" + "\n".join(wrong))
+        raise AssertionError(
+            f"{len(wrong)} differences from the reference. The grid:\n\n    {grid}\n\n" + "\n".join(wrong)
+        )
 
 
 def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...], steps: int) -> list[str]:
@@ -44,9 +46,14 @@ def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int,
     assert world_size == world_of(grid)
     plan = resolve(configuration(grid), world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
-    rates = [Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"]) for lr, decay in ((0.02, 1), (0.01, 2), (0.015, 1))]
+    rates = [
+        Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"])
+        for lr, decay in ((0.02, 1), (0.01, 2), (0.015, 1))
+    ]
     batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan)[:steps], seed=1)
-    batches = [[_masked(part) if number in without_loss else part for number, part in enumerate(batch)] for batch in batches]
+    batches = [
+        [_masked(part) if number in without_loss else part for number, part in enumerate(batch)] for batch in batches
+    ]
     slices = drawn_slices(plan.config.training.seed, torch.float64)
     compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates[:steps], FP64)
     return [line for step in compared for line in _lines(step)]
@@ -74,7 +81,11 @@ def _lines(step: ParityStep) -> list[str]:
             lines.append(f"{where}: loss {rank.loss!r}, reference {step.loss!r}")
         if not abs(rank.grad_norm - step.grad_norm) <= FP64.grad_norm * abs(step.grad_norm):
             lines.append(f"{where}: gradient norm {rank.grad_norm!r}, reference {step.grad_norm!r}")
-        lines += [f"{where}: gradient of {_line(rank.first_gradient)}; all: {rank.wrong_gradients}"] if rank.first_gradient else []
+        lines += (
+            [f"{where}: gradient of {_line(rank.first_gradient)}; all: {rank.wrong_gradients}"]
+            if rank.first_gradient
+            else []
+        )
         lines += [f"{where}: weight {_line(rank.first_weight)}; all: {rank.wrong_weights}"] if rank.first_weight else []
     return lines
 

@@ -36,7 +36,10 @@ POSITIONS: dict[str, dict[str, Any]] = {
 VOCABULARIES: dict[str, dict[str, Any]] = {
     "full": {"vocab_size": 48, "make_vocab_size_divisible_by": 1},
     "padded": {"vocab_size": 43, "make_vocab_size_divisible_by": 4},
-    "a rank of padding": {"vocab_size": 9, "make_vocab_size_divisible_by": 12},  # with tp > 1 the last rank has no real row
+    "a rank of padding": {
+        "vocab_size": 9,
+        "make_vocab_size_divisible_by": 12,
+    },  # with tp > 1 the last rank has no real row
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": "adam", "adam_eps": 1e-3},
@@ -118,7 +121,12 @@ def _tp_overlap(grid: Grid) -> dict[str, Any]:
     if grid["microbatch_group"] == "pp":
         return {}
     gathers, reduces = {"layernorm": (True, False), "core_attn": (False, True)}.get(grid["recompute"], (True, True))
-    return {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 2, "tp_comm_overlap_ag": gathers, "tp_comm_overlap_rs": reduces}
+    return {
+        "tp_comm_overlap": True,
+        "tp_comm_overlap_chunks": 2,
+        "tp_comm_overlap_ag": gathers,
+        "tp_comm_overlap_rs": reduces,
+    }
 
 
 def _cut(cut: str, pp: int, chunks: int) -> tuple[int, dict[str, Any]]:

@@ -101,7 +101,14 @@ FAMILIES = {
     "V": ("zb-v", "v-half", "v-min"),
     "pairs": ("dualpipe", "dualpipe-v"),
 }
-CHUNKS = {"auto": OPTIONS["chunks"], "whole backward": (1,), "split backward": (1,), "loop": (2, 3), "V": (2,), "pairs": (1, 2)}
+CHUNKS = {
+    "auto": OPTIONS["chunks"],
+    "whole backward": (1,),
+    "split backward": (1,),
+    "loop": (2, 3),
+    "V": (2,),
+    "pairs": (1, 2),
+}
 
 
 def schedule_name(kind: str, number: int) -> str:
@@ -125,9 +132,14 @@ RULES = (
     Rule(("schedule", "chunks"), lambda kind, chunks: chunks in CHUNKS[kind]),
     Rule(
         ("microbatch_group", "chunks", "schedule", "family"),
-        lambda group, chunks, *family: group == "pp" or (chunks > 1 and schedule_name(*family) in ("auto", "interleaved")),
+        lambda group, chunks, *family: (
+            group == "pp" or (chunks > 1 and schedule_name(*family) in ("auto", "interleaved"))
+        ),
     ),
-    Rule(("memory_limit", "schedule", "family"), lambda limit, *family: limit == "pp" or schedule_name(*family) == "zb-auto"),
+    Rule(
+        ("memory_limit", "schedule", "family"),
+        lambda limit, *family: limit == "pp" or schedule_name(*family) == "zb-auto",
+    ),
     Rule(("cut", "pp"), lambda cut, pp: cut not in ("first and last", "empty stages") or pp > 1),
     Rule(("overlap_param_gather", "use_distributed_optimizer"), lambda overlap, sharded: sharded or not overlap),
 )
@@ -155,7 +167,9 @@ def may_fit(known: Mapping[str, Any], worlds: tuple[int, ...]) -> bool:
     return all(rule.may_hold(known) for rule in rules(worlds))
 
 
-def completed(known: Grid, worlds: tuple[int, ...], order: Sequence[str], ranked: Callable[[str, Grid], Sequence[Any]]) -> Grid | None:
+def completed(
+    known: Grid, worlds: tuple[int, ...], order: Sequence[str], ranked: Callable[[str, Grid], Sequence[Any]]
+) -> Grid | None:
     """A whole grid with the known values, or None if there is none. ranked: an option's values, those to be tried first first."""
     missing = next((name for name in order if name not in known), None)
     if missing is None:
@@ -174,7 +188,9 @@ def possible_values(name: str, known: Grid, worlds: tuple[int, ...]) -> tuple[An
     constrained = tuple(dict.fromkeys(other for rule in rules(worlds) for other in rule.names))
     candidates = (value for value in OPTIONS[name] if may_fit(known | {name: value}, worlds))
     in_order = lambda option, _: OPTIONS[option]  # noqa: E731
-    return tuple(value for value in candidates if completed(known | {name: value}, worlds, constrained, in_order) is not None)
+    return tuple(
+        value for value in candidates if completed(known | {name: value}, worlds, constrained, in_order) is not None
+    )
 
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -189,13 +205,20 @@ def possible_pairs(worlds: tuple[int, ...]) -> set[Pair]:
     """All pairs of option values that occur in some grid."""
     found: set[Pair] = set()
     for (one, values), (other, _) in itertools.combinations(OPTIONS.items(), 2):
-        found |= {((one, value), (other, fitting)) for value in values for fitting in possible_values(other, {one: value}, worlds)}
+        found |= {
+            ((one, value), (other, fitting))
+            for value in values
+            for fitting in possible_values(other, {one: value}, worlds)
+        }
     return found
 
 
 def topologies(worlds: tuple[int, ...]) -> list[Grid]:
     """All sizes of the three axes, the largest world first."""
-    axes = [dict(zip(("tp", "pp", "dp"), sizes, strict=True)) for sizes in itertools.product(OPTIONS["tp"], OPTIONS["pp"], OPTIONS["dp"])]
+    axes = [
+        dict(zip(("tp", "pp", "dp"), sizes, strict=True))
+        for sizes in itertools.product(OPTIONS["tp"], OPTIONS["pp"], OPTIONS["dp"])
+    ]
     return sorted((sizes for sizes in axes if world_of(sizes) in worlds), key=world_of, reverse=True)
 
 
@@ -213,7 +236,9 @@ def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_c
     while uncovered or starts:
         start = starts.pop(0) if starts else dict(min(uncovered, key=repr))
         candidates = [_greedy(start, uncovered, worlds, random) for _ in range(num_candidates)]
-        best = max(candidates, key=lambda grid: sum(pair in uncovered for pair in pairs_of(grid)) / world_of(grid) ** 0.5)
+        best = max(
+            candidates, key=lambda grid: sum(pair in uncovered for pair in pairs_of(grid)) / world_of(grid) ** 0.5
+        )
         uncovered.difference_update(pairs_of(best))
         found.append(best)
     return found
@@ -221,13 +246,18 @@ def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_c
 
 def _greedy(start: Grid, uncovered: set[Pair], worlds: tuple[int, ...], random: Random) -> Grid:
     bound = {name for rule in rules(worlds) for name in rule.names}
-    order = sorted(random.sample(list(OPTIONS), len(OPTIONS)), key=lambda name: name not in bound)  # so that dead ends are found early
+    order = sorted(
+        random.sample(list(OPTIONS), len(OPTIONS)), key=lambda name: name not in bound
+    )  # so that dead ends are found early
     place = {name: index for index, name in enumerate(OPTIONS)}
 
     def ranked(name: str, known: Grid) -> Sequence[Any]:
         def gain(value: Any) -> int:
             mine = (name, value)
-            return sum(((mine, other) if place[name] < place[other[0]] else (other, mine)) in uncovered for other in known.items())
+            return sum(
+                ((mine, other) if place[name] < place[other[0]] else (other, mine)) in uncovered
+                for other in known.items()
+            )
 
         values = random.sample(OPTIONS[name], len(OPTIONS[name]))
         return sorted(values, key=gain, reverse=True)

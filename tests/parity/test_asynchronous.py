@@ -13,7 +13,12 @@ from tests.parity.options import plain_grid
 
 PLAIN = {"tied": False, "microbatches": 5}
 GRIDS: dict[str, dict[str, Any]] = {
-    "pipedream_p2_sgd": {"schedule": "pipedream", "pp": 2, "optimizer": "sgd without momentum", "microbatches": "1, 2, 3"},
+    "pipedream_p2_sgd": {
+        "schedule": "pipedream",
+        "pp": 2,
+        "optimizer": "sgd without momentum",
+        "microbatches": "1, 2, 3",
+    },
     "pipedream_p4_adam": {"schedule": "pipedream", "pp": 4, "microbatches": 9},
     "pipedream_p2_dp2_momentum_zero": {
         "schedule": "pipedream",
@@ -38,7 +43,13 @@ GRIDS: dict[str, dict[str, Any]] = {
     },
     "2bw_p2_momentum": {"schedule": "pipedream-2bw", "pp": 2, "optimizer": "sgd", "documents": "all"},
     "2bw_p4_sgd": {"schedule": "pipedream-2bw", "pp": 4, "optimizer": "sgd without momentum", "microbatches": 14},
-    "2bw_p2_dp2_adam": {"schedule": "pipedream-2bw", "pp": 2, "dp": 2, "bucket": "some parameters", "overlap_grad_reduce": True},
+    "2bw_p2_dp2_adam": {
+        "schedule": "pipedream-2bw",
+        "pp": 2,
+        "dp": 2,
+        "bucket": "some parameters",
+        "overlap_grad_reduce": True,
+    },
     "2bw_p2_tp2_adam_zero": {
         "schedule": "pipedream-2bw",
         "pp": 2,

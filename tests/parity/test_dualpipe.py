@@ -23,7 +23,12 @@ from tests.parity.options import Grid, plain_grid, world_of
 
 Pools = Callable[[int], RankPool]
 
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
+SHARDED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket": "some parameters",
+}
 EVERYTHING = {
     "tp": 2,
     "pp": 2,
@@ -50,7 +55,9 @@ def folded(microbatches: int, **changes: Any) -> Grid:
 GRIDS = {
     "pp 2": two_ways(4, pp=2),
     "pp 4, untied, per token": two_ways(10, pp=4, tied=False, calculate_per_token_loss=True, documents="all"),
-    "pp 4, dp 2, each with a gradient of its own": two_ways(8, pp=4, dp=2, overlap_grad_reduce=True, bucket="one parameter"),
+    "pp 4, dp 2, each with a gradient of its own": two_ways(
+        8, pp=4, dp=2, overlap_grad_reduce=True, bucket="one parameter"
+    ),
     "everything": two_ways(6, **EVERYTHING),
     "embedding alone, head alone": two_ways(4, pp=2, dp=2, rank_order="tp-cp-pp-dp", cut="empty stages", **SHARDED),
     "V of pp 2": folded(5, pp=2, tied=False),
@@ -67,15 +74,26 @@ def test_dualpipe_equals_reference(rank_pools: Pools, name: str) -> None:
 def different_copies(rank: int, world_size: int, config: Config) -> list[str]:
     """Trains two steps; the parameters of which two ranks hold different bits."""
     plan = resolve(config, world_size)
-    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"), drawn_slices(7, torch.float32))
+    machines = Machines(
+        plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"), drawn_slices(7, torch.float32)
+    )
     step, dp = TrainStep(machines), plan.topology.dp
     for number, batch in enumerate(random_batches(plan.config, dp, [4, 4], seed=1)):
         step.run(share_of(machines, batch, number), Rates(0.02, 0.1))
     machines.gather.finish()
-    mine = {(stage, name): bits(buffers.parameter(name)) for stage, buffers in machines.buffers.items() for name in buffers.names}
+    mine = {
+        (stage, name): bits(buffers.parameter(name))
+        for stage, buffers in machines.buffers.items()
+        for name in buffers.names
+    }
     every = gather_objects(mine, machines.groups.replicas)
     assert len(every) == 2 * dp and all(other.keys() == mine.keys() for other in every)
-    return [f"stage {stage} {name}" for other in every for (stage, name), found in other.items() if found != mine[stage, name]]
+    return [
+        f"stage {stage} {name}"
+        for other in every
+        for (stage, name), found in other.items()
+        if found != mine[stage, name]
+    ]
 
 
 def bits(parameter: torch.Tensor) -> bytes:
@@ -84,6 +102,8 @@ def bits(parameter: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated optimizer", "distributed optimizer"])
-def test_both_copies_of_every_parameter_are_the_same_to_the_bit_after_updates(rank_pools: Pools, dtype: str, sharded: bool) -> None:
+def test_both_copies_of_every_parameter_are_the_same_to_the_bit_after_updates(
+    rank_pools: Pools, dtype: str, sharded: bool
+) -> None:
     config = configuration(two_ways(4, pp=2, dp=2, hidden_dropout=0.1, **(SHARDED if sharded else {})), dtype)
     assert rank_pools(4).run(different_copies, config) == [[]] * 4

@@ -27,22 +27,44 @@ from tests.parity.options import plain_grid, world_of
 
 Pools = Callable[[int], RankPool]
 
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
+SHARDED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket": "some parameters",
+}
 INTERLEAVED = {"chunks": 2, "schedule": "loop"}
 CORNERS = {
     "one microbatch in four stages": plain_grid(pp=4, microbatches=1),
     "fewer microbatches than interleaved stages": plain_grid(pp=4, **INTERLEAVED, microbatches=3),
     "interleaved, microbatches no multiple of pp": plain_grid(pp=2, **INTERLEAVED, microbatches=5),
-    "interleaved groups longer than pp, with a remainder": plain_grid(pp=2, chunks=3, microbatch_group="pp + 1", microbatches=5),
+    "interleaved groups longer than pp, with a remainder": plain_grid(
+        pp=2, chunks=3, microbatch_group="pp + 1", microbatches=5
+    ),
     "tied embedding, dp 3, distributed optimizer": plain_grid(pp=2, dp=3, microbatches=2, **SHARDED),
     "tied embedding on one rank, dp 3, distributed optimizer": plain_grid(tp=2, dp=3, microbatches=2, **SHARDED),
     "one KV head on tp 4": plain_grid(tp=4, kv_heads="one", microbatches=2),
-    "one KV head on tp 4 x dp 2, distributed optimizer": plain_grid(tp=4, dp=2, kv_heads="one", qk_layernorm=True, **SHARDED),
+    "one KV head on tp 4 x dp 2, distributed optimizer": plain_grid(
+        tp=4, dp=2, kv_heads="one", qk_layernorm=True, **SHARDED
+    ),
     "tp 4, sequence parallel, qk-norm, full recompute, dropout": plain_grid(
-        tp=4, sequence_parallel=True, qk_layernorm=True, recompute="uniform 2", kv_heads="some", hidden_dropout=0.2, attention_dropout=0.3
+        tp=4,
+        sequence_parallel=True,
+        qk_layernorm=True,
+        recompute="uniform 2",
+        kv_heads="some",
+        hidden_dropout=0.2,
+        attention_dropout=0.3,
     ),
     "tp 2, sequence parallel, split backward, attention kept through full recompute, dropout": plain_grid(
-        tp=2, pp=2, schedule="zb-h1", sequence_parallel=True, recompute="uniform 2", cut="even", hidden_dropout=0.2, microbatches=3
+        tp=2,
+        pp=2,
+        schedule="zb-h1",
+        sequence_parallel=True,
+        recompute="uniform 2",
+        cut="even",
+        hidden_dropout=0.2,
+        microbatches=3,
     ),
     "embedding alone, head alone, tied, two chunks": plain_grid(
         pp=2, dp=2, **INTERLEAVED, cut="empty stages", microbatches=3, clip_grad=0.05, **SHARDED
@@ -61,7 +83,16 @@ def test_corner_equals_reference(rank_pools: Pools, name: str) -> None:
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of microbatches", "mean of tokens"])
 def test_microbatches_without_a_token_that_counts_equal_reference(rank_pools: Pools, per_token: bool) -> None:
     """Of the global batch 0 1 | 2 3 | 4 5, dp rank 0 has no loss at all and dp rank 1 none in its last microbatch."""
-    grid = plain_grid(tp=2, pp=2, dp=2, microbatches=3, sequence_parallel=True, calculate_per_token_loss=per_token, z_loss=1e-2, **SHARDED)
+    grid = plain_grid(
+        tp=2,
+        pp=2,
+        dp=2,
+        microbatches=3,
+        sequence_parallel=True,
+        calculate_per_token_loss=per_token,
+        z_loss=1e-2,
+        **SHARDED,
+    )
     assert_equals_reference(rank_pools(8), grid, without_loss=(0, 2, 4, 5))
 
 
@@ -94,15 +125,24 @@ def evaluation_and_oracle(rank: int, world_size: int, config: Config, count: int
     ids=["interleaved", "two directions, more microbatches in one", "V"],
 )
 def test_evaluation_equals_reference_without_dropout(rank_pools: Pools, schedule: dict[str, Any], count: int) -> None:
-    grid = plain_grid(tp=2, pp=2, dp=2, hidden_dropout=0.2, attention_dropout=0.3, **SHARDED) | schedule | {"microbatches": count}
+    grid = (
+        plain_grid(tp=2, pp=2, dp=2, hidden_dropout=0.2, attention_dropout=0.3, **SHARDED)
+        | schedule
+        | {"microbatches": count}
+    )
     for loss, expected in rank_pools(8).run(evaluation_and_oracle, configuration(grid), count):
         assert loss == pytest.approx(expected, rel=1e-10)
 
 
 def losses_of(rank: int, world_size: int, config: Config) -> list[float]:
     machines = machines_of(config, rank, world_size)
-    batches = random_batches(machines.plan.config, machines.plan.topology.dp, [6 // machines.plan.topology.dp] * 3, seed=1)
-    return [TrainStep(machines).run(share_of(machines, batch, step), Rates(0.02, 0.1)).loss for step, batch in enumerate(batches)]
+    batches = random_batches(
+        machines.plan.config, machines.plan.topology.dp, [6 // machines.plan.topology.dp] * 3, seed=1
+    )
+    return [
+        TrainStep(machines).run(share_of(machines, batch, step), Rates(0.02, 0.1)).loss
+        for step, batch in enumerate(batches)
+    ]
 
 
 def test_bf16_losses_of_two_grids_agree_to_rounding(rank_pools: Pools) -> None:
@@ -111,7 +151,9 @@ def test_bf16_losses_of_two_grids_agree_to_rounding(rank_pools: Pools) -> None:
     pipeline = plain_grid(pp=2, **INTERLEAVED, **dropout, recompute="uniform 1", cut="even")
     replicas = plain_grid(dp=2, **dropout, sequence_parallel=False, cut="layout", **SHARDED)
     pipeline_config, replicas_config = (configuration(grid, "bf16") for grid in (pipeline, replicas))
-    replicas_config = dataclasses.replace(replicas_config, model=pipeline_config.model, parallel=without_cut(replicas_config))
+    replicas_config = dataclasses.replace(
+        replicas_config, model=pipeline_config.model, parallel=without_cut(replicas_config)
+    )
     one, other = (rank_pools(4).run(losses_of, config) for config in (pipeline_config, replicas_config))
     assert all(losses == one[0] for losses in one)
     assert all(losses == other[0] for losses in other)
@@ -131,7 +173,11 @@ def scale_history(rank: int, world_size: int, config: Config, num_steps: int) ->
     for number, batch in enumerate(batches):
         update = step.run(share_of(machines, batch, number), Rates(0.02, 0.0)).update
         machines.gather.finish()
-        largest = max(buffers.parameter(name).abs().max().item() for buffers in machines.buffers.values() for name in buffers.names)
+        largest = max(
+            buffers.parameter(name).abs().max().item()
+            for buffers in machines.buffers.values()
+            for name in buffers.names
+        )
         found.append((update.skipped, machines.optimizer.loss_scale, largest))
     return found
 

@@ -41,7 +41,9 @@ NUM_DRAWN = 8
 NUM_SHARDS, SHARD_SIZE = 25, 23  # hypothesis draws some of them twice
 
 # shrinking grids of eight processes takes minutes; the grid that failed is shown as it was drawn
-DRAW = settings(phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck), derandomize=True, deadline=None)
+DRAW = settings(
+    phases=(Phase.explicit, Phase.generate), suppress_health_check=list(HealthCheck), derandomize=True, deadline=None
+)
 
 
 @functools.cache
@@ -85,7 +87,11 @@ def test_grids_are_many_and_parallel() -> None:
     assert len({str(grid) for grid in covering()}) == len(covering())
     assert all(world_of(grid) > 1 for grid in covering())
     assert sum(grid["tp"] > 1 and grid["pp"] > 1 and grid["dp"] > 1 for grid in covering()) >= 20
-    assert any(int(grid["microbatches"]) < grid["pp"] * grid["chunks"] for grid in covering() if isinstance(grid["microbatches"], int))
+    assert any(
+        int(grid["microbatches"]) < grid["pp"] * grid["chunks"]
+        for grid in covering()
+        if isinstance(grid["microbatches"], int)
+    )
 
 
 # sizes and constants, the same in all grids

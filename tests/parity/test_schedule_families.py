@@ -24,7 +24,12 @@ Pools = Callable[[int], RankPool]
 
 SPLIT, LOOPS, VS = FAMILIES["split backward"], FAMILIES["loop"], FAMILIES["V"]
 NAMES = (*FAMILIES["whole backward"], *SPLIT, *LOOPS, *VS)
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": "some parameters"}
+SHARDED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket": "some parameters",
+}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
@@ -52,7 +57,9 @@ def test_family_equals_reference(rank_pools: Pools, name: str) -> None:
 
 
 def test_no_family_is_left_out() -> None:
-    elsewhere = {name for name in SCHEDULES if "pipe" in name and name != "gpipe"}  # DualPipe and PipeDream have files of their own
+    elsewhere = {
+        name for name in SCHEDULES if "pipe" in name and name != "gpipe"
+    }  # DualPipe and PipeDream have files of their own
     assert set(NAMES) == set(SCHEDULES) - elsewhere
 
 
@@ -67,7 +74,13 @@ def weights_after(rank: int, world_size: int, changes: dict[str, Any]) -> dict[s
 
 
 # layers and vocabulary such that flat buffers start and end at odd places, another on each rank
-BITS = {"num_layers": 9, "ffn_hidden_size": 23, "global_batch_size": 10, "hidden_dropout": 0.2, "attention_dropout": 0.2}
+BITS = {
+    "num_layers": 9,
+    "ffn_hidden_size": 23,
+    "global_batch_size": 10,
+    "hidden_dropout": 0.2,
+    "attention_dropout": 0.2,
+}
 IN_ORDER = {
     "one chunk": [(name, {}) for name in ("1f1b", "gpipe", "naive", "zb-h1", "zb-h2", "zb-auto")],
     "loop": [(name, {"num_virtual_stages_per_pipeline_rank": 2}) for name in LOOPS],
@@ -128,7 +141,9 @@ def events_of_a_step(rank: int, world_size: int, name: str) -> list[Event]:
 
 
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
-def test_a_stage_is_reduced_under_what_remains_once_its_last_weight_gradient_is_there(rank_pools: Pools, name: str) -> None:
+def test_a_stage_is_reduced_under_what_remains_once_its_last_weight_gradient_is_there(
+    rank_pools: Pools, name: str
+) -> None:
     for events in rank_pools(4).run(events_of_a_step, name):
         actions = [(parse_action(event.name), event) for event in events if event.kind == "action"]
         last_weight = {action.stage: event for action, event in actions if action.op is Op.W}  # the last of each stage
@@ -144,7 +159,10 @@ def test_a_stage_is_reduced_under_what_remains_once_its_last_weight_gradient_is_
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-auto"])
 def test_a_bucket_leaves_within_the_last_weight_gradient(rank_pools: Pools, name: str) -> None:
     for events in rank_pools(4).run(events_of_a_step, name):
-        last = max((event for event in events if event.kind == "action" and event.name.endswith("W7")), key=lambda event: event.end_ns)
+        last = max(
+            (event for event in events if event.kind == "action" and event.name.endswith("W7")),
+            key=lambda event: event.end_ns,
+        )
         reductions = [event for event in events if event.name.startswith("replicas reduce_scatter")]
         assert sum(last.start_ns < event.start_ns < last.end_ns for event in reductions) > 2
         assert all(event.start_ns > last.start_ns for event in reductions)

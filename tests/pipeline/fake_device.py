@@ -67,6 +67,8 @@ class FakeEvent:
 
     def elapsed_time(self, end: FakeEvent) -> float:
         """fp32 milliseconds, as CUDA has them; both must have come."""
-        assert self.at is not None and end.at is not None and max(self.at, end.at) <= self._device.host_ns, "still under way"
+        assert self.at is not None and end.at is not None and max(self.at, end.at) <= self._device.host_ns, (
+            "still under way"
+        )
         milliseconds = (end.at - self.at) * (1 + self._device.drift) / 1e6
         return struct.unpack("f", struct.pack("f", milliseconds))[0]  # type: ignore[no-any-return]

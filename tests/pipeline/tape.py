@@ -60,7 +60,9 @@ class Tape(TorchDispatchMode):
     def __init__(self, pool: Pool) -> None:
         super().__init__()
         self._pool, self._outside = pool, pool.outside
-        self._steps: list[tuple[Any, Any, Any, list[tuple[int, Tensor]]]] = []  # operation, arguments, results to be written
+        self._steps: list[
+            tuple[Any, Any, Any, list[tuple[int, Tensor]]]
+        ] = []  # operation, arguments, results to be written
         self._before: dict[int, Tensor] = {}  # outside: storage -> what it held, as bytes
         self._read: set[int] = set()  # outside
         self._collected: set[int] = set()  # by collectives

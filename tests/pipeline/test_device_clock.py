@@ -104,7 +104,9 @@ def test_actions_have_the_times_of_their_streams_and_halves_of_a_pair_overlap(mo
         if action.op is Op.OVERLAP:
             pairs += 1
             assert length == near(took[1], rel=1e-2), "both at one time"
-            assert sorted(halves[str(half)] for half in row[slot + 1 : slot + 3]) == near(sorted(took.values()), rel=1e-2)
+            assert sorted(halves[str(half)] for half in row[slot + 1 : slot + 3]) == near(
+                sorted(took.values()), rel=1e-2
+            )
         elif action.op in (Op.F, Op.B) and Op.OVERLAP not in (before.op for before in row[max(0, slot - 2) : slot]):
             alone += 1
             assert length == near(took[action.stage], rel=1e-2)

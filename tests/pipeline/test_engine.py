@@ -110,14 +110,20 @@ def run_lowered(
         streams=streams,
     )
     count = lowered.num_microbatches
-    inputs = [torch.randn(3, 1, WIDTH, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)]
+    inputs = [
+        torch.randn(3, 1, WIDTH, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(count)
+    ]
     spec = (MessageSpec((3, 1, WIDTH), torch.float64),)
-    reports = engine.run(Step(inputs, lambda boundary: spec, lambda output, payload: (output.square().sum(), output.detach().sum())))
+    reports = engine.run(
+        Step(inputs, lambda boundary: spec, lambda output, payload: (output.square().sum(), output.detach().sum()))
+    )
     assert all(runner.num_live == 0 for runner in runners.values())
     return (reports, reduced), {stage: gradients(module) for stage, module in modules.items()}
 
 
-@pytest.mark.parametrize(("chunks", "count", "delay"), [(1, 5, 0), (1, 5, 2), (2, 4, 1), (1, 1, 3)], ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("chunks", "count", "delay"), [(1, 5, 0), (1, 5, 2), (2, 4, 1), (1, 1, 3)], ids=lambda value: str(value)
+)
 def test_a_split_backward_gives_the_gradients_of_the_whole_one(
     rank_pools: Callable[[int], RankPool], chunks: int, count: int, delay: int
 ) -> None:
@@ -135,7 +141,10 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_one(
 def test_both_directions_together_give_the_losses_and_gradients_of_one(
     rank_pools: Callable[[int], RankPool], ranks: int, count: int
 ) -> None:
-    one, two = rank_pools(ranks).run(run_named, "1f1b", 1, count), rank_pools(ranks).run(run_named, "dualpipe", 1, count)
+    one, two = (
+        rank_pools(ranks).run(run_named, "1f1b", 1, count),
+        rank_pools(ranks).run(run_named, "dualpipe", 1, count),
+    )
     losses = one[-1][0][0]
     assert [len(reports) for (reports, _), _ in two] == [count // 2] + [0] * (ranks - 2) + [count // 2]
     assert torch.equal(torch.stack(two[-1][0][0]), torch.stack(losses[::2]))  # even ones come down to the last rank
@@ -150,12 +159,16 @@ def test_both_directions_together_give_the_losses_and_gradients_of_one(
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5), (4, 8)], ids=["p1 m2", "p2 m5", "p4 m8"])
-def test_dualpipe_v_gives_the_losses_and_gradients_of_interleaved(rank_pools: Callable[[int], RankPool], ranks: int, count: int) -> None:
+def test_dualpipe_v_gives_the_losses_and_gradients_of_interleaved(
+    rank_pools: Callable[[int], RankPool], ranks: int, count: int
+) -> None:
     loop, folded = (rank_pools(ranks).run(run_named, name, 2, count) for name in ("interleaved", "dualpipe-v"))
     assert torch.equal(torch.stack(folded[0][0][0]), torch.stack(loop[-1][0][0]))
     found = merged(folded)
     for stage, expected in merged(loop).items():
-        assert all((a - b).abs().max() <= 1e-13 * b.abs().max() for a, b in zip(found[stage], expected, strict=True)), stage
+        assert all((a - b).abs().max() <= 1e-13 * b.abs().max() for a, b in zip(found[stage], expected, strict=True)), (
+            stage
+        )
 
 
 class Watched(nn.Module):
@@ -215,7 +228,12 @@ def peak(rank: int, world_size: int, name: str, chunks: int, count: int) -> int:
 
 @pytest.mark.parametrize(
     ("name", "chunks", "count", "expected"),
-    [("gpipe", 1, 6, [6, 6, 6, 6]), ("1f1b", 1, 6, [4, 3, 2, 1]), ("1f1b", 1, 2, [2, 2, 2, 1]), ("interleaved", 2, 8, [11, 9, 7, 5])],
+    [
+        ("gpipe", 1, 6, [6, 6, 6, 6]),
+        ("1f1b", 1, 6, [4, 3, 2, 1]),
+        ("1f1b", 1, 2, [2, 2, 2, 1]),
+        ("interleaved", 2, 8, [11, 9, 7, 5]),
+    ],
     ids=["gpipe", "1f1b", "1f1b with few microbatches", "interleaved"],
 )
 def test_as_many_microbatches_live_as_the_schedule_says(
@@ -248,12 +266,16 @@ def break_last_stage(rank: int, world_size: int, catch: bool) -> tuple[str, str,
 
 
 def test_what_a_stage_raises_comes_through_with_its_traceback(rank_pools: Callable[[int], RankPool]) -> None:
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 raised ArithmeticError: this stage is broken.*in forward\n") as failure:
+    with pytest.raises(
+        RankFailure, match=r"(?s)rank 1 of 2 raised ArithmeticError: this stage is broken.*in forward\n"
+    ) as failure:
         rank_pools(2).run(break_last_stage, False)
     assert failure.value.rank == 1
 
 
-def test_peers_of_a_broken_stage_are_told_within_the_time_out_and_no_graph_is_left(rank_pools: Callable[[int], RankPool]) -> None:
+def test_peers_of_a_broken_stage_are_told_within_the_time_out_and_no_graph_is_left(
+    rank_pools: Callable[[int], RankPool],
+) -> None:
     waiting, broken = rank_pools(2).run(break_last_stage, True)
     assert broken[:3] == ("ArithmeticError", "this stage is broken", 0)
     assert waiting[0] == "CommunicationError"
@@ -262,7 +284,9 @@ def test_peers_of_a_broken_stage_are_told_within_the_time_out_and_no_graph_is_le
 
 
 def one_rank(count: int = 2, tracer: Tracer | None = None, runner: StageRunner | None = None) -> Engine:
-    return Engine(build_lowered("1f1b", 1, 1, count), 0, {0: runner or StageRunner(Plain(0, tuples=False))}, {}, tracer=tracer)
+    return Engine(
+        build_lowered("1f1b", 1, 1, count), 0, {0: runner or StageRunner(Plain(0, tuples=False))}, {}, tracer=tracer
+    )
 
 
 def test_another_number_of_microbatches_than_the_schedules_is_refused() -> None:
@@ -357,12 +381,16 @@ def run_versions(rank: int, world_size: int) -> tuple[list[float], list[str], li
     return reports, weights.log, [None if made.grad is None else float(made.grad) for made in weights.made]
 
 
-def test_a_row_with_updates_runs_every_forward_and_backward_with_its_version(rank_pools: Callable[[int], RankPool]) -> None:
+def test_a_row_with_updates_runs_every_forward_and_backward_with_its_version(
+    rank_pools: Callable[[int], RankPool],
+) -> None:
     (_, first_log, first_grads), (losses, last_log, last_grads) = rank_pools(2).run(run_versions)
     assert losses == [1 * 1, 1 * 2, 2 * 3, 3 * 4]  # first stage one update late, last one not
     assert last_log == [line for k in range(4) for line in (f"{k} uses {k}", f"{k} uses {k}", f"update {k}")]
     assert first_log[:5] == ["0 uses 0", "1 uses 0", "0 uses 0", "update 0", "2 uses 1"]
-    assert first_grads == [1 + 2, 3, 4, None, None], "gradients of a version are those of its microbatches, at the later weights behind it"
+    assert first_grads == [1 + 2, 3, 4, None, None], (
+        "gradients of a version are those of its microbatches, at the later weights behind it"
+    )
     assert last_grads == [1, 1, 2, 3, None]
 
 

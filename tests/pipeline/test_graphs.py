@@ -30,7 +30,9 @@ class Middle(nn.Module):
     def __init__(self, queue: WeightQueue) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.linear = ColumnParallelLinear(WIDTH, WIDTH, bias=False, tp=Group.alone("tp"), sequence_parallel=False, queue=queue)
+        self.linear = ColumnParallelLinear(
+            WIDTH, WIDTH, bias=False, tp=Group.alone("tp"), sequence_parallel=False, queue=queue
+        )
         self.linear.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
         self.main_grad = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
         self.linear.slots["weight"] = GradientSlot(self.main_grad)
@@ -44,18 +46,23 @@ class Middle(nn.Module):
 def middle(splits: bool = False, **more: Any) -> tuple[Middle, StageGraphs]:
     queue = WeightQueue()
     module = Middle(queue)
-    return module, StageGraphs(1, StageRunner(module, queue), lambda: [module.linear.weight, module.main_grad], splits=splits, **more)
+    return module, StageGraphs(
+        1, StageRunner(module, queue), lambda: [module.linear.weight, module.main_grad], splits=splits, **more
+    )
 
 
 def example(**payload: Any) -> Example:
-    return Example(MESSAGE, {"factor": torch.ones(1, 1, WIDTH, dtype=torch.float64)} | payload, None, torch.device("cpu"))
+    return Example(
+        MESSAGE, {"factor": torch.ones(1, 1, WIDTH, dtype=torch.float64)} | payload, None, torch.device("cpu")
+    )
 
 
 def values(seed: int) -> tuple[Tensor, dict[str, Any], Tensor]:
     """A message, a microbatch, a gradient."""
     draw = torch.Generator().manual_seed(seed)
     x, factor, gradient = (
-        torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((3, 1, WIDTH), (1, 1, WIDTH), (3, 1, WIDTH))
+        torch.randn(shape, generator=draw, dtype=torch.float64)
+        for shape in ((3, 1, WIDTH), (1, 1, WIDTH), (3, 1, WIDTH))
     )
     return x, {"factor": factor}, gradient
 
@@ -89,7 +96,9 @@ def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) ->
     want_outputs, want_gradients, want = expected(1, 2, 3)
     for seed in (1, 2, 3):
         torch.testing.assert_close(outputs[seed], want_outputs[seed - 1])
-        torch.testing.assert_close(gradients[seed], want_gradients[seed - 1])  # those of 1 too, whose slot 3 has used since
+        torch.testing.assert_close(
+            gradients[seed], want_gradients[seed - 1]
+        )  # those of 1 too, whose slot 3 has used since
     torch.testing.assert_close(module.main_grad, want)
     assert module.calls == calls
 
@@ -122,7 +131,10 @@ def test_other_sizes_are_refused() -> None:
     _, graphs = middle()
     graphs.record(TapeRecorder(), 1, example())
     stage = CapturedStage(graphs, {0: 0})
-    with pytest.raises(RuntimeError, match=r"stage 1.*message of \[\(3, 1, 4\)\], but \[\(2, 1, 4\)\] came; leave --cuda-graph-impl out"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"stage 1.*message of \[\(3, 1, 4\)\], but \[\(2, 1, 4\)\] came; leave --cuda-graph-impl out",
+    ):
         stage.forward(0, (values(1)[0][:2],), values(1)[1], None)
     with pytest.raises(RuntimeError, match="recorded for a microbatch"):
         stage.forward(0, (values(1)[0],), values(1)[1] | {"mask": torch.ones(1)}, None)
@@ -146,7 +158,8 @@ def test_what_waits_for_the_device_ends_the_run_in_words() -> None:
     runner = StageRunner(Looks(queue), queue)
     runner.observe = observe = lambda _, output: None
     with pytest.raises(
-        TrainingError, match=r"the forward of stage 2 cannot be recorded as a CUDA graph: operation not permitted.*leave --cuda"
+        TrainingError,
+        match=r"the forward of stage 2 cannot be recorded as a CUDA graph: operation not permitted.*leave --cuda",
     ):
         StageGraphs(2, runner, list).record(TapeRecorder(), 1, example())
     assert runner.observe is observe

@@ -105,7 +105,9 @@ def test_what_is_saved_several_times_is_moved_once_and_small_tensors_and_paramet
 
         def several(x: Tensor) -> Tensor:
             x = x * 2
-            return x * weight + x.view(20).sin().view(4, 5) + x * stays + x[0].exp()  # keep x three times, once as a view, and an output
+            return (
+                x * weight + x.view(20).sin().view(4, 5) + x * stays + x[0].exp()
+            )  # keep x three times, once as a view, and an output
 
         with rank.acting("0F0"):
             rank.offload.run(0, 0, several, torch.randn(4, 5, requires_grad=True), [weight, stays])

@@ -94,7 +94,9 @@ def test_what_another_stream_made_is_kept_until_the_computation_that_uses_it_is_
     assert tensor.used_on == ["stage 1"]
 
 
-def test_the_engine_runs_both_halves_of_each_pair_on_the_streams_of_their_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_runs_both_halves_of_each_pair_on_the_streams_of_their_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """dualpipe-v on one rank: both stages are here, no messages."""
     cuda, streams = fakes()
     used: list[str] = []

@@ -28,7 +28,9 @@ def times_file(folder: Path, config: Config, head: float = 0.0, layers: tuple[Pa
     """Layers of one second each (a backward two), a head of `head` layers; measured for `config`."""
     plan = resolve(config, config.parallel.pipeline_model_parallel_size)
     path = folder / "times.json"
-    path.write_text(to_json(LayerTimes(setting_of(plan.config), PartCost(), layers, ONE * 1 if head == 1 else scaled(head))))
+    path.write_text(
+        to_json(LayerTimes(setting_of(plan.config), PartCost(), layers, ONE * 1 if head == 1 else scaled(head)))
+    )
     return str(path)
 
 
@@ -43,7 +45,10 @@ def test_measured_times_decide_the_cut_and_are_the_clock(tmp_path: Path) -> None
     assert plan.partition.layer_counts == (6, 2)
     assert plan.stage_costs.seconds[1, Op.F] == 6.0
     assert expected_bubble(plan, 8).idle_seconds == pytest.approx(18.0)  # one fill of 1F1B: F + B of a rank
-    by_flops = resolve(wish(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file, pipeline_balance="flops"), 2)
+    by_flops = resolve(
+        wish(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file, pipeline_balance="flops"),
+        2,
+    )
     assert by_flops.partition == resolve(config, 2).partition
     assert by_flops.stage_costs.seconds[0, Op.F] == by_flops.partition.layer_counts[0]
 
@@ -56,7 +61,9 @@ def test_layers_that_differ_may_be_written_with_counts(tmp_path: Path) -> None:
         entry["count"] = 4
     file.write_text(json.dumps(text))
     plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16, pipeline_layer_times=str(file)), 4)
-    assert max(plan.stage_costs.seconds[stage, Op.F] for stage in range(4)) == 4.0  # of 1, 1, 1, 1, 2, 2, 2, 2 on contiguous stages
+    assert (
+        max(plan.stage_costs.seconds[stage, Op.F] for stage in range(4)) == 4.0
+    )  # of 1, 1, 1, 1, 2, 2, 2, 2 on contiguous stages
 
 
 @pytest.mark.parametrize(
@@ -68,10 +75,17 @@ def test_layers_that_differ_may_be_written_with_counts(tmp_path: Path) -> None:
     ],
     ids=["microbatch", "hidden", "recompute"],
 )
-def test_times_measured_for_something_else_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_times_measured_for_something_else_are_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     file = times_file(tmp_path, wish(pipeline_model_parallel_size=2, global_batch_size=16))
     with pytest.raises(ConfigError, match=message):
-        resolve(wish(**{"pipeline_model_parallel_size": 2, "global_batch_size": 16, "pipeline_layer_times": file, **changes}), 2)
+        resolve(
+            wish(
+                **{"pipeline_model_parallel_size": 2, "global_batch_size": 16, "pipeline_layer_times": file, **changes}
+            ),
+            2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -97,13 +111,21 @@ def test_a_file_that_is_none_says_what_is_wrong(tmp_path: Path, text: str, messa
 
 
 def test_a_file_there_and_back_is_the_same(tmp_path: Path) -> None:
-    times = LayerTimes({"dtype": "bf16"}, PartCost(0.1), (ONE, ONE * 2), PartCost(0.25, 0.5, 0.3, 0.3, 0.125), {"device": "x"})
+    times = LayerTimes(
+        {"dtype": "bf16"}, PartCost(0.1), (ONE, ONE * 2), PartCost(0.25, 0.5, 0.3, 0.3, 0.125), {"device": "x"}
+    )
     path = tmp_path / "times.json"
     path.write_text(to_json(times))
     assert read_layer_times(path) == times
 
 
-FAST_AND_SLOW = {"pipeline_model_parallel_size": 2, "global_batch_size": 32, "num_layers": 12, "hidden_size": 512, "vocab_size": 8}
+FAST_AND_SLOW = {
+    "pipeline_model_parallel_size": 2,
+    "global_batch_size": 32,
+    "num_layers": 12,
+    "hidden_size": 512,
+    "vocab_size": 8,
+}
 
 
 def test_a_slow_rank_gets_fewer_layers_and_the_step_is_as_the_speeds_say() -> None:
@@ -122,7 +144,9 @@ def test_a_slow_rank_gets_fewer_layers_and_the_step_is_as_the_speeds_say() -> No
 def test_a_slow_rank_slows_the_predicted_step_by_what_its_work_takes_longer() -> None:
     h100 = hardware_named("h100")
     sizes = {**FAST_AND_SLOW, "dtype": "bf16", "pipeline_balance": "even"}
-    equal, mixed = (predict_step(resolve(wish(**sizes, **more), 2), h100) for more in ({}, {"pipeline_rank_speeds": (1.0, 0.5)}))
+    equal, mixed = (
+        predict_step(resolve(wish(**sizes, **more), 2), h100) for more in ({}, {"pipeline_rank_speeds": (1.0, 0.5)})
+    )
     assert mixed.timeline.work_seconds[0] == pytest.approx(equal.timeline.work_seconds[0])
     assert mixed.timeline.work_seconds[1] == pytest.approx(2 * equal.timeline.work_seconds[1])
     assert sum(mixed.parts.values()) == pytest.approx(mixed.seconds)
@@ -131,7 +155,12 @@ def test_a_slow_rank_slows_the_predicted_step_by_what_its_work_takes_longer() ->
 
 @pytest.mark.parametrize("schedule", ["dualpipe", "zb-v", "zb-h1", "zb-auto", "interleaved"])
 def test_speeds_of_ranks_reach_every_kind_of_schedule(schedule: str) -> None:
-    changes = {"pipeline_schedule": schedule, "pipeline_model_parallel_size": 2, "global_batch_size": 32, "num_layers": 12}
+    changes = {
+        "pipeline_schedule": schedule,
+        "pipeline_model_parallel_size": 2,
+        "global_batch_size": 32,
+        "num_layers": 12,
+    }
     if schedule == "interleaved":
         changes["num_virtual_stages_per_pipeline_rank"] = 2
     equal, mixed = (resolve(wish(**changes, pipeline_rank_speeds=speeds), 2) for speeds in (None, (1.0, 0.5)))
@@ -139,7 +168,9 @@ def test_speeds_of_ranks_reach_every_kind_of_schedule(schedule: str) -> None:
     steps = [sum(expected_bubble(plan, count)) for plan in (equal, mixed)]
     assert steps[1] > 1.1 * steps[0]
     if schedule != "dualpipe":  # there both ranks hold everything
-        held = [sum(mixed.partition.layer_counts[stage] for stage in mixed.placement.stages_of(rank)) for rank in (0, 1)]
+        held = [
+            sum(mixed.partition.layer_counts[stage] for stage in mixed.placement.stages_of(rank)) for rank in (0, 1)
+        ]
         assert held[0] > held[1]
 
 
@@ -162,9 +193,19 @@ def test_wishes_about_ranks_that_do_not_fit_are_refused(changes: dict[str, objec
 GRIDS: list[dict[str, object]] = [
     {"pipeline_model_parallel_size": 4},
     {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "activation": "swiglu"},
-    {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "dtype": "bf16", "use_distributed_optimizer": True},
+    {
+        "pipeline_model_parallel_size": 2,
+        "pipeline_schedule": "zb-v",
+        "dtype": "bf16",
+        "use_distributed_optimizer": True,
+    },
     {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "recompute_granularity": "selective"},
-    {"pipeline_model_parallel_size": 2, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    {
+        "pipeline_model_parallel_size": 2,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+    },
 ]
 BIG = {"num_layers": 12, "hidden_size": 256, "seq_length": 128, "global_batch_size": 16, "vocab_size": 1000}
 
@@ -200,4 +241,7 @@ def test_a_rank_with_little_memory_gives_layers_away_and_then_fits(grid: dict[st
     tight = resolve(wish(**BIG, **grid, pipeline_rank_memory=limits), pp)
     assert all(rank.total / GIB <= limit for rank, limit in zip(all_rank_memory(tight), limits, strict=True))
     assert tight.partition != free.partition
-    assert resolve(wish(**BIG, **grid, pipeline_rank_memory=tuple(2 * gib for gib in need)), pp).partition == free.partition
+    assert (
+        resolve(wish(**BIG, **grid, pipeline_rank_memory=tuple(2 * gib for gib in need)), pp).partition
+        == free.partition
+    )

@@ -44,8 +44,14 @@ def test_the_ramp_of_megatron() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((10, 2, 2, None), r"--global-batch-size 10 is not a multiple of .* = 4; use 8 or 12, or another .*, or dp 1 or 5 ranks$"),
-        ((24, 2, 8, None, 4), r"size 2 x data-parallel size 8 = 16; .*, or dp 1, 2, 3, 4, 6 or 12 = 4, 8, 12, 16, 24 or 48 ranks$"),
+        (
+            (10, 2, 2, None),
+            r"--global-batch-size 10 is not a multiple of .* = 4; use 8 or 12, or another .*, or dp 1 or 5 ranks$",
+        ),
+        (
+            (24, 2, 8, None, 4),
+            r"size 2 x data-parallel size 8 = 16; .*, or dp 1, 2, 3, 4, 6 or 12 = 4, 8, 12, 16, 24 or 48 ranks$",
+        ),
         ((24, 2, 3, (8, 8, 10), 4), r"reaches 8 is not a multiple of .* = 6; .*, or dp 1, 2 or 4 = 4, 8 or 16 ranks$"),
         ((16, 2, 2, (6, 2, 10)), r"--rampup-batch-size 6 2 reaches 6"),
         ((16, 2, 2, (4, 8, 10)), r"never reaches --global-batch-size 16: the increment must divide 12"),

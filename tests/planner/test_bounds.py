@@ -104,7 +104,9 @@ def test_no_bound_is_above_its_prediction(config: Config, layout: Layout, dp: in
     assert bound.least_bytes <= found.peak_bytes
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)]
+)
 def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks: int) -> None:
     config = config_of(num_layers=9, heads=4, vocab_size=5000, batch=61, dropout=0.1, tied=False)
     layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0])
@@ -120,7 +122,9 @@ def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks
 def test_overlaps_never_slow_a_step_nor_fill_memory(config: Config, layout: Layout) -> None:
     """Which is why a search has them on."""
     world_size, overlapped = layout.tp * layout.pp * 2, layout.applied_to(config)
-    off = dataclasses.replace(overlapped.parallel, overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False)
+    off = dataclasses.replace(
+        overlapped.parallel, overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False
+    )
     try:
         plans = [resolve(each, world_size, 4) for each in (overlapped, dataclasses.replace(overlapped, parallel=off))]
     except ConfigError:
@@ -132,5 +136,8 @@ def test_overlaps_never_slow_a_step_nor_fill_memory(config: Config, layout: Layo
 
 def test_logits_in_chunks_are_computed_once_more() -> None:
     layout, whole = Layout(1, 2, 1, "1f1b", 1, RECOMPUTES[0]), config_of(8, 4, 60000, 8, 0.0, tied=False)
-    seconds = [predict(config, layout, 2, A100).time.seconds for config in (whole, config_of(8, 4, 60000, 8, 0.0, False, loss_chunk=32))]
+    seconds = [
+        predict(config, layout, 2, A100).time.seconds
+        for config in (whole, config_of(8, 4, 60000, 8, 0.0, False, loss_chunk=32))
+    ]
     assert seconds[0] < seconds[1]

@@ -38,11 +38,23 @@ def test_without_any_of_them_none_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (CHUNK_FLAGS["count"] | {"num_layers_per_virtual_pipeline_stage": 4}, r"rank gives 2, .*stage gives 1; keep one"),
-        (CHUNK_FLAGS["layout"] | {"num_virtual_stages_per_pipeline_rank": 4}, r"rank gives 4, .*layout gives 2; keep one"),
-        (CHUNK_FLAGS["layout"] | {"num_layers_per_virtual_pipeline_stage": 1}, r"stage gives 4, .*layout gives 2; keep one"),
+        (
+            CHUNK_FLAGS["count"] | {"num_layers_per_virtual_pipeline_stage": 4},
+            r"rank gives 2, .*stage gives 1; keep one",
+        ),
+        (
+            CHUNK_FLAGS["layout"] | {"num_virtual_stages_per_pipeline_rank": 4},
+            r"rank gives 4, .*layout gives 2; keep one",
+        ),
+        (
+            CHUNK_FLAGS["layout"] | {"num_layers_per_virtual_pipeline_stage": 1},
+            r"stage gives 4, .*layout gives 2; keep one",
+        ),
         ({"num_layers_per_virtual_pipeline_stage": 3}, r"8 layers are not a multiple of 3 x 2"),
-        ({"pipeline_model_parallel_layout": "Ett|tt|ttttL"}, r"3 stages, not a multiple of --pipeline-model-parallel-size 2"),
+        (
+            {"pipeline_model_parallel_layout": "Ett|tt|ttttL"},
+            r"3 stages, not a multiple of --pipeline-model-parallel-size 2",
+        ),
         ({"pipeline_model_parallel_layout": "Ett|(tt|ttttL"}, r"opens '\('"),
     ],
     ids=["count_and_layers", "count_and_layout", "layers_and_layout", "indivisible", "odd_layout", "unreadable_layout"],
@@ -74,8 +86,14 @@ def test_a_schedule_that_needs_two_chunks_takes_them_by_itself(name: str) -> Non
             r"zb-h1 runs one chunk a rank, but 2 .* choose interleaved or breadth-first",
         ),
         ({"pipeline_schedule": "1f1b", **CHUNK_FLAGS["layout"]}, r"1f1b runs one chunk a rank, but 2"),
-        ({"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3}, r"zb-v holds 2 chunks .* but 3 were asked for; leave"),
-        ({"pipeline_schedule": "v-min", "num_virtual_stages_per_pipeline_rank": 1}, r"v-min holds 2 chunks .* but 1 were asked for; leave"),
+        (
+            {"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3},
+            r"zb-v holds 2 chunks .* but 3 were asked for; leave",
+        ),
+        (
+            {"pipeline_schedule": "v-min", "num_virtual_stages_per_pipeline_rank": 1},
+            r"v-min holds 2 chunks .* but 1 were asked for; leave",
+        ),
         (
             {"pipeline_schedule": "v-half", "pipeline_model_parallel_size": 1},
             r"v-half .* needs --pipeline-model-parallel-size of at least 2",
@@ -109,7 +127,13 @@ def test_only_the_automatic_scheduler_takes_a_memory_limit() -> None:
 
 def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages() -> None:
     """The head weighs more than a layer; a larger limit makes a shorter step."""
-    sizes = {"num_layers": 9, "pipeline_model_parallel_size": 4, "global_batch_size": 24, "pipeline_schedule": "zb-auto", "vocab_size": 512}
+    sizes = {
+        "num_layers": 9,
+        "pipeline_model_parallel_size": 4,
+        "global_batch_size": 24,
+        "pipeline_schedule": "zb-auto",
+        "vocab_size": 512,
+    }
     plans = {limit: resolve(wish(**sizes, pipeline_memory_limit=limit), 4) for limit in (2, 4, 8)}
     spans = []
     for limit, plan in plans.items():

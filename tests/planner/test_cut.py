@@ -50,7 +50,10 @@ def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tupl
     [
         ({"account_for_embedding_in_pipeline_split": True}, r"9 layers \(embedding and loss included"),
         ({"decoder_first_pipeline_num_layers": 9}, r"are given 9 layers .* --num-layers 8"),
-        ({"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True}, r"two ways to relieve the same ranks"),
+        (
+            {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
+            r"two ways to relieve the same ranks",
+        ),
         ({"decoder_first_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2}, r"do not divide"),
     ],
     ids=["embedding", "first", "both_ways", "chunks"],
@@ -85,9 +88,16 @@ def wishes(draw: st.DrawFn) -> dict[str, object]:
         {"num_virtual_stages_per_pipeline_rank": draw(st.integers(1, 3))},
         {"num_layers_per_virtual_pipeline_stage": draw(st.integers(1, 2))},
         {"decoder_first_pipeline_num_layers": draw(st.integers(0, 4))},
-        {"decoder_first_pipeline_num_layers": draw(st.integers(0, 2)), "decoder_last_pipeline_num_layers": draw(st.integers(0, 2))},
-        {"account_for_embedding_in_pipeline_split": draw(st.booleans()), "account_for_loss_in_pipeline_split": draw(st.booleans())},
-        layout | {"pipeline_model_parallel_layout": draw(st.sampled_from(["Ettt|tL", "E|tt||ttL", "E|(t|)*4L", "t|Ettt"]))},
+        {
+            "decoder_first_pipeline_num_layers": draw(st.integers(0, 2)),
+            "decoder_last_pipeline_num_layers": draw(st.integers(0, 2)),
+        },
+        {
+            "account_for_embedding_in_pipeline_split": draw(st.booleans()),
+            "account_for_loss_in_pipeline_split": draw(st.booleans()),
+        },
+        layout
+        | {"pipeline_model_parallel_layout": draw(st.sampled_from(["Ettt|tL", "E|tt||ttL", "E|(t|)*4L", "t|Ettt"]))},
     ]
     return fields | draw(st.sampled_from(ways))
 
@@ -105,7 +115,9 @@ def check_a_plan(fields: dict[str, object], dp: int) -> None:
         return
     resolved.append(len(plan.partition.stages))
     stages = plan.partition.stages
-    assert [layer for s in stages for layer in range(s.first_layer, s.last_layer_exclusive)] == list(range(plan.config.model.num_layers))
+    assert [layer for s in stages for layer in range(s.first_layer, s.last_layer_exclusive)] == list(
+        range(plan.config.model.num_layers)
+    )
     assert [s.has_embedding for s in stages] == [True] + [False] * (len(stages) - 1)
     assert [s.has_head for s in stages] == [False] * (len(stages) - 1) + [True]
     assert len(stages) == plan.placement.num_stages == plan.topology.pp * plan.num_chunks

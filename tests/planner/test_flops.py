@@ -33,7 +33,9 @@ def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again
     attention = 4.0 * 512 * 256  # q k^T and the product with v, a token
     spared = recomputed_flops(model, full, 3, causal=False) - recomputed_flops(model, kept, 3, causal=False)
     assert spared == pytest.approx(3 * 512 * 2 * attention)
-    assert flop_costs(model, full).layers[0].replay - flop_costs(model, kept).layers[0].replay == pytest.approx(attention)
+    assert flop_costs(model, full).layers[0].replay - flop_costs(model, kept).layers[0].replay == pytest.approx(
+        attention
+    )
 
 
 def test_causal_attention_counts_half_and_a_window_less() -> None:

@@ -26,19 +26,31 @@ FREE_CASTS = Casts(*6 * [0.0])
 
 def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
     sizes = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "vocab_size": 32000}
-    batch = {"micro_batch_size": 1, "global_batch_size": 4 * world_size, "dtype": "bf16", "untie_embeddings_and_output_weights": True}
+    batch = {
+        "micro_batch_size": 1,
+        "global_batch_size": 4 * world_size,
+        "dtype": "bf16",
+        "untie_embeddings_and_output_weights": True,
+    }
     return resolve(wish(**{**sizes, **batch, **changes}), world_size)
 
 
 def test_every_card_that_has_fp8_multiplies_twice_as_fast_in_it() -> None:
-    rates = {name: hardware.flops["fp8"] / hardware.flops["bf16"] for name, hardware in HARDWARE.items() if "fp8" in hardware.flops}
+    rates = {
+        name: hardware.flops["fp8"] / hardware.flops["bf16"]
+        for name, hardware in HARDWARE.items()
+        if "fp8" in hardware.flops
+    }
     assert rates.keys() == {"h100", "h200", "b200", "mi300x"}
     assert all(rate == pytest.approx(2.0, rel=2e-3) for rate in rates.values())
 
 
 def test_a_card_without_fp8_is_refused_with_a_way_out() -> None:
     predict_step(plan_of(), hardware_named("a100-80"))
-    with pytest.raises(ConfigError, match=r"a100-80 is known for fp8; there are bf16, fp16: leave --fp8-format out, or a file with flops"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a100-80 is known for fp8; there are bf16, fp16: leave --fp8-format out, or a file with flops",
+    ):
         predict_step(plan_of(fp8_format="hybrid"), hardware_named("a100-80"))
 
 
@@ -55,7 +67,10 @@ def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.Mon
     assert found[1].forward["gemm"] > plain[1].forward["gemm"] / 2, "the head's is not"
     for stage in (0, 1):
         for part in ("attention", "pointwise"):
-            assert found[stage].forward[part] == plain[stage].forward[part] and found[stage].inputs[part] == plain[stage].inputs[part]
+            assert (
+                found[stage].forward[part] == plain[stage].forward[part]
+                and found[stage].inputs[part] == plain[stage].inputs[part]
+            )
 
 
 @pytest.mark.parametrize(("compiles", "moved"), [(False, 2 + 27), (True, 2 + 3)], ids=["as_written", "one_kernel"])
@@ -64,7 +79,10 @@ def test_a_cast_moves_what_its_kernels_read_and_write(compiles: bool, moved: flo
     config = plan_of(fp8_format="e4m3", compile_pointwise=compiles).config
     casts = Casts.of(config)
     assert casts is not None and casts.inputs == casts.gradients == moved
-    found, plain = (stage_seconds(plan_of(**changes), H100)[0] for changes in ({"fp8_format": "e4m3", "compile_pointwise": compiles}, {}))
+    found, plain = (
+        stage_seconds(plan_of(**changes), H100)[0]
+        for changes in ({"fp8_format": "e4m3", "compile_pointwise": compiles}, {})
+    )
     tokens, h = 4096, 4096
     read, written = tokens * (h + h + h + 4 * h), tokens * (3 * h + h + 4 * h + h)
     bandwidth = H100.pointwise_bytes_per_second
@@ -84,9 +102,14 @@ def test_casts_as_one_kernel_make_fp8_faster_than_bf16_and_as_written_they_eat_i
 
 
 @given(st.integers(1, 20), st.booleans(), st.integers(0, 6), st.integers(0, 6))
-def test_layers_at_the_ends_stay_in_bf16_where_that_is_asked_for(num_layers: int, ends: bool, first: int, last: int) -> None:
+def test_layers_at_the_ends_stay_in_bf16_where_that_is_asked_for(
+    num_layers: int, ends: bool, first: int, last: int
+) -> None:
     precision = PrecisionConfig(
-        fp8_format="e4m3", first_last_layers_bf16=ends, num_layers_at_start_in_bf16=first, num_layers_at_end_in_bf16=last
+        fp8_format="e4m3",
+        first_last_layers_bf16=ends,
+        num_layers_at_start_in_bf16=first,
+        num_layers_at_end_in_bf16=last,
     )
     chosen = [first <= layer < num_layers - last or not ends for layer in range(num_layers)]
     assert [layer in fp8_layers(precision, num_layers) for layer in range(num_layers)] == chosen
@@ -94,7 +117,12 @@ def test_layers_at_the_ends_stay_in_bf16_where_that_is_asked_for(num_layers: int
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_copies_of_each_linears_weight_are_planned_and_named(tp: int) -> None:
-    grid = {"world_size": 2 * tp, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": tp, "fp8_format": "hybrid"}
+    grid = {
+        "world_size": 2 * tp,
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": tp,
+        "fp8_format": "hybrid",
+    }
     whole = plan_of(**grid)
     ends = plan_of(**grid, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
     layer = 2 * 12 * 4096 * 4096 // tp
@@ -111,7 +139,12 @@ def test_layers_in_bf16_take_the_time_of_bf16() -> None:
         for changes in (
             {},
             {"fp8_format": "hybrid"},
-            {"fp8_format": "hybrid", "first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 3},
+            {
+                "fp8_format": "hybrid",
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 1,
+                "num_layers_at_end_in_bf16": 3,
+            },
         )
     )
     for op, seconds in ends.seconds.items():

@@ -12,7 +12,9 @@ from megapipe.planner.hardware import HARDWARE, hardware_named, peak_flops, read
 
 def test_a_file_like_a_row_changes_what_it_says_alone(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("like: h100\nname: mine\nmemory_bytes: 1e11\nnetwork: {bytes_per_second: 1e9, latency_seconds: 1e-5}\n")
+    path.write_text(
+        "like: h100\nname: mine\nmemory_bytes: 1e11\nnetwork: {bytes_per_second: 1e9, latency_seconds: 1e-5}\n"
+    )
     mine, h100 = read_hardware(path), hardware_named("H100")
     assert (mine.name, mine.memory_bytes, mine.network.bytes_per_second) == ("mine", 10**11, 1e9)
     assert (mine.flops, mine.node, mine.gemm_shares) == (h100.flops, h100.node, h100.gemm_shares)

@@ -52,5 +52,6 @@ def test_a_small_model_by_hand() -> None:
     more = {"use_distributed_optimizer": True, "sequence_parallel": True, "recompute_granularity": "selective"}
     # a layer 64 x 64 x 34 = 139,264
     assert (
-        megatron_memory(resolve(wish(make_vocab_size_divisible_by=64, **more, **changes), 8)).activation_bytes == (8 * 139_264 + 9_216) / 2
+        megatron_memory(resolve(wish(make_vocab_size_divisible_by=64, **more, **changes), 8)).activation_bytes
+        == (8 * 139_264 + 9_216) / 2
     )

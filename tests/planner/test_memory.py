@@ -33,7 +33,9 @@ def row(text: str) -> list[Action]:
     st.integers(1, 3),
     st.integers(1, 9),
 )
-def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
+def test_equal_stages_peak_where_the_schedule_says(
+    name: str, num_ranks: int, num_chunks: int, num_microbatches: int
+) -> None:
     schedule = build_lowered(*family_shapes(name, num_ranks, num_chunks, num_microbatches))
     for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
         sizes = dict.fromkeys(schedule.placement.stages_of(pp_rank), 7)
@@ -46,14 +48,26 @@ def test_equal_stages_peak_where_the_schedule_says(name: str, num_ranks: int, nu
 @pytest.mark.parametrize(
     ("text", "sizes", "peak", "live"),
     [
-        ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 10, 2: 1}, 21, {0: 2, 2: 1}),  # uneven chunks: each counts with its own bytes
+        (
+            "0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1",
+            {0: 10, 2: 1},
+            21,
+            {0: 2, 2: 1},
+        ),  # uneven chunks: each counts with its own bytes
         ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 1, 2: 10}, 12, {0: 2, 2: 1}),
-        ("0F0 2F0 2I0 2F1 2W0 2B1 0F1 0B0 0B1", {0: 1, 2: 10}, 15, {0: 1, 2: 2}),  # of a split backward 4 are left until W
+        (
+            "0F0 2F0 2I0 2F1 2W0 2B1 0F1 0B0 0B1",
+            {0: 1, 2: 10},
+            15,
+            {0: 1, 2: 2},
+        ),  # of a split backward 4 are left until W
         ("0F0 2F0 2I0 2W0 2F1 2B1 0F1 0B0 0B1", {0: 1, 2: 10}, 11, {0: 1, 2: 1}),
     ],
     ids=["large_first", "large_last", "split", "split_in_time"],
 )
-def test_uneven_chunks_peak_by_their_own_bytes(text: str, sizes: dict[int, int], peak: int, live: dict[int, int]) -> None:
+def test_uneven_chunks_peak_by_their_own_bytes(
+    text: str, sizes: dict[int, int], peak: int, live: dict[int, int]
+) -> None:
     found = peak_of_row(row(text), 0, loop(2, 2), sizes, {0: 4, 2: 4}, 0, 2)
     assert (found.activation_bytes, found.live) == (peak, live)
 
@@ -62,8 +76,18 @@ def test_uneven_chunks_peak_by_their_own_bytes(text: str, sizes: dict[int, int],
     ("text", "pp_rank", "placement", "messages"),
     [
         ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", 1, linear(2), 3),  # come, and not used yet
-        ("1RECV_F0 1F0 1B0", 1, linear(2), 1),  # becomes the stage's input; the last stage's output gradient is no message
-        ("0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2", 0, linear(2), 2),  # sent ones are held until they are known to have come
+        (
+            "1RECV_F0 1F0 1B0",
+            1,
+            linear(2),
+            1,
+        ),  # becomes the stage's input; the last stage's output gradient is no message
+        (
+            "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2",
+            0,
+            linear(2),
+            2,
+        ),  # sent ones are held until they are known to have come
         ("0F0 0SEND_F0 0RECV_B0 0B0", 0, linear(2), 2),  # the output gradient is there while its backward runs
         ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", 0, loop(1, 2), 2),  # two stages of one rank hand over directly
         ("0F0 0SEND_F0 2RECV_F0 2F0 3F0 3B0 2B0", 0, v_shape(2), 2),
@@ -86,13 +110,22 @@ def test_the_whole_grid_holds_every_parameter_once_and_the_copy_of_the_tied_embe
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_two_directions_hold_every_parameter_twice_and_share_its_optimizer_state(tied: bool) -> None:
     """6 + 12 / (2 dp) bytes for each held copy in bf16."""
-    changes = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 4, "dtype": "bf16", "global_batch_size": 32}
+    changes = {
+        "pipeline_schedule": "dualpipe",
+        "pipeline_model_parallel_size": 4,
+        "dtype": "bf16",
+        "global_batch_size": 32,
+    }
     plan = resolve(wish(**changes, use_distributed_optimizer=True, untie_embeddings_and_output_weights=not tied), 8)
     parameters = sum(spec.num_elements for spec in plan.specs)
-    held = {item: sum(rank.items[item] for rank in all_rank_memory(plan)) for item in ("weights", "gradients", "optimizer")}
+    held = {
+        item: sum(rank.items[item] for rank in all_rank_memory(plan)) for item in ("weights", "gradients", "optimizer")
+    }
     assert 2 * 2 * parameters <= held["weights"] < 1.02 * 2 * 2 * parameters
     assert 2 * 4 * parameters <= held["gradients"] < 1.02 * 2 * 4 * parameters
-    assert 12 * parameters / 2 <= held["optimizer"] < 1.02 * 12 * parameters / 2  # the other half is on the other dp rank
+    assert (
+        12 * parameters / 2 <= held["optimizer"] < 1.02 * 12 * parameters / 2
+    )  # the other half is on the other dp rank
 
 
 @pytest.mark.parametrize(
@@ -120,7 +153,9 @@ def test_a_1f1b_rank_keeps_one_microbatch_for_each_rank_behind_it() -> None:
     plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16), 4)
     for rank in all_rank_memory(plan):
         assert rank.live == {rank.pp_rank: 4 - rank.pp_rank}
-        assert rank.items["activations"] == (4 - rank.pp_rank) * sum(stage_activation_bytes(plan, rank.pp_rank).values())
+        assert rank.items["activations"] == (4 - rank.pp_rank) * sum(
+            stage_activation_bytes(plan, rank.pp_rank).values()
+        )
         assert rank.total == sum(rank.items.values())
 
 
@@ -139,7 +174,9 @@ def test_more_recompute_keeps_less() -> None:
     assert plain.items["recompute"] == 0 < min(memory.items["recompute"] for memory in (selective, every, full))
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel", "expected"), [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)])
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "expected"), [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)]
+)
 def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel: bool, expected: float) -> None:
     """Table 2, without core attention. Theirs keeps q, k, v (6) and no norm statistics; an output of GELU (8) as ours."""
     model = resolve_model(wish(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
@@ -155,7 +192,9 @@ def test_a_layer_is_replayed_at_a_time_and_uniform_groups_whole() -> None:
     sizes = LocalSizes.of(model, 1, False, 1, "bf16")
     layer = sum(layer_activation_bytes(model, sizes).values())
     for method, size, layers in (("uniform", 1, 1), ("uniform", 3, 3), ("uniform", 9, 8), ("block", 3, 1)):
-        assert replay_bytes(model, sizes, 8, RecomputeConfig("full", method, size)) == layers * layer - sizes.hidden_states
+        assert (
+            replay_bytes(model, sizes, 8, RecomputeConfig("full", method, size)) == layers * layer - sizes.hidden_states
+        )
     assert replay_bytes(model, sizes, 8, RecomputeConfig()) == 0
     assert replay_bytes(model, sizes, 0, RecomputeConfig("full", "uniform", 1)) == 0
 
@@ -167,7 +206,9 @@ def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
     copies = (replicated["gradients"] - 64 * len(resolve(wish(**changes), 2).buffers(0, 0))) // 2
     goes = sum(replicated[item] for item in ("activations", "recompute", "temporaries", "messages"))
     assert replicated["reduction"] == max(0, copies - goes)  # without overlap they come when all that has gone
-    few = rank_memory(resolve(wish(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0).items
+    few = rank_memory(
+        resolve(wish(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0
+    ).items
     assert few["reduction"] > 0
 
 
@@ -193,7 +234,9 @@ def test_graphs_hold_a_microbatch_a_slot_for_the_whole_run(schedule: str) -> Non
         (slots,) = plan.num_slots(pp_rank).values()
         kept = sum(stage_activation_bytes(plan, pp_rank).values())
         held = sum(after.items[item] for item in ("activations", "recompute", "temporaries", "graphs"))
-        messages = slots * hidden * (2 if pp_rank == 0 else 1)  # output and gradient of the first stage, input gradient of the last
+        messages = (
+            slots * hidden * (2 if pp_rank == 0 else 1)
+        )  # output and gradient of the first stage, input gradient of the last
         assert held >= slots * kept + messages
         assert held - messages <= slots * (kept + max(1, before.items["temporaries"] + before.items["recompute"]) * 3)
         assert before.items["graphs"] == 0 and before.items["messages"] == after.items["messages"]

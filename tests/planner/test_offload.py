@@ -19,7 +19,13 @@ ALL = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
 
 
 def one_rank(**changes: object) -> RunPlan:
-    sizes: dict[str, object] = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 4096, "dtype": "bf16"}
+    sizes: dict[str, object] = {
+        "num_layers": 8,
+        "hidden_size": 1024,
+        "num_attention_heads": 8,
+        "seq_length": 4096,
+        "dtype": "bf16",
+    }
     return resolve(wish(**(sizes | {"global_batch_size": 4, "attention_dropout": 0.0} | changes)), 1)
 
 
@@ -32,7 +38,9 @@ def test_a_rank_keeps_two_layers_and_what_is_not_offloaded() -> None:
     without, now = rank_memory(bare, 0).items["activations"], rank_memory(plan, 0).items["activations"]
     assert now <= 3 * groups[0].kept + of_head
     assert without == 8 * groups[0].kept + of_head
-    assert rank_memory(plan, 0).host == {"activations": 7 * groups[0].host}  # the last layer's backward follows its forward
+    assert rank_memory(plan, 0).host == {
+        "activations": 7 * groups[0].host
+    }  # the last layer's backward follows its forward
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -52,8 +60,14 @@ def test_small_tensors_stay() -> None:
 def test_a_stage_that_receives_its_input_keeps_it_on_the_device() -> None:
     plan = interleaved(**ALL)
     first, second = (offloaded_groups(plan, stage)[0] for stage in (0, 1))
-    micro, seq, hidden = plan.config.training.micro_batch_size, plan.config.model.seq_length, plan.config.model.hidden_size
-    assert first.moved - second.moved == micro * seq * hidden * 4 // (2 if plan.config.parallel.sequence_parallel else 1)
+    micro, seq, hidden = (
+        plan.config.training.micro_batch_size,
+        plan.config.model.seq_length,
+        plan.config.model.hidden_size,
+    )
+    assert first.moved - second.moved == micro * seq * hidden * 4 // (
+        2 if plan.config.parallel.sequence_parallel else 1
+    )
 
 
 def test_copies_that_no_layer_hides_take_time() -> None:
@@ -76,11 +90,16 @@ def test_the_report_names_host_memory_and_what_travels() -> None:
         for unit in row_moves(plan, plan.batch.full // plan.batch.samples_per_microbatch, 0).moved
     )
     assert f"host     {bytes_text(sum(memory.host.values()))} of the host's memory" in text
-    assert f"activations {bytes_text(memory.host['activations'])}, optimizer {bytes_text(memory.host['optimizer'])}" in text
+    assert (
+        f"activations {bytes_text(memory.host['activations'])}, optimizer {bytes_text(memory.host['optimizer'])}"
+        in text
+    )
     assert f"{bytes_text(moved)} travel each way in a step" in text
     assert "PCIe 5" in text
     assert "  host " not in plan_text(one_rank())
-    assert "host     nothing of it" in plan_text(one_rank(cpu_offloading_num_layers=8, min_offloaded_tensor_size=1 << 40))
+    assert "host     nothing of it" in plan_text(
+        one_rank(cpu_offloading_num_layers=8, min_offloaded_tensor_size=1 << 40)
+    )
 
 
 def test_what_the_optimizer_has_on_the_host_is_what_it_would_have_on_the_device() -> None:

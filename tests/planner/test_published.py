@@ -9,15 +9,34 @@ import pytest
 from megapipe.planner.activations import LocalSizes, layer_activation_bytes
 from megapipe.planner.hardware import TERA, hardware_named
 from megapipe.planner.layout import RECOMPUTES
-from megapipe.planner.published import LAYER_OF_22B, NARAYANAN, PublishedRun, gpt, layer_of_22b, narayanan_flops, published_runs
+from megapipe.planner.published import (
+    LAYER_OF_22B,
+    NARAYANAN,
+    PublishedRun,
+    gpt,
+    layer_of_22b,
+    narayanan_flops,
+    published_runs,
+)
 from megapipe.planner.resolve import resolve_model
 from megapipe.schedule.action import Op
 
-QUICK = ("1.7B", "18.4B", "39.1B", "145.6B", "22B full", "22B selective, sp", "175B full", "175B selective, sp", "405B on 16,384")
+QUICK = (
+    "1.7B",
+    "18.4B",
+    "39.1B",
+    "145.6B",
+    "22B full",
+    "22B selective, sp",
+    "175B full",
+    "175B selective, sp",
+    "405B on 16,384",
+)
 
 
 @pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[] if run.name in QUICK else pytest.mark.slow, id=run.name) for run in published_runs()]
+    "run",
+    [pytest.param(run, marks=[] if run.name in QUICK else pytest.mark.slow, id=run.name) for run in published_runs()],
 )
 def test_a_step_is_predicted_within_10_percent(run: PublishedRun) -> None:
     """Narayanan et al. 2021 table 1, Korthikanti et al. 2022 table 5, Dubey et al. 2024 table 4."""

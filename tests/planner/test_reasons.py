@@ -17,7 +17,14 @@ H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
 
 
 def large(**changes: object) -> Config:
-    sizes = {"num_layers": 16, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 32000, "dtype": "bf16"}
+    sizes = {
+        "num_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "seq_length": 2048,
+        "vocab_size": 32000,
+        "dtype": "bf16",
+    }
     return wish(**{**sizes, "micro_batch_size": 1, "global_batch_size": 16, **changes})
 
 
@@ -32,7 +39,9 @@ def told(candidate: Candidate) -> str:
 
 
 def test_a_model_that_fits_a_node_has_no_pipeline_and_the_words_say_what_one_would_cost() -> None:
-    found = search(large(), 4, H100, lambda layout: layout.recompute.recompute_granularity is None and layout.micro_batch_size == 1)
+    found = search(
+        large(), 4, H100, lambda layout: layout.recompute.recompute_granularity is None and layout.micro_batch_size == 1
+    )
     assert found.best[0].layout.pp == 1
     (words,) = (line for line in reasons(found, H100) if "alone" in line)
     assert "with a pipeline" in words and "% of bubble" in words
@@ -52,7 +61,12 @@ def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> N
     candidate = configured(4, pipeline_model_parallel_size=4, global_batch_size=8)
     (words,) = fill_the_pipeline(candidate)
     raised = int(words.split("raise the microbatches to ")[1].split()[0])
-    assert "8 microbatches feed 4 pipeline ranks" in words and raised > 8 and raised % 4 == 0 and "or use 2 chunks" in words
+    assert (
+        "8 microbatches feed 4 pipeline ranks" in words
+        and raised > 8
+        and raised % 4 == 0
+        and "or use 2 chunks" in words
+    )
     better = configured(4, pipeline_model_parallel_size=4, global_batch_size=raised)
     assert better.time.bubble_share == pytest.approx(0.05, abs=0.02)
 
@@ -76,13 +90,29 @@ def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> N
             },
             "while pp stay",
         ),
-        (8, {"pipeline_model_parallel_size": 4, "rank_order": "tp-cp-pp-dp"}, "pp 4 stays inside a node while gradients cross nodes"),
-        (8, {"pipeline_model_parallel_size": 8, "global_batch_size": 4}, "4 microbatches cannot fill a pipeline of 8 ranks"),
+        (
+            8,
+            {"pipeline_model_parallel_size": 4, "rank_order": "tp-cp-pp-dp"},
+            "pp 4 stays inside a node while gradients cross nodes",
+        ),
+        (
+            8,
+            {"pipeline_model_parallel_size": 8, "global_batch_size": 4},
+            "4 microbatches cannot fill a pipeline of 8 ranks",
+        ),
         (4, {"tensor_model_parallel_size": 4}, "--sequence-parallel is off"),
         (4, {"overlap_grad_reduce": False}, "--overlap-grad-reduce is off"),
         (1, {"fp8_format": "hybrid"}, "--compile-pointwise is off"),
     ],
-    ids=["tp across nodes", "axes inverted", "pp inside", "starved", "no sequence parallelism", "no overlap", "casts as written"],
+    ids=[
+        "tp across nodes",
+        "axes inverted",
+        "pp inside",
+        "starved",
+        "no sequence parallelism",
+        "no overlap",
+        "casts as written",
+    ],
 )
 def test_what_is_upside_down_is_told(world_size: int, changes: dict[str, object], words: str) -> None:
     assert words in told(configured(world_size, **changes))

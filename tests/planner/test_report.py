@@ -33,7 +33,8 @@ def stage_rows(text: str) -> list[tuple[list[str], int, str]]:
     """(words before the number of parameters, that number, what follows) of each line of the stage table, the sum's too."""
     lines = text[text.index(" parameters  holds\n") :].splitlines()[1:]
     rows = [
-        re.fullmatch(r"\s+(\S.*?)\s\s+([\d,]+)  ([a-z].*)", line) for line in lines[: next(i for i, x in enumerate(lines) if "batch" in x)]
+        re.fullmatch(r"\s+(\S.*?)\s\s+([\d,]+)  ([a-z].*)", line)
+        for line in lines[: next(i for i, x in enumerate(lines) if "batch" in x)]
     ]
     return [(row[1].split(), int(row[2].replace(",", "")), row[3]) for row in rows if row]
 
@@ -59,7 +60,10 @@ def test_a_pipeline_in_two_directions_says_that_parameters_are_held_twice() -> N
     assert "schedule dualpipe, every parameter on two pipeline ranks\n" in text
     *stages, (_, total, note) = stage_rows(text)
     assert [" ".join(words[1:]) for words, _, _ in stages] == ["0, 3", "1 to 2", "1 to 2", "0, 3"]
-    assert (total, note) == (sum(spec.num_elements for spec in plan.specs), "every element of the model, on two pipeline ranks")
+    assert (total, note) == (
+        sum(spec.num_elements for spec in plan.specs),
+        "every element of the model, on two pipeline ranks",
+    )
 
 
 def test_an_uneven_cut_shows_its_layers() -> None:
@@ -72,7 +76,9 @@ def test_a_stage_without_layers_says_so() -> None:
     assert [holds for _, _, holds in stage_rows(text)][:4] == ["embedding", "layers 0 to 7", "nothing", "head"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}]
+)
 def test_each_pipeline_rank_has_its_memory_in_a_line(changes: dict[str, object]) -> None:
     plan = interleaved(**changes)
     text = plan_text(plan)
@@ -91,13 +97,19 @@ def test_each_pipeline_rank_has_its_memory_in_a_line(changes: dict[str, object])
 
 
 def test_equal_pipeline_ranks_share_a_line() -> None:
-    plan = resolve(wish(pipeline_model_parallel_size=8, pipeline_schedule="gpipe", pipeline_balance="even", global_batch_size=8), 8)
+    plan = resolve(
+        wish(pipeline_model_parallel_size=8, pipeline_schedule="gpipe", pipeline_balance="even", global_batch_size=8), 8
+    )
     assert re.search(r"^ +1 to 6  .*iB", plan_text(plan), re.MULTILINE)
 
 
 def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
     start = time.process_time()
-    grid = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16, "num_virtual_stages_per_pipeline_rank": 7}
+    grid = {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "num_virtual_stages_per_pipeline_rank": 7,
+    }
     plan = resolve(wish(**LLAMA_405B, **grid), 16384, 8)
     text = plan_text(plan)
     assert time.process_time() - start < 5

@@ -22,15 +22,26 @@ def wish(**changes: object) -> Config:
         optimizer=OptimizerConfig(lr=1e-3),
     )
     for name, value in changes.items():
-        section = next(f.name for f in dataclasses.fields(config) if name in {g.name for g in dataclasses.fields(getattr(config, f.name))})
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+        section = next(
+            f.name
+            for f in dataclasses.fields(config)
+            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
+        )
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
     return config
 
 
 def test_sizes_that_follow_from_others_are_filled_in() -> None:
     plan = resolve(wish(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
     model = plan.config.model
-    assert (model.ffn_hidden_size, model.num_query_groups, model.kv_channels, model.padded_vocab_size) == (256, 8, 8, 256)
+    assert (model.ffn_hidden_size, model.num_query_groups, model.kv_channels, model.padded_vocab_size) == (
+        256,
+        8,
+        8,
+        256,
+    )
     assert (plan.topology.dp, plan.config.training.global_batch_size, plan.schedule_name) == (2, 4, "1f1b")
     assert plan.config.training.train_samples == 40
 
@@ -49,7 +60,9 @@ def test_the_parameters_of_the_stages_sum_to_the_model() -> None:
 def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
     sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 8192}
     assert resolve(wish(pipeline_model_parallel_size=2, **sizes), 2).partition.layer_counts == (3, 1)
-    assert resolve(wish(pipeline_model_parallel_size=2, pipeline_balance="even", **sizes), 2).partition.layer_counts == (2, 2)
+    assert resolve(
+        wish(pipeline_model_parallel_size=2, pipeline_balance="even", **sizes), 2
+    ).partition.layer_counts == (2, 2)
 
 
 DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
@@ -95,25 +108,44 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         "post_validation_tied", "post_validation_dualpipe",
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_before_anything_starts(changes: dict[str, object], world: int, message: str) -> None:
+def test_what_cannot_run_is_refused_before_anything_starts(
+    changes: dict[str, object], world: int, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(wish(**changes), world)
 
 
 def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> None:
-    plan = resolve(wish(optimizer_post_validation=True, pipeline_model_parallel_size=2, pipeline_schedule="zb-v", global_batch_size=8), 2)
+    plan = resolve(
+        wish(
+            optimizer_post_validation=True,
+            pipeline_model_parallel_size=2,
+            pipeline_schedule="zb-v",
+            global_batch_size=8,
+        ),
+        2,
+    )
     assert plan.head_start(4) == (1, 0)  # 0F0; the message it sends is first behind the border
 
 
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])
 def test_both_holders_of_a_stage_gather_its_parameters_in_one_order(pp: int) -> None:
-    plan = resolve(wish(pipeline_schedule="dualpipe", pipeline_model_parallel_size=pp, num_layers=8, global_batch_size=4 * pp), pp)
+    plan = resolve(
+        wish(pipeline_schedule="dualpipe", pipeline_model_parallel_size=pp, num_layers=8, global_batch_size=4 * pp), pp
+    )
     for pp_rank in range(pp):
         assert plan.order_of_first_use(pp_rank) == plan.order_of_first_use(pp - 1 - pp_rank)
 
 
 def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:
     plan = resolve(
-        wish(pipeline_model_parallel_size=2, global_batch_size=16, rampup_batch_size=(4, 4, 40), train_iters=None, train_samples=200), 4
+        wish(
+            pipeline_model_parallel_size=2,
+            global_batch_size=16,
+            rampup_batch_size=(4, 4, 40),
+            train_iters=None,
+            train_samples=200,
+        ),
+        4,
     )
     assert [plan.schedule(size // 4).num_microbatches for size in plan.batch.sizes] == [1, 2, 3, 4]

@@ -19,7 +19,16 @@ from megapipe.planner.search import predict, search
 from tests.planner.test_resolve import wish
 
 H100 = hardware_named("h100")
-FAMILIES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2))
+FAMILIES = (
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("v-half", 2),
+    ("v-min", 2),
+)
 BOTH = (True, False)
 
 
@@ -42,7 +51,11 @@ def tight(config: Config, world_size: int) -> float:
     ("world_size", "changes", "recomputes"),
     [
         (4, {}, RECOMPUTES[1:2]),
-        (4, {"num_layers": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": 4}, RECOMPUTES[::2]),
+        (
+            4,
+            {"num_layers": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": 4},
+            RECOMPUTES[::2],
+        ),
         (2, {"num_layers": 3, "num_attention_heads": 2}, RECOMPUTES),
     ],
     ids=["explicit attention", "fused attention", "an uneven cut"],
@@ -51,16 +64,25 @@ def test_the_best_is_that_of_predicting_every_layout(
     world_size: int, changes: dict[str, object], recomputes: tuple[RecomputeConfig, ...]
 ) -> None:
     config = small(**changes)
-    choices = itertools.product((1, 2, 4), (1, 2, 4), FAMILIES, (1, 2, 4, 8), recomputes, BOTH, BOTH, ("cost", "even", "ends"))
+    choices = itertools.product(
+        (1, 2, 4), (1, 2, 4), FAMILIES, (1, 2, 4, 8), recomputes, BOTH, BOTH, ("cost", "even", "ends")
+    )
     every = []
     for tp, pp, (schedule, chunks), size, recompute, sliced, sharded, cut in choices:
         if tp * pp > world_size or (tp == 1 and sliced):
             continue
         try:
-            every.append(predict(config, Layout(tp, pp, chunks, schedule, size, recompute, sliced, sharded, cut), world_size, H100))
+            every.append(
+                predict(
+                    config, Layout(tp, pp, chunks, schedule, size, recompute, sliced, sharded, cut), world_size, H100
+                )
+            )
         except ConfigError:
             continue
-    for hardware in (H100, with_memory(sorted(each.peak_bytes for each in every)[len(every) // 10] / H100.memory_share / GIB)):
+    for hardware in (
+        H100,
+        with_memory(sorted(each.peak_bytes for each in every)[len(every) // 10] / H100.memory_share / GIB),
+    ):
         fitting = [each.time.seconds for each in every if each.peak_bytes <= hardware.usable_bytes]
         assert len(fitting) > 10
         best = search(config, world_size, hardware, lambda layout: layout.recompute in recomputes).best
@@ -72,7 +94,11 @@ def test_every_layout_it_proposes_is_one_that_training_accepts() -> None:
     config = small()
     for each in search(config, 4, H100).best:
         plan = resolve(each.layout.applied_to(config), 4, H100.ranks_per_node)
-        assert (plan.topology.tp, plan.topology.pp, plan.schedule_name) == (each.layout.tp, each.layout.pp, each.layout.schedule)
+        assert (plan.topology.tp, plan.topology.pp, plan.schedule_name) == (
+            each.layout.tp,
+            each.layout.pp,
+            each.layout.schedule,
+        )
 
 
 def test_more_memory_never_makes_the_best_slower() -> None:

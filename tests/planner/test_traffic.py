@@ -13,14 +13,29 @@ from megapipe.planner.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology
 
 SHAPE = (
-    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--vocab-size", "128"),
+    *(
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--vocab-size",
+        "128",
+    ),
     *("--micro-batch-size", "2", "--bf16", "--make-vocab-size-divisible-by", "1"),
 )
 HIDDEN_STATES = 2 * 32 * 64 * 2  # bytes of a microbatch's hidden states
 
 
 def planned(world_size: int, ranks_per_node: int | None, **sizes: int | bool) -> RunPlan:
-    flags = [word for name, value in sizes.items() for word in ([f"--{name}".replace("_", "-")] + ([] if value is True else [str(value)]))]
+    flags = [
+        word
+        for name, value in sizes.items()
+        for word in ([f"--{name}".replace("_", "-")] + ([] if value is True else [str(value)]))
+    ]
     return plan_for([*SHAPE, *flags], world_size, ranks_per_node)
 
 
@@ -30,12 +45,17 @@ def test_a_pipeline_of_two_sends_one_hidden_state_a_microbatch_each_way() -> Non
     assert [messages_to(plan, rank) for rank in range(2)] == [{1: 8}, {0: 8}]
     (pp, tied) = group_traffic(plan)
     assert (pp.name, pp.crossing, pp.network_bytes) == ("pp", 1, 8 * HIDDEN_STATES)
-    assert (tied.name, tied.rank_bytes) == ("embedding", 128 * 64 * 4)  # one table of fp32 gradients: a ring of two sends it once
+    assert (tied.name, tied.rank_bytes) == (
+        "embedding",
+        128 * 64 * 4,
+    )  # one table of fp32 gradients: a ring of two sends it once
 
 
 def test_tensor_parallelism_moves_hidden_states_four_times_a_layer_and_half_step() -> None:
     plan = planned(2, None, tensor_model_parallel_size=2, global_batch_size=2, untie_embeddings_and_output_weights=True)
-    expected = (4 * 8 + 2 + 2) * HIDDEN_STATES / 2  # layers; the embedding's all-reduce, that of the head's input gradient
+    expected = (
+        (4 * 8 + 2 + 2) * HIDDEN_STATES / 2
+    )  # layers; the embedding's all-reduce, that of the head's input gradient
     assert step_bytes(plan, 0) == {"tp": expected, "pp": 0, "replicas": 0, "embedding": 0}
 
 
@@ -52,7 +72,12 @@ def test_the_distributed_optimizer_sends_gradients_and_weights_once_and_an_all_r
 def test_what_stays_in_a_node_is_not_on_the_network() -> None:
     plan = planned(16, 8, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=16)
     traffic = {group.name: group for group in group_traffic(plan)}
-    assert {name: group.crossing for name, group in traffic.items()} == {"tp": 0, "pp": 8, "replicas": 0, "embedding": 8}
+    assert {name: group.crossing for name, group in traffic.items()} == {
+        "tp": 0,
+        "pp": 8,
+        "replicas": 0,
+        "embedding": 8,
+    }
     assert traffic["tp"].network_bytes == traffic["replicas"].network_bytes == 0
     assert traffic["pp"].network_bytes == 8 * traffic["pp"].rank_bytes
 
@@ -85,9 +110,13 @@ def test_boxes_hold_every_rank_once_and_exactly_the_places_they_name(topology: T
             named *= last - first + 1
         assert len(set(places)) == named == len(places)
         assert all(
-            first <= place <= last for place_of_rank in places for place, (first, last) in zip(place_of_rank, box.places, strict=True)
+            first <= place <= last
+            for place_of_rank in places
+            for place, (first, last) in zip(place_of_rank, box.places, strict=True)
         )
-        assert {topology.node_of(rank) for rank in range(box.ranks[0], box.ranks[1] + 1)} == set(range(box.nodes[0], box.nodes[1] + 1))
+        assert {topology.node_of(rank) for rank in range(box.ranks[0], box.ranks[1] + 1)} == set(
+            range(box.nodes[0], box.nodes[1] + 1)
+        )
 
 
 def test_sixteen_thousand_ranks_are_told_in_a_line_for_each_pipeline_rank() -> None:

@@ -29,7 +29,9 @@ class Curve:
 
     def microbatches(self, step: int) -> list[dict[str, Tensor]]:
         rows = self.rows[8 * step : 8 * step + 8]
-        return [{"tokens": r[:, :-1], "labels": r[:, 1:], "loss_mask": torch.ones_like(r[:, 1:])} for r in rows.split(2)]
+        return [
+            {"tokens": r[:, :-1], "labels": r[:, 1:], "loss_mask": torch.ones_like(r[:, 1:])} for r in rows.split(2)
+        ]
 
 
 def load_curve(name: str) -> Curve:
@@ -48,7 +50,15 @@ def load_curve(name: str) -> Curve:
 
 
 def _config(model: dict[str, Any]) -> dict[str, Any]:
-    taken = {"init_method_std", "extra", "gelu", "tied_embeddings", "dropout", "norm_eps", "rotary"}  # said elsewhere or not of the shape
+    taken = {
+        "init_method_std",
+        "extra",
+        "gelu",
+        "tied_embeddings",
+        "dropout",
+        "norm_eps",
+        "rotary",
+    }  # said elsewhere or not of the shape
     config = {key: value for key, value in model.items() if key not in taken}
     config["ffn_hidden_size"] = model["ffn_hidden_size"] or 4 * model["hidden_size"]
     config["num_query_groups"] = model["num_query_groups"] or model["num_attention_heads"]
@@ -61,4 +71,6 @@ def _tolerances(stated: dict[str, Any], steps: int) -> list[tuple[float, float]]
     if "loss_abs" in stated:
         return [(stated["loss_abs"], stated["grad_norm_rel"])] * steps
     early, later = stated["steps 0-3"], stated["later"]
-    return [(early["loss_abs"], early["grad_norm_rel"])] * 4 + [(later["loss_abs"], later["grad_norm_rel"])] * (steps - 4)
+    return [(early["loss_abs"], early["grad_norm_rel"])] * 4 + [(later["loss_abs"], later["grad_norm_rel"])] * (
+        steps - 4
+    )

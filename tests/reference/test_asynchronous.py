@@ -19,8 +19,16 @@ EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}
 def stages_of(model: nn.Module, num_stages: int) -> dict[str, int]:
     """The two layers on the first and the last stage, those between empty or with the final norm."""
     last = num_stages - 1
-    ends = {"embedding": 0, "decoder.layers.0": 0, "decoder.layers.1": last, "decoder.final": last // 2, "output_layer": last}
-    return {name: next(s for prefix, s in ends.items() if name.startswith(prefix)) for name, _ in model.named_parameters()}
+    ends = {
+        "embedding": 0,
+        "decoder.layers.0": 0,
+        "decoder.layers.1": last,
+        "decoder.final": last // 2,
+        "output_layer": last,
+    }
+    return {
+        name: next(s for prefix, s in ends.items() if name.startswith(prefix)) for name, _ in model.named_parameters()
+    }
 
 
 def gradient_at(model: nn.Module, weights: dict[str, Tensor], microbatches: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -53,7 +61,9 @@ def test_2bw_is_gradient_descent_with_the_gradient_one_group_late(group: int) ->
 def test_without_delay_every_microbatch_is_a_step_of_its_own(delays: Delays) -> None:
     model, plain = (build(untie_embeddings_and_output_weights=True) for _ in range(2))
     microbatches = [batch(seed) for seed in range(3)]
-    asynchronous_step(model, build_optimizer(model, "adamw"), [[each] for each in microbatches], stages_of(model, 1), delays, 0.01)
+    asynchronous_step(
+        model, build_optimizer(model, "adamw"), [[each] for each in microbatches], stages_of(model, 1), delays, 0.01
+    )
     optimizer = build_optimizer(plain, "adamw")
     for each in microbatches:
         reference_step(plain, optimizer, [each], per_token_loss=False, clip_grad=0.0, lr=0.01)
@@ -66,7 +76,12 @@ def test_pipedream_takes_each_stage_as_late_as_it_lies_before_the_end() -> None:
     model, plain = (build(untie_embeddings_and_output_weights=True) for _ in range(2))
     microbatches, stage_of = [batch(seed) for seed in range(4)], stages_of(model, 2)
     asynchronous_step(
-        model, build_optimizer(model, "sgd", momentum=0.0), [[each] for each in microbatches], stage_of, Delays.pipedream(2), LR
+        model,
+        build_optimizer(model, "sgd", momentum=0.0),
+        [[each] for each in microbatches],
+        stage_of,
+        Delays.pipedream(2),
+        LR,
     )
     weights = [{name: tensor.clone() for name, tensor in plain.state_dict().items()}]
     for t, microbatch in enumerate(microbatches):

@@ -41,7 +41,12 @@ def test_gpt2_shape_has_megatrons_names_and_layouts():
 
 def test_llama_shape_has_megatrons_names_and_layouts():
     layer = "decoder.layers.0."
-    llama = {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False}
+    llama = {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+    }
     assert shapes(**llama, add_qkv_bias=True, qk_layernorm=True, untie_embeddings_and_output_weights=True) == {
         "embedding.word_embeddings.weight": (24, 16),
         layer + "input_layernorm.weight": (16,),
@@ -106,7 +111,9 @@ def test_rotary_positions_are_relative(scaling):
     model = build(position_embedding_type="rope", rope_scaling_type=scaling, rope_original_max_position_embeddings=4)
     tokens = batch()["tokens"]
     positions = torch.arange(8).expand_as(tokens)
-    torch.testing.assert_close(model.logits(tokens, positions + 100), model.logits(tokens, positions), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        model.logits(tokens, positions + 100), model.logits(tokens, positions), rtol=1e-10, atol=1e-10
+    )
     stretched = model.logits(tokens, positions * 2)
     assert (stretched - model.logits(tokens, positions)).abs().max() > 1e-3
 
@@ -125,7 +132,11 @@ def test_dropout_masks_are_asked_for_every_place_once_with_its_shape():
     hidden, probs = (2, 8, 16), (2, 4, 8, 8)
     expected: list[Any] = [(-1, "embedding", hidden)]
     for layer in range(2):
-        expected += [(layer, "attention_probs", probs), (layer, "attention_output", hidden), (layer, "mlp_output", hidden)]
+        expected += [
+            (layer, "attention_probs", probs),
+            (layer, "attention_output", hidden),
+            (layer, "mlp_output", hidden),
+        ]
     assert asked == expected
 
 
@@ -182,7 +193,9 @@ def test_a_mask_acts_at_its_place(site):
 def test_the_loss_is_the_masked_sum_of_surprise():
     model, data = build(), batch()
     log_probs = model.logits(data["tokens"]).log_softmax(dim=-1)
-    expected = -sum(log_probs[row, i, data["labels"][row, i]] for row in range(2) for i in range(8) if data["loss_mask"][row, i])
+    expected = -sum(
+        log_probs[row, i, data["labels"][row, i]] for row in range(2) for i in range(8) if data["loss_mask"][row, i]
+    )
     loss_sum, num_tokens = model(**data)
     torch.testing.assert_close(loss_sum, expected, **EXACT)
     assert num_tokens == data["loss_mask"].sum() < 16
@@ -233,5 +246,6 @@ def test_bf16_parameters_keep_norms_softmax_and_loss_in_fp32():
     assert rounded(**data)[0].dtype == torch.float32
     assert (logits - exact.logits(data["tokens"])).abs().max() < 0.15
     assert torch.equal(
-        rounded.bfloat16().logits(data["tokens"], dropout_masks=dropout_masks).isfinite(), torch.ones(2, 8, 21, dtype=torch.bool)
+        rounded.bfloat16().logits(data["tokens"], dropout_masks=dropout_masks).isfinite(),
+        torch.ones(2, 8, 21, dtype=torch.bool),
     )

@@ -33,7 +33,9 @@ def test_loss_and_gradient_norm_follow_megatron(name, dtype):
     for step, (loss, norm) in enumerate(results):
         loss_abs, norm_rel = curve.tolerances[step]
         assert abs(loss - curve.losses[step]) <= loss_abs, f"step {step}: loss {loss} against {curve.losses[step]}"
-        assert abs(norm / curve.grad_norms[step] - 1.0) <= norm_rel, f"step {step}: gradient norm {norm} against {curve.grad_norms[step]}"
+        assert abs(norm / curve.grad_norms[step] - 1.0) <= norm_rel, (
+            f"step {step}: gradient norm {norm} against {curve.grad_norms[step]}"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES, ids=NAMES)

@@ -27,19 +27,27 @@ class FloatingDtypes(TorchDispatchMode):
         return result
 
 
-def dtypes_of_two_steps(dtype: torch.dtype, optimizer: str, **changed: Any) -> dict[torch.dtype, set[tuple[str, tuple[int, ...]]]]:
+def dtypes_of_two_steps(
+    dtype: torch.dtype, optimizer: str, **changed: Any
+) -> dict[torch.dtype, set[tuple[str, tuple[int, ...]]]]:
     model = build(dtype, **changed)
     torch_optimizer = build_optimizer(model, optimizer, weight_decay=0.1)
     documents = {"document_ids": torch.arange(8).expand(2, 8) // 3, "dropout_masks": dropout_masks}
     microbatches = [batch(2) | documents, batch(3)]
     with FloatingDtypes() as recorder:
         for _ in range(2):
-            reference_step(model, torch_optimizer, microbatches, per_token_loss=True, clip_grad=0.1, lr=0.1, decoupled_lr=0.2)
+            reference_step(
+                model, torch_optimizer, microbatches, per_token_loss=True, clip_grad=0.1, lr=0.1, decoupled_lr=0.2
+            )
     return recorder.seen
 
 
-SHAPES = {f"rope {scaling}": EVERYTHING | {"rope_scaling_type": scaling} for scaling in ("none", "linear", "llama3", "yarn")}
-SHAPES |= {activation: {"activation": activation} for activation in ("gelu", "gelu_tanh", "relu", "squared_relu", "geglu_tanh")}
+SHAPES = {
+    f"rope {scaling}": EVERYTHING | {"rope_scaling_type": scaling} for scaling in ("none", "linear", "llama3", "yarn")
+}
+SHAPES |= {
+    activation: {"activation": activation} for activation in ("gelu", "gelu_tanh", "relu", "squared_relu", "geglu_tanh")
+}
 SHAPES |= {"RMSNorm": EVERYTHING | {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False}}
 
 
@@ -62,7 +70,17 @@ def test_the_recorder_sees_fp32():
 def test_bf16_keeps_softmax_norms_rotary_tables_and_loss_in_fp32():
     seen = dtypes_of_two_steps(torch.bfloat16, "sgd", **EVERYTHING)
     operations = {dtype: {name.split(".")[1] for name, _ in seen[dtype]} for dtype in (torch.bfloat16, torch.float32)}
-    at_least_fp32 = {"_softmax", "_log_softmax", "rsqrt", "mean", "cos", "sin", "pow", "logsumexp", "linalg_vector_norm"}
+    at_least_fp32 = {
+        "_softmax",
+        "_log_softmax",
+        "rsqrt",
+        "mean",
+        "cos",
+        "sin",
+        "pow",
+        "logsumexp",
+        "linalg_vector_norm",
+    }
     assert at_least_fp32 <= operations[torch.float32]
     assert not at_least_fp32 & operations[torch.bfloat16]
     assert {"mm", "bmm", "silu", "embedding"} <= operations[torch.bfloat16]

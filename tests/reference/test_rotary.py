@@ -9,7 +9,9 @@ from megapipe.reference.config import ReferenceConfig
 from megapipe.reference.rotary import inverse_frequencies, yarn_attention_factor
 from tests.reference.tiny import SIZES
 
-pytest.importorskip("transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'")
+pytest.importorskip(
+    "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
+)
 
 # (head size, base, share rotated, scaling in transformers' words)
 SCALINGS: dict[str, tuple[int, float, float, dict[str, Any]]] = {
@@ -31,11 +33,32 @@ SCALINGS: dict[str, tuple[int, float, float, dict[str, Any]]] = {
         64,
         10000.0,
         1.0,
-        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     ),
-    "yarn, half of the head": (96, 10000.0, 0.5, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048}),
-    "yarn, ramp past the last pair": (8, 10.0, 1.0, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096}),
-    "yarn, ramp of no length": (16, 10000.0, 1.0, {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6}),
+    "yarn, half of the head": (
+        96,
+        10000.0,
+        0.5,
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048},
+    ),
+    "yarn, ramp past the last pair": (
+        8,
+        10.0,
+        1.0,
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096},
+    ),
+    "yarn, ramp of no length": (
+        16,
+        10000.0,
+        1.0,
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6},
+    ),
     "yarn, shrunk": (16, 10000.0, 1.0, {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 4096}),
 }
 
@@ -57,7 +80,9 @@ def test_frequencies_equal_transformers(name):
 
     head, base, share, scaling = SCALINGS[name]
     rope = scaling | {"rope_theta": base, "partial_rotary_factor": share}
-    theirs = AutoConfig.for_model("llama", hidden_size=4 * head, num_attention_heads=4, head_dim=head, rope_parameters=rope)
+    theirs = AutoConfig.for_model(
+        "llama", hidden_size=4 * head, num_attention_heads=4, head_dim=head, rope_parameters=rope
+    )
     expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, torch.device("cpu"))
 
     scaled = {OURS[key]: value for key, value in scaling.items()}

@@ -17,7 +17,9 @@ def weights_of(model: ReferenceGPT) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def sgd_step(model: ReferenceGPT, microbatches: list, clip_grad: float = 0.0, per_token_loss: bool = False, **options: Any) -> StepResult:
+def sgd_step(
+    model: ReferenceGPT, microbatches: list, clip_grad: float = 0.0, per_token_loss: bool = False, **options: Any
+) -> StepResult:
     optimizer = build_optimizer(model, "sgd", momentum=0.0)
     return reference_step(model, optimizer, microbatches, per_token_loss, clip_grad, **{"lr": 0.5} | options)
 
@@ -76,12 +78,16 @@ def test_gradients_are_clipped_only_above_the_norm(share):
     assert result.grad_norm == norm
     coefficient = min(clip / (norm + 1e-6), 1.0)
     for name, gradient in result.grads.items():
-        torch.testing.assert_close(model.get_parameter(name).detach(), before[name] - 0.5 * coefficient * gradient, **EXACT)
+        torch.testing.assert_close(
+            model.get_parameter(name).detach(), before[name] - 0.5 * coefficient * gradient, **EXACT
+        )
 
 
 def test_weight_decay_spares_norms_and_biases_unless_asked():
     model = build(qk_layernorm=True, untie_embeddings_and_output_weights=True)
-    groups = {group["name"]: group["weight_decay"] for group in build_optimizer(model, "adamw", weight_decay=0.3).param_groups}
+    groups = {
+        group["name"]: group["weight_decay"] for group in build_optimizer(model, "adamw", weight_decay=0.3).param_groups
+    }
     decayed = {name for name, decay in groups.items() if decay == 0.3}
     layer_matrices = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     expected = {f"decoder.layers.{i}.{name}.weight" for i in range(2) for name in layer_matrices}

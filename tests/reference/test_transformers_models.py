@@ -9,7 +9,9 @@ from megapipe.reference.config import ReferenceConfig
 from megapipe.reference.gpt import ReferenceGPT
 from tests.reference.transformers_models import FAMILIES, SEQ, VOCAB, build
 
-pytest.importorskip("transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'")
+pytest.importorskip(
+    "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
+)
 
 # One field set wrong, close to what the family is here to prove: the comparison must see it.
 WRONG: dict[str, dict[str, Any]] = {

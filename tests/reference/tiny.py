@@ -60,4 +60,6 @@ def batch(seed: int = 2, rows: int = 2) -> dict[str, Any]:
 def dropout_masks(layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
     """Keep 3 of 4, by a fixed pattern per place. Drawn in fp64, whatever the model's dtype."""
     generator = torch.Generator().manual_seed(1000 * (layer + 1) + len(site))
-    return (torch.rand(shape, generator=generator, dtype=torch.float64) < 0.75) / torch.tensor(0.75, dtype=torch.float64)
+    return (torch.rand(shape, generator=generator, dtype=torch.float64) < 0.75) / torch.tensor(
+        0.75, dtype=torch.float64
+    )

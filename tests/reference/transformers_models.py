@@ -51,7 +51,9 @@ class Family:
     theirs: dict[str, Any]  # what differs from the sizes in their configuration
     ours: dict[str, Any]  # the same, in ReferenceConfig's words
     convert: Callable[[dict[str, Any], Weights], Weights]  # (our config, their weights) -> our weights
-    patch: Callable[[nn.Module], None] = field(default=lambda model: None)  # takes out of their model what ours doesn't have
+    patch: Callable[[nn.Module], None] = field(
+        default=lambda model: None
+    )  # takes out of their model what ours doesn't have
 
 
 @cache
@@ -142,7 +144,12 @@ def _used_up(config: dict[str, Any], weights: Weights, state: Weights) -> Weight
 def from_llama(config: dict[str, Any], weights: Weights) -> Weights:
     """Llama and its kin: separate q, k, v; gate and up where gated; two names for the plain MLP (up_proj or c_fc)."""
     state = _rename(
-        weights, {"model.embed_tokens": "embedding.word_embeddings", "model.norm": "decoder.final_layernorm", "lm_head": "output_layer"}
+        weights,
+        {
+            "model.embed_tokens": "embedding.word_embeddings",
+            "model.norm": "decoder.final_layernorm",
+            "lm_head": "output_layer",
+        },
     )
     for i in range(config["num_layers"]):
         theirs, ours = f"model.layers.{i}", f"decoder.layers.{i}"
@@ -170,7 +177,9 @@ def from_llama(config: dict[str, Any], weights: Weights) -> Weights:
 
 def _separate_qkv(config: dict[str, Any], weights: Weights, theirs: str, ours: str) -> Weights:
     return {
-        f"{ours}.self_attention.linear_qkv.{kind}": fuse_qkv(config, *(weights[f"{theirs}.{part}_proj.{kind}"] for part in "qkv"))
+        f"{ours}.self_attention.linear_qkv.{kind}": fuse_qkv(
+            config, *(weights[f"{theirs}.{part}_proj.{kind}"] for part in "qkv")
+        )
         for kind in ("weight", "bias")
         if f"{theirs}.q_proj.{kind}" in weights
     }
@@ -205,7 +214,9 @@ def from_gpt2(config: dict[str, Any], weights: Weights) -> Weights:
         }
         state |= _rename(weights, {f"{theirs}.{a}": f"{ours}.{b}" for a, b in table.items()})
         for kind in ("weight", "bias"):
-            state[f"{ours}.self_attention.linear_qkv.{kind}"] = fuse_qkv(config, *weights[f"{theirs}.attn.c_attn.{kind}"].chunk(3))
+            state[f"{ours}.self_attention.linear_qkv.{kind}"] = fuse_qkv(
+                config, *weights[f"{theirs}.attn.c_attn.{kind}"].chunk(3)
+            )
     return _used_up(config, weights, state)
 
 
@@ -270,7 +281,12 @@ def _rope(kind: str, base: float = 500.0, **parameters: Any) -> dict[str, Any]:
 
 # The original context is 16 of 24 positions and the base small, so that each scaling changes frequencies that these positions feel.
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", _rope("default") | {"rms_norm_eps": 1e-6}, LLAMA | {"rotary_base": 500.0, "norm_epsilon": 1e-6}, from_llama),
+    "llama": Family(
+        "llama",
+        _rope("default") | {"rms_norm_eps": 1e-6},
+        LLAMA | {"rotary_base": 500.0, "norm_epsilon": 1e-6},
+        from_llama,
+    ),
     "llama_rope_linear": Family(
         "llama",
         _rope("linear", factor=3.0) | {"rms_norm_eps": 1e-5},
@@ -294,7 +310,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama_rope_yarn": Family(
         "llama",
-        _rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, original_max_position_embeddings=16) | {"rms_norm_eps": 1e-5},
+        _rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, original_max_position_embeddings=16)
+        | {"rms_norm_eps": 1e-5},
         LLAMA
         | {
             "rotary_base": 500.0,
@@ -308,7 +325,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama_rope_yarn_mscale": Family(
         "llama",
-        _rope("yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, original_max_position_embeddings=16) | {"rms_norm_eps": 1e-5},
+        _rope("yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, original_max_position_embeddings=16)
+        | {"rms_norm_eps": 1e-5},
         LLAMA
         | {
             "rotary_base": 500.0,
@@ -327,7 +345,10 @@ FAMILIES: dict[str, Family] = {
         from_llama,
     ),
     "qwen2_qkv_bias": Family(
-        "qwen2", _rope("default") | {"rms_norm_eps": 1e-5}, LLAMA | {"rotary_base": 500.0, "add_qkv_bias": True}, from_llama
+        "qwen2",
+        _rope("default") | {"rms_norm_eps": 1e-5},
+        LLAMA | {"rotary_base": 500.0, "add_qkv_bias": True},
+        from_llama,
     ),
     "qwen3_qk_norm": Family(
         "qwen3",
@@ -344,7 +365,8 @@ FAMILIES: dict[str, Family] = {
     "gemma_geglu": Family(
         "gemma",
         _rope("default") | {"rms_norm_eps": 1e-5},
-        LLAMA | {"rotary_base": 500.0, "activation": "geglu_tanh", "layernorm_zero_centered_gamma": True, "kv_channels": 24},
+        LLAMA
+        | {"rotary_base": 500.0, "activation": "geglu_tanh", "layernorm_zero_centered_gamma": True, "kv_channels": 24},
         from_gemma,
     ),
     "gemma2_soft_cap": Family(

@@ -90,13 +90,24 @@ def test_every_number_of_the_run_stands_in_the_page(recorded: Path) -> None:
     text = shown(recorded)
     records = [json.loads(line) for line in (recorded / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if record["kind"] == "step"][-1]
-    for number in (f"{last['loss']:.4f}", "14 of 14", f"{max(r.get('memory_bytes') or 0 for r in records) / 2**20:.0f} MiB"):
+    for number in (
+        f"{last['loss']:.4f}",
+        "14 of 14",
+        f"{max(r.get('memory_bytes') or 0 for r in records) / 2**20:.0f} MiB",
+    ):
         assert number in text
     for record in records:
         if record["kind"] == "evaluation" and record["step"] == 14:
             assert f"{record['loss']:.4f}" in text
     (start,) = [json.loads(line) for line in (recorded / "run.jsonl").read_text().splitlines() if '"start"' in line]
-    for word in (*start["versions"].values(), start["machine"]["system"], "gloo", "finished", "all 14 steps done", "No warnings."):
+    for word in (
+        *start["versions"].values(),
+        start["machine"]["system"],
+        "gloo",
+        "finished",
+        "all 14 steps done",
+        "No warnings.",
+    ):
         assert word in text
     assert "4 ranks = tp 1 x pp 2 x 2 chunks x dp 2" in text and "every element of the model once" in text
 
@@ -111,7 +122,9 @@ def test_the_profile_is_shown_with_its_sums(recorded: Path) -> None:
         assert f"{share:.1%}" in text
     for cause in summary.causes:
         assert f"{cause.seconds.barrier * 1e3:+,.2f}".replace("-", "\N{MINUS SIGN}") in text
-    assert f"{summary.measured_idle.barrier * 1e3:,.2f}" in text and f"{summary.predicted_idle.chained * 1e3:,.2f}" in text
+    assert (
+        f"{summary.measured_idle.barrier * 1e3:,.2f}" in text and f"{summary.predicted_idle.chained * 1e3:,.2f}" in text
+    )
     for time in summary.op_times:
         assert f"{time.mean_seconds * 1e3:,.2f}" in text
 
@@ -129,10 +142,16 @@ def test_what_differs_from_the_defaults_is_listed_with_its_origin(recorded: Path
 
 
 def test_the_curves_give_their_points_to_the_script() -> None:
-    drawn = chart_svg(Chart("t", [Curve("a", [(1.0, 2.0), (3.0, 1.5)]), Curve("b", [(3.0, 1.0)], "dots", 1), Curve("none", [])], "u"))
+    drawn = chart_svg(
+        Chart("t", [Curve("a", [(1.0, 2.0), (3.0, 1.5)]), Curve("b", [(3.0, 1.0)], "dots", 1), Curve("none", [])], "u")
+    )
     found = ElementTree.fromstring(drawn)
     data = json.loads(found.findtext("metadata") or "")
-    assert [(curve["name"], curve["points"]) for curve in data] == [("a", [[1, 2], [3, 1.5]]), ("b", [[3, 1]]), ("none", [])]
+    assert [(curve["name"], curve["points"]) for curve in data] == [
+        ("a", [[1, 2], [3, 1.5]]),
+        ("b", [[3, 1]]),
+        ("none", []),
+    ]
     left, slope, *_ = map(float, found.attrib["data-frame"].split())
     assert left + slope * 1 == pytest.approx(58) and left + slope * 3 == pytest.approx(540 - 16)
     assert chart_svg(Chart("empty", [Curve("a", [])])) == ""
@@ -160,7 +179,13 @@ def test_a_run_that_goes_on_and_one_that_was_killed_are_told_apart(recorded: Pat
 
 
 def test_a_crash_is_told_with_the_message_of_the_rank_that_failed(recorded: Path) -> None:
-    failure = {"kind": "failure", "time": 1.9e9, "rank": 3, "error": "TrainingError", "text": "the loss of <rank 3> is NaN"}
+    failure = {
+        "kind": "failure",
+        "time": 1.9e9,
+        "rank": 3,
+        "error": "TrainingError",
+        "text": "the loss of <rank 3> is NaN",
+    }
     edited(recorded / "run.jsonl", lambda records: [*(r for r in records if r["kind"] != "end"), failure])
     edited(recorded / "metrics.jsonl", lambda records: [r | {"loss": None} if r["step"] == 14 else r for r in records])
     text = shown(recorded)
@@ -170,7 +195,10 @@ def test_a_crash_is_told_with_the_message_of_the_rank_that_failed(recorded: Path
 
 def test_what_several_ranks_tell_is_shown_once(recorded: Path) -> None:
     failure = {"kind": "failure", "time": 1.9e9, "error": "CheckpointError", "text": "the disk is full"}
-    edited(recorded / "run.jsonl", lambda records: [*(r for r in records if r["kind"] != "end"), *(failure | {"rank": r} for r in (0, 2))])
+    edited(
+        recorded / "run.jsonl",
+        lambda records: [*(r for r in records if r["kind"] != "end"), *(failure | {"rank": r} for r in (0, 2))],
+    )
     assert shown(recorded).count("the disk is full") == 1
     assert "ranks 0 2: CheckpointError: the disk is full" in shown(recorded)
 
@@ -183,7 +211,9 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
     moved.insert(1, {"kind": "resumed", "time": moved[0]["time"], "path": "runs/interleaved/step_00000008"})
     edited(run, lambda records: [r for r in records if r["kind"] != "end"] + moved)
     again = [json.loads(line) for line in metrics.read_text().splitlines()]
-    again = [record | {"time": record["time"] + later, "loss": record["loss"] - 1} for record in again if record["step"] > 8]
+    again = [
+        record | {"time": record["time"] + later, "loss": record["loss"] - 1} for record in again if record["step"] > 8
+    ]
     edited(metrics, lambda records: records + again)
     read = read_run(recorded)
     assert [len(segment.steps) for segment in read.segments] == [14, 6]
@@ -191,14 +221,22 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
     assert read.steps[-1]["loss"] == again[-3]["loss"]
     assert [record["step"] for record in read.lost_steps[0]] == [8, 9, 10, 11, 12, 13, 14]
     text = shown(recorded)
-    assert "from runs/interleaved/step_00000008" in text and "9 to 14" in text and "steps taken again" in text and "2 starts" in text
+    assert (
+        "from runs/interleaved/step_00000008" in text
+        and "9 to 14" in text
+        and "steps taken again" in text
+        and "2 starts" in text
+    )
 
 
 def test_a_run_without_a_profile_says_how_to_get_one(recorded: Path) -> None:
     next(profiles_in(recorded)).unlink()
     text = shown(recorded)
     assert main([str(recorded), "--svg", str(recorded / "drawing.svg")]) == 2
-    assert "No step of this run was profiled" in text and "--profile-pipeline --profile-step-start 14 --profile-step-end 16" in text
+    assert (
+        "No step of this run was profiled" in text
+        and "--profile-pipeline --profile-step-start 14 --profile-step-end 16" in text
+    )
 
 
 def test_a_damaged_profile_costs_the_profile_alone(recorded: Path) -> None:
@@ -220,7 +258,8 @@ def test_a_run_before_its_first_line_has_a_page(recorded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m", "v"), [("1f1b", 8, 32, 1), ("interleaved", 8, 32, 2), ("zb-h1", 4, 8, 1), ("dualpipe-v", 4, 16, 2)]
+    ("name", "p", "m", "v"),
+    [("1f1b", 8, 32, 1), ("interleaved", 8, 32, 2), ("zb-h1", 4, 8, 1), ("dualpipe-v", 4, 16, 2)],
 )
 def test_the_drawing_names_every_microbatch_of_plan_and_measurement(name: str, p: int, m: int, v: int) -> None:
     schedule = lowered(name, p, m, v)
@@ -251,7 +290,9 @@ def test_the_newest_profile_is_shown(recorded: Path) -> None:
 
 def test_the_command_writes_the_page_and_imports_no_torch(recorded: Path) -> None:
     code = "import sys; from megapipe.cli.command import main; code = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(code)"
-    done = subprocess.run([sys.executable, "-c", code, "report", str(recorded)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(recorded)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert str(recorded / "report.html") in done.stdout and done.stdout.strip().endswith("False")
     Checked((recorded / "report.html").read_text(encoding="utf-8"))
@@ -262,7 +303,10 @@ def test_a_folder_that_is_no_run_is_refused_and_those_below_are_named(
 ) -> None:
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path} is not a run: it holds neither metrics.jsonl nor run.jsonl" in error and f"there is {recorded}" in error
+    assert (
+        f"{tmp_path} is not a run: it holds neither metrics.jsonl nor run.jsonl" in error
+        and f"there is {recorded}" in error
+    )
     assert main([str(tmp_path / "nothing")]) == 2
     assert "is no folder" in capsys.readouterr().err
     assert main([str(recorded), "--output", str(tmp_path / "no" / "page.html")]) == 2

@@ -64,7 +64,11 @@ def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
             return False
         (f, _, fm), (b, _, bm) = halves
         here = have[rank]
-        if (f > 0 and ("act", f - 1, fm) not in here) or ("act", b, bm) not in here or (b < last and ("grad", b + 1, bm) not in here):
+        if (
+            (f > 0 and ("act", f - 1, fm) not in here)
+            or ("act", b, bm) not in here
+            or (b < last and ("grad", b + 1, bm) not in here)
+        ):
             return False
         position[rank] += 1
         return try_one(rank) and try_one(rank)
@@ -85,7 +89,9 @@ def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
     finished = all(position[rank] == len(row) for rank, row in enumerate(schedule.rows))
     matched = all(len(messages) == len(posted[channel]) for channel, messages in sent.items())
     once = all(
-        done[stage, "F", k] == 1 and done[stage, "B", k] + done[stage, "I", k] == 1 and done[stage, "W", k] == done[stage, "I", k]
+        done[stage, "F", k] == 1
+        and done[stage, "B", k] + done[stage, "I", k] == 1
+        and done[stage, "W", k] == done[stage, "I", k]
         for stage in range(last + 1)
         for k in range(m)
     )

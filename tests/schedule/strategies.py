@@ -51,7 +51,12 @@ def placements(draw: st.DrawFn) -> Placement:
     if kind == "random":
         order = [*range(p), *draw(st.lists(st.integers(0, p - 1), max_size=4))]
         return Placement(p, tuple(draw(st.permutations(order))))
-    built = {"linear": linear(p), "loop": loop(p, draw(st.integers(1, 3))), "v": v_shape(p), "two_directions": two_directions(p)}
+    built = {
+        "linear": linear(p),
+        "loop": loop(p, draw(st.integers(1, 3))),
+        "v": v_shape(p),
+        "two_directions": two_directions(p),
+    }
     return built[kind]
 
 
@@ -81,4 +86,6 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
 @st.composite
 def uneven_costs(draw: st.DrawFn, num_stages: int) -> Costs:
     seconds = st.floats(0.01, 5.0, allow_nan=False)
-    return Costs({(stage, op): draw(seconds) for stage in range(num_stages) for op in (Op.F, Op.B, Op.I, Op.W, Op.UPDATE)})
+    return Costs(
+        {(stage, op): draw(seconds) for stage in range(num_stages) for op in (Op.F, Op.B, Op.I, Op.W, Op.UPDATE)}
+    )

@@ -38,7 +38,9 @@ RATES = {
     ("28.3B", 128): (0.1105, 0.0028),
 }
 # the same heuristic for drawn times: p, m, F, I, W, message, memory limit in microbatches, part that stays for W, time of the longest rank
-HEURISTIC = json.loads((Path(__file__).parents[1] / "fixtures" / "schedules" / "zero_bubble_heuristic.json").read_text())
+HEURISTIC = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "schedules" / "zero_bubble_heuristic.json").read_text()
+)
 NUM_QUICK = 24
 QUICK = {("1.5B", 24, 2), ("6.2B", 24, 1)}
 
@@ -48,7 +50,11 @@ QUICK = {("1.5B", 24, 2), ("6.2B", 24, 1)}
     ("profile", "m", "times_p"),
     [
         pytest.param(
-            profile, m, times_p, id=f"{profile}-m{m}-{times_p}p", marks=[] if (profile, m, times_p) in QUICK else [pytest.mark.slow]
+            profile,
+            m,
+            times_p,
+            id=f"{profile}-m{m}-{times_p}p",
+            marks=[] if (profile, m, times_p) in QUICK else [pytest.mark.slow],
         )
         for profile, m in RATES
         for times_p in (1, 2)
@@ -68,12 +74,18 @@ def test_as_good_as_the_zero_bubble_authors_heuristic(profile, m, times_p):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"{n:03}", marks=[] if n < NUM_QUICK else [pytest.mark.slow]) for n, case in enumerate(HEURISTIC)]
+    "case",
+    [
+        pytest.param(case, id=f"{n:03}", marks=[] if n < NUM_QUICK else [pytest.mark.slow])
+        for n, case in enumerate(HEURISTIC)
+    ],
 )
 def test_as_good_as_the_heuristic_for_drawn_times(case):
     p, m, forward, inputs, weights, hop, limit, kept, theirs = case
     costs = Costs.equal(p, forward, inputs, weights, latency_seconds=hop)
-    assert longest_rank(simulate(build_schedule("zb-auto", p, 1, m, wish=Wish(costs, limit, kept)), costs)) <= theirs * (1 + 1e-12)
+    assert longest_rank(
+        simulate(build_schedule("zb-auto", p, 1, m, wish=Wish(costs, limit, kept)), costs)
+    ) <= theirs * (1 + 1e-12)
 
 
 def longest_rank(timeline):
@@ -103,7 +115,8 @@ def test_any_costs_and_limit_give_a_valid_schedule_within_the_limit(p, m, limit,
 def test_more_memory_is_never_worse():
     costs = Costs.equal(4, 1.0, 1.1, 0.8, latency_seconds=0.05)
     longest = [
-        longest_rank(simulate(build_schedule("zb-auto", 4, 1, 12, wish=Wish(costs, limit, tries=50)), costs)) for limit in (1, 2, 4, 6, 8)
+        longest_rank(simulate(build_schedule("zb-auto", 4, 1, 12, wish=Wish(costs, limit, tries=50)), costs))
+        for limit in (1, 2, 4, 6, 8)
     ]
     assert longest == sorted(longest, reverse=True)
 

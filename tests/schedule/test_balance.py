@@ -16,11 +16,23 @@ from megapipe.schedule.partition import Partition, cut_by_stage_cost, from_count
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.simulate import Costs, simulate
 
-PLACEMENTS = [linear(3), linear(4), loop(2, 2), loop(2, 3), loop(3, 2), v_shape(2), v_shape(3), two_directions(2), two_directions(4)]
+PLACEMENTS = [
+    linear(3),
+    linear(4),
+    loop(2, 2),
+    loop(2, 3),
+    loop(3, 2),
+    v_shape(2),
+    v_shape(3),
+    two_directions(2),
+    two_directions(4),
+]
 whole = st.integers(1, 30).map(float)
 
 
-def question_of(placement: Placement, layers: list[float], embedding: float, head: float, speeds: tuple[float, ...], **rest) -> CutQuestion:
+def question_of(
+    placement: Placement, layers: list[float], embedding: float, head: float, speeds: tuple[float, ...], **rest
+) -> CutQuestion:
     last = placement.num_stages - 1
 
     def cost(stage: int, first: int, end: int) -> float:
@@ -49,8 +61,12 @@ def questions(draw: st.DrawFn, alike: bool = True, limited: bool = False) -> Cut
     if limited:
         bytes_of = draw(st.lists(st.integers(1, 4), min_size=placement.num_stages, max_size=placement.num_stages))
         limit = draw(st.integers(4, 24))
-        rest["fits"] = lambda rank, held: sum(bytes_of[s] * n for s, n in zip(placement.stages_of(rank), held, strict=True)) <= limit
-    return question_of(placement, layers, draw(st.sampled_from([0.0, 3.0])), draw(st.sampled_from([0.0, 5.0, 60.0])), speeds, **rest)
+        rest["fits"] = lambda rank, held: (
+            sum(bytes_of[s] * n for s, n in zip(placement.stages_of(rank), held, strict=True)) <= limit
+        )
+    return question_of(
+        placement, layers, draw(st.sampled_from([0.0, 3.0])), draw(st.sampled_from([0.0, 5.0, 60.0])), speeds, **rest
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -65,7 +81,9 @@ def test_the_busiest_rank_is_as_little_busy_as_in_the_best_of_all_cuts(question:
 
 @settings(max_examples=60, deadline=None)
 @given(questions(alike=False))
-def test_layers_of_different_costs_are_cut_at_least_as_well_as_stage_by_stage_and_exactly_on_linear_ranks(question: CutQuestion) -> None:
+def test_layers_of_different_costs_are_cut_at_least_as_well_as_stage_by_stage_and_exactly_on_linear_ranks(
+    question: CutQuestion,
+) -> None:
     found = [busiest(question, cut) for cut in balanced_cuts(question)]
     assert min(found) <= found[0]
     if question.placement.num_chunks == 1:
@@ -75,7 +93,9 @@ def test_layers_of_different_costs_are_cut_at_least_as_well_as_stage_by_stage_an
 
 def all_fit(question: CutQuestion, cut: Partition) -> bool:
     stages_of = question.placement.stages_of
-    return all(question.fits(r, tuple(cut.layer_counts[s] for s in stages_of(r))) for r in range(question.placement.num_ranks))
+    return all(
+        question.fits(r, tuple(cut.layer_counts[s] for s in stages_of(r))) for r in range(question.placement.num_ranks)
+    )
 
 
 @settings(max_examples=120, deadline=None)
@@ -97,17 +117,24 @@ def simulated(name: str, question: CutQuestion, cut: Partition, num_microbatches
         one = question.cost(index, stage.first_layer, stage.last_layer_exclusive)
         seconds |= {(index, Op.F): one, (index, Op.I): one, (index, Op.W): one, (index, Op.B): 2 * one}
     schedule = build_schedule(
-        name, placement.num_ranks, SCHEDULES[name].chunks or placement.num_stages // placement.num_ranks, num_microbatches
+        name,
+        placement.num_ranks,
+        SCHEDULES[name].chunks or placement.num_stages // placement.num_ranks,
+        num_microbatches,
     )
     return simulate(schedule, Costs(seconds, rank_speeds=question.rank_speeds)).makespan_seconds
 
 
 @settings(max_examples=40, deadline=None)
 @given(questions(), st.sampled_from([8, 12]))
-def test_the_best_simulated_cut_is_never_slower_than_balancing_stages_alone(question: CutQuestion, num_microbatches: int) -> None:
+def test_the_best_simulated_cut_is_never_slower_than_balancing_stages_alone(
+    question: CutQuestion, num_microbatches: int
+) -> None:
     placement = question.placement
     names = [
-        n for n in ("1f1b", "interleaved", "zb-v", "dualpipe") if SCHEDULES[n].place(placement.num_ranks, placement.num_chunks) == placement
+        n
+        for n in ("1f1b", "interleaved", "zb-v", "dualpipe")
+        if SCHEDULES[n].place(placement.num_ranks, placement.num_chunks) == placement
     ]
     alone = cut_by_stage_cost(question.cost, question.num_layers, placement.num_stages)
     assert alone is not None

@@ -11,8 +11,13 @@ def by_name(rows):
 
 
 def test_the_table_of_8_ranks_and_32_microbatches():
-    rows = by_name(compare(Model.equal(8, 1.0, 1.0, 1.0), 8, 2, 32, names=[name for name in SCHEDULES if name != "zb-auto"]))
-    shares = {name: (round(row.barrier_share, 4), round(row.chained_share, 4), row.peak_microbatches) for name, row in rows.items()}
+    rows = by_name(
+        compare(Model.equal(8, 1.0, 1.0, 1.0), 8, 2, 32, names=[name for name in SCHEDULES if name != "zb-auto"])
+    )
+    shares = {
+        name: (round(row.barrier_share, 4), round(row.chained_share, 4), row.peak_microbatches)
+        for name, row in rows.items()
+    }
     assert shares == {
         "naive": (0.875, 0.875, 1),
         "gpipe": (0.1795, 0.1795, 32),
@@ -34,7 +39,9 @@ def test_the_table_of_8_ranks_and_32_microbatches():
 
 
 def test_the_automatic_row_keeps_its_limit_and_is_never_behind_the_handmade_one():
-    rows = by_name(compare(Model.equal(4, 1.0, 1.2, 0.7, latency_seconds=0.05), 4, 2, 12, names=["zb-h1", "zb-h2", "zb-auto"]))
+    rows = by_name(
+        compare(Model.equal(4, 1.0, 1.2, 0.7, latency_seconds=0.05), 4, 2, 12, names=["zb-h1", "zb-h2", "zb-auto"])
+    )
     for limit, handmade in ((4, "zb-h1"), (8, "zb-h2")):
         auto = rows[f"zb-auto {limit}"]
         assert auto.peak_microbatches <= limit
@@ -42,7 +49,9 @@ def test_the_automatic_row_keeps_its_limit_and_is_never_behind_the_handmade_one(
 
 
 def test_what_cannot_be_done_stands_in_the_table_with_its_reason():
-    rows = by_name(compare(Model.equal(3, 1.0, 1.0, 1.0), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"]))
+    rows = by_name(
+        compare(Model.equal(3, 1.0, 1.0, 1.0), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"])
+    )
     assert isinstance(rows["1f1b"], Measures)
     assert "use 2 or 4" in rows["dualpipe"].reason
     assert "use 6" in rows["dualpipe-v"].reason
@@ -53,7 +62,16 @@ def test_what_cannot_be_done_stands_in_the_table_with_its_reason():
 def test_slices_are_summed_into_stages_or_refused():
     model = Model(tuple(Seconds(i, 10.0 * i, 100.0 * i) for i in range(1, 5)), transfer_seconds=0.5, pair_share=0.75)
     costs = model.costs(2)
-    assert [costs.seconds[s, op] for s in (0, 1) for op in (Op.F, Op.I, Op.W, Op.B)] == [3, 30, 300, 330, 7, 70, 700, 770]
+    assert [costs.seconds[s, op] for s in (0, 1) for op in (Op.F, Op.I, Op.W, Op.B)] == [
+        3,
+        30,
+        300,
+        330,
+        7,
+        70,
+        700,
+        770,
+    ]
     assert costs.seconds[1, Op.SEND_B] == 0.5
     assert costs.pair_seconds[1, 0] == 0.75 * (7 + 330)
     with pytest.raises(ConfigError, match="multiple of 3"):
@@ -71,7 +89,16 @@ def test_bytes_and_the_optimizer_enter_the_measures():
 
 def test_messages_on_the_clock_make_a_step_longer_than_messages_beside_it():
     schedule = build_schedule("1f1b", 4, 1, 8)
-    beside, alone = (measure(schedule, Model.equal(4, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=way))[0] for way in (True, False))
+    beside, alone = (
+        measure(schedule, Model.equal(4, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=way))[0] for way in (True, False)
+    )
     assert alone.makespan_seconds > beside.makespan_seconds > 33
-    searched = compare(Model.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=False), 2, 1, 4, memory_limits=[2], names=["zb-auto"])
+    searched = compare(
+        Model.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=False),
+        2,
+        1,
+        4,
+        memory_limits=[2],
+        names=["zb-auto"],
+    )
     assert isinstance(searched[0], Measures)

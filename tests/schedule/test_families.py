@@ -24,7 +24,10 @@ FIXTURES = Path(__file__).parent.parent / "fixtures" / "schedules"  # made by to
 TORCH_LISTS = sorted(FIXTURES.glob("*.csv"))
 SEARCHED = "zb-auto"
 WRITTEN = [name for name in SCHEDULES if name != SEARCHED]
-UNITS = [pytest.param(*costs, id="F{}-I{}-W{}".format(*costs)) for costs in ((1, 1, 1), (1, 1, 0.5), (1, 2, 1), (2, 1, 1), (1, 1, 1.5))]
+UNITS = [
+    pytest.param(*costs, id="F{}-I{}-W{}".format(*costs))
+    for costs in ((1, 1, 1), (1, 1, 0.5), (1, 2, 1), (2, 1, 1), (1, 1, 1.5))
+]
 ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
 
 
@@ -151,12 +154,15 @@ def test_v_mins_bubble_grows_with_m_where_the_costs_differ():
 
 
 DUAL_COSTS = [
-    pytest.param(*costs, id="F=I={},W={},FB={}".format(*costs)) for costs in ((1, 1, 3), (1, 1, 2), (1, 0.5, 2.5), (1, 0.5, 2), (2, 1, 5))
+    pytest.param(*costs, id="F=I={},W={},FB={}".format(*costs))
+    for costs in ((1, 1, 3), (1, 1, 2), (1, 0.5, 2.5), (1, 0.5, 2), (2, 1, 5))
 ]
 
 
 @pytest.mark.parametrize(("F", "W", "FB"), DUAL_COSTS)
-@pytest.mark.parametrize(("name", "p"), [("dualpipe", 2), ("dualpipe", 4), ("dualpipe", 8), ("dualpipe-v", 1), ("dualpipe-v", 4)])
+@pytest.mark.parametrize(
+    ("name", "p"), [("dualpipe", 2), ("dualpipe", 4), ("dualpipe", 8), ("dualpipe-v", 1), ("dualpipe-v", 4)]
+)
 def test_dualpipe_idle_and_peak(name, p, F, W, FB):
     stages = p if name == "dualpipe" else 2 * p
     idle = (stages / 2 - 1) * (FB + F + W - 3 * W)
@@ -202,7 +208,10 @@ def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchr
     for rank, row in enumerate(schedule.rows):  # idle only while the stretch of the stream fills and drains
         steady = [slot for slot, a in enumerate(row) if a.op in (Op.F, Op.B) and p <= a.microbatch < m - p]
         starts, ends = timeline.starts[rank], timeline.ends[rank]
-        assert sum(ends[s] - starts[s] for s in range(steady[0], steady[-1] + 1)) >= ends[steady[-1]] - starts[steady[0]] - 3
+        assert (
+            sum(ends[s] - starts[s] for s in range(steady[0], steady[-1] + 1))
+            >= ends[steady[-1]] - starts[steady[0]] - 3
+        )
     validate(lower(schedule))
     assert all(a.op is not Op.REDUCE_GRAD for row in lower(schedule).rows for a in row)
 
@@ -223,7 +232,8 @@ def assert_above_lower_bounds(schedule, costs):
     timeline = simulate(schedule, costs)
     back = Op.I if Op.I in schedule.ops else Op.B
     way = sum(
-        costs.seconds[s, Op.F] + costs.seconds[s, min(Op.B, back, key=lambda op: costs.seconds[s, op])] for s in range(schedule.num_stages)
+        costs.seconds[s, Op.F] + costs.seconds[s, min(Op.B, back, key=lambda op: costs.seconds[s, op])]
+        for s in range(schedule.num_stages)
     )
     work = max(sum(costs.seconds[a.stage, a.op] for a in row if a.op in COMPUTE_OPS) for row in schedule.rows)
     assert timeline.makespan_seconds >= max(way, work) * (1 - 1e-12)
@@ -260,7 +270,9 @@ def test_every_shape_of_every_family(name, p):
             continue
         done.add(shape)
         schedule = build_schedule(*shape)
-        seconds = {(s, op): random.uniform(0.1, 3.0) for s in range(schedule.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)}
+        seconds = {
+            (s, op): random.uniform(0.1, 3.0) for s in range(schedule.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)
+        }
         lowered = lower(schedule)
         validate(lowered)
         assert simulate(lowered, Costs(seconds)).makespan_seconds == simulate(schedule, Costs(seconds)).makespan_seconds
@@ -288,16 +300,26 @@ def test_mutated_families_are_rejected_or_still_run(schedule, seed):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        pytest.param("0OVERLAP0,0F0,0B0\n", "0OVERLAP0 needs the activation of stage 0, microbatch 0, which this", id="feeds itself"),
+        pytest.param(
+            "0OVERLAP0,0F0,0B0\n",
+            "0OVERLAP0 needs the activation of stage 0, microbatch 0, which this",
+            id="feeds itself",
+        ),
         pytest.param("0F0,0OVERLAP1,0B0,0F1,0B1\n", "0OVERLAP1 must be followed by 0F1", id="wrong order"),
         pytest.param("0F0,0B0,0OVERLAP1,0F1\n", "0OVERLAP1 must be followed by 0F1 and then a B or I", id="alone"),
         pytest.param("0F0,(0F1;7B0)OVERLAP_F_B,0B0,0B1\n", "7B0 is outside stages 0..0", id="no such stage"),
-        pytest.param("0F0,0F1,0B0,0UPDATE1,0B1\n", "0UPDATE1 needs the weight gradient of stage 0, microbatch 1", id="early update"),
+        pytest.param(
+            "0F0,0F1,0B0,0UPDATE1,0B1\n",
+            "0UPDATE1 needs the weight gradient of stage 0, microbatch 1",
+            id="early update",
+        ),
     ],
 )
 def test_faults_of_pairs_and_updates_are_named(text, complaint):
     with pytest.raises(ScheduleError, match=complaint):
-        validate(from_csv(text, num_microbatches=text.count("F") - text.count("OVERLAP_F") if "UPDATE" not in text else 2))
+        validate(
+            from_csv(text, num_microbatches=text.count("F") - text.count("OVERLAP_F") if "UPDATE" not in text else 2)
+        )
 
 
 def test_the_two_halves_of_a_pair_stay_together_when_lowered():
@@ -325,7 +347,9 @@ def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
         pytest.param(("dualpipe", 4, 1, 6), "use 8", id="few microbatches"),
         pytest.param(("dualpipe", 4, 2, 8), "one chunk a rank in each direction", id="chunks in two directions"),
         pytest.param(("dualpipe", 4, 1, 9), "use 8 or 10", id="odd microbatches"),
-        pytest.param(("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were asked for: use 8", id="fewer microbatches than stages"),
+        pytest.param(
+            ("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were asked for: use 8", id="fewer microbatches than stages"
+        ),
         pytest.param(("pipedream-2bw", 4, 1, 8, 3), "weights of the group before.*use 4 or more", id="small group"),
         pytest.param(("zb-h1", 4, 2, 8), "one chunk a rank", id="chunks"),
     ],

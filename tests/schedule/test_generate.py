@@ -91,7 +91,8 @@ def test_first_backwards_of_1f1b_start_at_slots_7_6_5_4():
 
 
 @pytest.mark.parametrize(
-    ("name", "v", "share"), [pytest.param("1f1b", 1, 0.1795, id="1f1b"), pytest.param("interleaved", 2, 0.0986, id="interleaved")]
+    ("name", "v", "share"),
+    [pytest.param("1f1b", 1, 0.1795, id="1f1b"), pytest.param("interleaved", 2, 0.0986, id="interleaved")],
 )
 def test_published_shares_of_8_ranks_and_32_microbatches(name, v, share):
     timeline = timeline_of(build_schedule(name, 8, v, 32))

@@ -18,7 +18,9 @@ from tests.schedule.strategies import family_schedules, random_schedules
 
 @settings(max_examples=80)
 @given(family_schedules() | random_schedules(), st.integers(0, 3))
-def test_no_message_is_under_way_at_the_border_and_the_computation_stays(schedule: Schedule, receive_depth: int) -> None:
+def test_no_message_is_under_way_at_the_border_and_the_computation_stays(
+    schedule: Schedule, receive_depth: int
+) -> None:
     lowered = lower(schedule, receive_depth)
     started = give_head_start(lowered)
     assert started.schedule.compute_only() == lowered.compute_only()
@@ -31,7 +33,9 @@ def test_no_message_is_under_way_at_the_border_and_the_computation_stays(schedul
     used = {(action.stage, action.microbatch) for head in heads for action in head if action.op is Op.F}
     assert sent == received
     assert received <= used
-    assert all(stage < schedule.num_stages - 1 for stage, _ in used)  # the loss scale of the step is not known before the verdict
+    assert all(
+        stage < schedule.num_stages - 1 for stage, _ in used
+    )  # the loss scale of the step is not known before the verdict
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
@@ -40,15 +44,25 @@ def test_messages_that_wait_at_the_border_delay_nobody(name: str) -> None:
     started = give_head_start(schedule)
     costs = Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0)
     assert simulate(started.schedule, costs).makespan_seconds == simulate(schedule, costs).makespan_seconds
-    forwards = [sum(action.op is Op.F for action in row[:n]) for row, n in zip(started.schedule.rows, started.lengths, strict=True)]
+    forwards = [
+        sum(action.op is Op.F for action in row[:n])
+        for row, n in zip(started.schedule.rows, started.lengths, strict=True)
+    ]
     assert forwards == ([2, 1, 1, 0] if name == "v-min" else [3, 2, 1, 0])  # v-min's forwards stand further apart
 
 
 def two_steps(schedule: Schedule) -> Schedule:
     """The step and the next one without a barrier, as one schedule of twice the microbatches."""
     m = schedule.num_microbatches
-    later = tuple(tuple(Action(a.stage, a.op, a.microbatch + m) for a in row if a.microbatch is not None) for row in schedule.rows)
-    return Schedule(schedule.name, schedule.placement, 2 * m, tuple(map(lambda row, next_row: (*row, *next_row), schedule.rows, later)))
+    later = tuple(
+        tuple(Action(a.stage, a.op, a.microbatch + m) for a in row if a.microbatch is not None) for row in schedule.rows
+    )
+    return Schedule(
+        schedule.name,
+        schedule.placement,
+        2 * m,
+        tuple(map(lambda row, next_row: (*row, *next_row), schedule.rows, later)),
+    )
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
@@ -65,5 +79,7 @@ def test_nobody_waits_for_the_verdict_and_the_step_is_shorter_by_the_barrier(nam
     verdict = max(ends[count - 1] for ends, count in zip(both.ends, rows, strict=True))
     for rank, count in enumerate(rows):
         forwards = sum(action.op is Op.F for action in started.schedule.rows[rank][: started.lengths[rank]])
-        assert both.starts[rank][count + forwards] >= verdict - 1e-9  # what follows the head start begins no earlier anyway
+        assert (
+            both.starts[rank][count + forwards] >= verdict - 1e-9
+        )  # what follows the head start begins no earlier anyway
     assert 2 * step.makespan_seconds - both.makespan_seconds == pytest.approx(gained * (p - 1))

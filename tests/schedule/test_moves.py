@@ -10,7 +10,14 @@ from megapipe.schedule.action import Op, parse_action
 from megapipe.schedule.build import build_lowered
 from megapipe.schedule.moves import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
 
-SCHEDULES = [("1f1b", 4, 1, 8), ("gpipe", 2, 1, 4), ("interleaved", 2, 3, 6), ("zb-h1", 4, 1, 6), ("zb-v", 3, 2, 7), ("dualpipe", 2, 1, 4)]
+SCHEDULES = [
+    ("1f1b", 4, 1, 8),
+    ("gpipe", 2, 1, 4),
+    ("interleaved", 2, 3, 6),
+    ("zb-h1", 4, 1, 6),
+    ("zb-v", 3, 2, 7),
+    ("dualpipe", 2, 1, 4),
+]
 
 
 def planned(name: str, pp: int, chunks: int, count: int, rank: int, moved: int) -> tuple[Moves, dict[int, StageGroups]]:

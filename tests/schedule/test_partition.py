@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.schedule.partition import Partition, StageLayers, cut_by_cost, cut_evenly, from_counts, layout_stages, parse_layout
+from megapipe.schedule.partition import (
+    Partition,
+    StageLayers,
+    cut_by_cost,
+    cut_evenly,
+    from_counts,
+    layout_stages,
+    parse_layout,
+)
 from megapipe.schedule.placement import loop, v_shape
 
 costs = st.integers(0, 40).map(float)
@@ -14,7 +22,11 @@ costs = st.integers(0, 40).map(float)
 def brute_force(layer_costs, embedding, head, num_stages):
     """(least maximum, least sum of squares of the counts) over all contiguous cuts."""
     n = len(layer_costs)
-    cuts = combinations(range(1, n), num_stages - 1) if n >= num_stages else combinations_with_replacement(range(n + 1), num_stages - 1)
+    cuts = (
+        combinations(range(1, n), num_stages - 1)
+        if n >= num_stages
+        else combinations_with_replacement(range(n + 1), num_stages - 1)
+    )
     best = []
     for cut in cuts:
         edges = [0, *cut, n]
@@ -29,9 +41,13 @@ def brute_force(layer_costs, embedding, head, num_stages):
 @settings(max_examples=150)
 def test_the_cut_by_cost_is_the_best_there_is_and_covers_every_layer_once(layer_costs, embedding, head, num_stages):
     partition = cut_by_cost(layer_costs, embedding, head, num_stages)
-    assert [k for s in partition.stages for k in range(s.first_layer, s.last_layer_exclusive)] == list(range(len(layer_costs)))
+    assert [k for s in partition.stages for k in range(s.first_layer, s.last_layer_exclusive)] == list(
+        range(len(layer_costs))
+    )
     squares = sum(n * n for n in partition.layer_counts)
-    assert (max(partition.stage_costs(layer_costs, embedding, head)), squares) == brute_force(layer_costs, embedding, head, num_stages)
+    assert (max(partition.stage_costs(layer_costs, embedding, head)), squares) == brute_force(
+        layer_costs, embedding, head, num_stages
+    )
     if len(layer_costs) >= num_stages:
         assert min(partition.layer_counts) >= 1
 
@@ -88,18 +104,30 @@ def test_first_and_last_rank_may_hold_other_counts():
     [
         pytest.param({"num_layers": 5, "rank_of_stage": ranks(2)}, "5 layers .* do not divide over 2 ranks", id="odd"),
         pytest.param({"num_layers": 6, "rank_of_stage": ranks(2, 2)}, "2 ranks x 2 chunks", id="chunks"),
-        pytest.param({"num_layers": 8, "rank_of_stage": ranks(2, 2), "first_rank_layers": 3}, "do not divide", id="first rank chunks"),
         pytest.param(
-            {"num_layers": 4, "rank_of_stage": ranks(2), "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too many"
+            {"num_layers": 8, "rank_of_stage": ranks(2, 2), "first_rank_layers": 3},
+            "do not divide",
+            id="first rank chunks",
         ),
         pytest.param(
-            {"num_layers": 8, "rank_of_stage": ranks(2), "first_rank_layers": 3, "last_rank_layers": 3}, "given 6 layers", id="too few"
+            {"num_layers": 4, "rank_of_stage": ranks(2), "first_rank_layers": 3, "last_rank_layers": 3},
+            "given 6 layers",
+            id="too many",
         ),
         pytest.param(
-            {"num_layers": 8, "rank_of_stage": ranks(2), "first_rank_layers": 3, "count_head": True}, "exclude each other", id="both rules"
+            {"num_layers": 8, "rank_of_stage": ranks(2), "first_rank_layers": 3, "last_rank_layers": 3},
+            "given 6 layers",
+            id="too few",
         ),
         pytest.param(
-            {"num_layers": 3, "rank_of_stage": ranks(1), "first_rank_layers": 1, "last_rank_layers": 2}, "only one", id="one rank"
+            {"num_layers": 8, "rank_of_stage": ranks(2), "first_rank_layers": 3, "count_head": True},
+            "exclude each other",
+            id="both rules",
+        ),
+        pytest.param(
+            {"num_layers": 3, "rank_of_stage": ranks(1), "first_rank_layers": 1, "last_rank_layers": 2},
+            "only one",
+            id="one rank",
         ),
         pytest.param({"num_layers": 0, "rank_of_stage": ranks(1), "count_head": True}, "", id="no layers"),
     ],

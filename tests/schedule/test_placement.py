@@ -28,7 +28,11 @@ def test_odd_microbatches_take_the_second_direction():
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [pytest.param(3, (0, 1), id="idle rank"), pytest.param(2, (0, 1, 2), id="no such rank"), pytest.param(0, (), id="none")],
+    [
+        pytest.param(3, (0, 1), id="idle rank"),
+        pytest.param(2, (0, 1, 2), id="no such rank"),
+        pytest.param(0, (), id="none"),
+    ],
 )
 def test_impossible_placements_are_refused(ranks, stages):
     with pytest.raises(ConfigError):

@@ -53,7 +53,10 @@ def test_an_action_starts_when_its_rank_is_free_and_its_needs_are_met(schedule, 
 @settings(max_examples=30)
 def test_latency_never_makes_a_step_faster(schedule):
     lowered = lower(schedule)
-    spans = [simulate(lowered, Costs.equal(schedule.num_stages, latency_seconds=x)).makespan_seconds for x in (0.0, 0.25, 1.0)]
+    spans = [
+        simulate(lowered, Costs.equal(schedule.num_stages, latency_seconds=x)).makespan_seconds
+        for x in (0.0, 0.25, 1.0)
+    ]
     assert spans == sorted(spans)
 
 
@@ -78,7 +81,10 @@ def test_a_channel_carries_one_message_after_another():
 
 
 def test_without_overlap_a_rank_stands_still_while_it_sends_and_reduces():
-    seconds = dict(Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5).seconds) | {(0, Op.REDUCE_GRAD): 4.0, (1, Op.REDUCE_GRAD): 4.0}
+    seconds = dict(Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5).seconds) | {
+        (0, Op.REDUCE_GRAD): 4.0,
+        (1, Op.REDUCE_GRAD): 4.0,
+    }
     lowered = build_lowered("gpipe", 2, 1, 2)
     beside, alone = simulate(lowered, Costs(seconds)), simulate(lowered, Costs(seconds, overlap=False))
     starts = {str(a): s for a, s in zip(lowered.rows[0], alone.starts[0], strict=True)}

@@ -24,7 +24,11 @@ def made(name: str, lowered: bool = False) -> Schedule:
 def torch_runtime(schedule: Schedule) -> torch_schedules._PipelineScheduleRuntime:
     """torch's runtime without stages and process groups: as much of it as reads, lowers and writes."""
     runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
-    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = RANKS, schedule.num_stages, schedule.num_microbatches
+    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = (
+        RANKS,
+        schedule.num_stages,
+        schedule.num_microbatches,
+    )
     runtime.stage_index_to_group_rank = dict(enumerate(schedule.placement.rank_of_stage))
     runtime._stages, runtime.pipeline_order, runtime._defer_pp_recv = [], {}, False
     return runtime

@@ -16,7 +16,9 @@ from tests.schedule.naive import runs
 from tests.schedule.strategies import named_schedules, random_schedules
 
 seeds = st.integers(0, 10**6)
-any_schedule = st.one_of(named_schedules().filter(lambda s: s.num_microbatches * s.num_stages <= 60), random_schedules())
+any_schedule = st.one_of(
+    named_schedules().filter(lambda s: s.num_microbatches * s.num_stages <= 60), random_schedules()
+)
 
 
 def with_rows(schedule, rows):
@@ -59,7 +61,9 @@ def test_a_dropped_doubled_or_moved_action_is_rejected(schedule, is_lowered, see
     dropped = [row[:slot] + row[slot + 1 :] if r == rank else row for r, row in enumerate(rows)]
     doubled = [[*row[:slot], row[slot], *row[slot:]] if r == rank else row for r, row in enumerate(rows)]
     rest = with_rows(schedule, dropped)
-    if rest.has_backward and rest.is_lowered == is_lowered:  # else it is a whole forward-only or compute-only schedule again
+    if (
+        rest.has_backward and rest.is_lowered == is_lowered
+    ):  # else it is a whole forward-only or compute-only schedule again
         assert not is_accepted(rest)
     assert not is_accepted(with_rows(schedule, doubled))
     for other in set(range(len(rows))) - {rank}:
@@ -80,7 +84,9 @@ def test_the_reported_send_depth_is_the_least_that_comes_through(schedule, recei
             validate(lowered, send_depth=least - 1)
 
 
-@pytest.mark.parametrize(("name", "v", "m"), [pytest.param("1f1b", 1, 8, id="1f1b"), pytest.param("interleaved", 2, 8, id="interleaved")])
+@pytest.mark.parametrize(
+    ("name", "v", "m"), [pytest.param("1f1b", 1, 8, id="1f1b"), pytest.param("interleaved", 2, 8, id="interleaved")]
+)
 def test_blocking_sends_and_receives_deadlock(name, v, m):
     lowered = build_lowered(name, 4, v, m, receive_depth=0)
     assert validate(lowered).send_depth == 1
@@ -95,7 +101,9 @@ def test_receives_posted_ahead_make_1f1b_safe_with_blocking_sends():
 
 def test_the_report_names_every_channel_by_boundary_and_kind():
     report = validate(build_lowered("interleaved", 2, 2, 4))
-    assert set(report.least_send_depth) == {Channel(kind, boundary) for kind in (ValueKind.ACT, ValueKind.GRAD) for boundary in range(3)}
+    assert set(report.least_send_depth) == {
+        Channel(kind, boundary) for kind in (ValueKind.ACT, ValueKind.GRAD) for boundary in range(3)
+    }
     assert "6 channels" in str(report)
     assert "activations of stage 0 -> 1" in map(str, report.least_send_depth)
 
@@ -104,25 +112,42 @@ def test_the_report_names_every_channel_by_boundary_and_kind():
     ("text", "placement", "complaint"),
     [
         pytest.param(
-            "0F0,0B0\n1B0,1F0\n", linear(2), "rank 1, slot 0: 1B0 needs the activation of stage 1, microbatch 0, which this", id="order"
+            "0F0,0B0\n1B0,1F0\n",
+            linear(2),
+            "rank 1, slot 0: 1B0 needs the activation of stage 1, microbatch 0, which this",
+            id="order",
         ),
         pytest.param("0F0,0B0\n1F0,1B0,1F0\n", linear(2), "rank 1, slot 2: 1F0 was already done at slot 0", id="twice"),
         pytest.param("0F0,0B0,1B0\n1F0\n", linear(2), "rank 0, slot 2: 1B0 belongs on rank 1", id="place"),
-        pytest.param("0F0\n1F0,1B0\n", linear(2), "backward of stage 0, microbatch 0 is missing on rank 0", id="no backward"),
-        pytest.param("0B0\n1F0,1B0\n", linear(2), "forward of stage 0, microbatch 0 is missing on rank 0", id="no forward"),
+        pytest.param(
+            "0F0\n1F0,1B0\n", linear(2), "backward of stage 0, microbatch 0 is missing on rank 0", id="no backward"
+        ),
+        pytest.param(
+            "0B0\n1F0,1B0\n", linear(2), "forward of stage 0, microbatch 0 is missing on rank 0", id="no forward"
+        ),
         pytest.param("0F0,0I0\n1F0,1B0\n", linear(2), "split, but its W is missing", id="no weight gradient"),
         pytest.param("0F0,0I0,0B0,0W0\n1F0,1B0\n", linear(2), "a full backward and a split one", id="both backwards"),
-        pytest.param("0F0,0B0\n1F1,1B1\n", linear(2), "forward of stage 0, microbatch 1 is missing", id="other microbatch"),
+        pytest.param(
+            "0F0,0B0\n1F1,1B1\n", linear(2), "forward of stage 0, microbatch 1 is missing", id="other microbatch"
+        ),
         pytest.param("0F0,0B0\n7F0,1B0\n", linear(2), "7F0 is outside stages 0..1", id="no such stage"),
         pytest.param("2F0,0F0,0B0,2B0\n1F0,1B0\n", loop(2, 2), "forward of stage 3", id="chunk missing"),
         pytest.param(
-            "2F0,0F0,0B0,2B0\n1F0,3F0,3B0,1B0\n", loop(2, 2), "deadlock: rank 0, slot 0: 2F0 needs .*stage 1.*; rank 1, slot 0", id="ring"
+            "2F0,0F0,0B0,2B0\n1F0,3F0,3B0,1B0\n",
+            loop(2, 2),
+            "deadlock: rank 0, slot 0: 2F0 needs .*stage 1.*; rank 1, slot 0",
+            id="ring",
         ),
-        pytest.param("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", linear(2), "0RECV_B0 is missing on rank 0", id="no receive"),
+        pytest.param(
+            "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", linear(2), "0RECV_B0 is missing on rank 0", id="no receive"
+        ),
         pytest.param("0F0,0SEND_F0,0B0,0REDUCE_GRAD\n", linear(1), "0SEND_F0 has no peer", id="no peer"),
         pytest.param("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", linear(1), "already done", id="reduced twice"),
         pytest.param(
-            "0F0,0REDUCE_GRAD,0B0\n", linear(1), "0REDUCE_GRAD needs the weight gradient of stage 0, .*only later", id="reduced early"
+            "0F0,0REDUCE_GRAD,0B0\n",
+            linear(1),
+            "0REDUCE_GRAD needs the weight gradient of stage 0, .*only later",
+            id="reduced early",
         ),
         pytest.param("0F0,0B0,1REDUCE_GRAD\n", linear(1), "does not hold stage 1", id="not held"),
     ],
@@ -150,7 +175,9 @@ def test_two_holders_that_reduce_their_stages_in_different_orders_are_rejected(r
     rows = [list(row) for row in schedule.rows]
     first = next(slot for slot, a in enumerate(rows[rank]) if a.op is Op.REDUCE_GRAD)
     rows[rank].append(rows[rank].pop(first))
-    with pytest.raises(ScheduleError, match="reduced in this order here and in another order on another rank of their groups"):
+    with pytest.raises(
+        ScheduleError, match="reduced in this order here and in another order on another rank of their groups"
+    ):
         validate(Schedule("crossed", schedule.placement, 8, tuple(map(tuple, rows))))
 
 

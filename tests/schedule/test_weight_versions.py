@@ -41,7 +41,9 @@ def test_2bw_is_one_group_late_and_needs_two_versions(p: int, m: int, more: int)
         assert versions.num_buffers <= 2
         assert sum(versions.group_sizes) == m
         assert set(versions.group_sizes[:-1]) <= {group}
-    assert p == 1 or m <= group or versions_of(build_schedule("pipedream-2bw", p, 1, m, group), group)[0].num_buffers == 2
+    assert (
+        p == 1 or m <= group or versions_of(build_schedule("pipedream-2bw", p, 1, m, group), group)[0].num_buffers == 2
+    )
 
 
 @settings(max_examples=60)

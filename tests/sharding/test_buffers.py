@@ -41,7 +41,9 @@ def test_shards_of_all_ranks_cover_every_local_element_once(
                     assert start <= position < stop
                     covered[piece.spec.name] = covered.get(piece.spec.name, 0) + piece.box.num_elements
             assert all(slot.start % ALIGNMENT == 0 for slot in bucket.slots)
-    assert covered == {s.name: int(slot.numel) for s in specs for lay in layouts for slot in lay.slots if slot.spec is s}
+    assert covered == {
+        s.name: int(slot.numel) for s in specs for lay in layouts for slot in lay.slots if slot.spec is s
+    }
 
 
 def test_buckets_fill_from_the_last_layer_back() -> None:

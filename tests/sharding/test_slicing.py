@@ -48,7 +48,9 @@ def sliced(draw: st.DrawFn) -> tuple[ParamSpec, int]:
 
 
 @given(sliced(), st.data())
-def test_pieces_are_the_local_tensor_cut_out_of_the_global_one(case: tuple[ParamSpec, int], data: st.DataObject) -> None:
+def test_pieces_are_the_local_tensor_cut_out_of_the_global_one(
+    case: tuple[ParamSpec, int], data: st.DataObject
+) -> None:
     spec, tp = case
     whole = np.arange(math.prod(spec.shape)).reshape(spec.shape)
     owned = np.zeros(spec.shape, int)
@@ -59,7 +61,9 @@ def test_pieces_are_the_local_tensor_cut_out_of_the_global_one(case: tuple[Param
         start = data.draw(st.integers(0, local.size))
         stop = data.draw(st.integers(start, local.size))
         found = pieces(spec, tp_rank, tp, start, stop)
-        assert [p.start for p in found] == [start + sum(q.box.num_elements for q in found[:i]) for i in range(len(found))]
+        assert [p.start for p in found] == [
+            start + sum(q.box.num_elements for q in found[:i]) for i in range(len(found))
+        ]
         flat = [whole[p.box.slices].reshape(-1) for p in found]
         assert np.array_equal(np.concatenate([*flat, np.empty(0, int)]), local.reshape(-1)[start:stop])
         assert len(found) <= 3 * len(rows)

@@ -64,9 +64,13 @@ def run_sum(rank: int, world_size: int, count: int) -> None:
     for dtype in (torch.float64, torch.bfloat16):
         x, one = drawn(rank, length, *SHAPE[1:], dtype=dtype), torch.eye(SHAPE[-1], dtype=dtype)
         for scatters, expected in ((True, reduce_scattered(x.clone(), group)), (False, reduced(x, group))):
-            found = summed_product(x.clone(), PLAIN_GEMMS.forward_chunks(x, one, None, None), SHAPE[-1], group, scatters, count)
+            found = summed_product(
+                x.clone(), PLAIN_GEMMS.forward_chunks(x, one, None, None), SHAPE[-1], group, scatters, count
+            )
             assert found.is_contiguous() and found.shape == expected.shape
-            if world_size == 2:  # one order of two summands; gloo adds more of them in an order that depends on the place
+            if (
+                world_size == 2
+            ):  # one order of two summands; gloo adds more of them in an order that depends on the place
                 assert torch.equal(found, expected)
             elif dtype == torch.float64:
                 close(found, expected)
@@ -137,7 +141,12 @@ def run_order(rank: int, world_size: int) -> list[tuple[list[str], list[str]]]:
         )
         for name, parameter in list(layer.named_parameters()):
             setattr(layer, name, torch.nn.Parameter(torch.ones(parameter.shape)))
-        x = torch.ones(3 if sequence_parallel and kind == "column" else 3 * world_size, 1, layer.weight.shape[1], requires_grad=True)
+        x = torch.ones(
+            3 if sequence_parallel and kind == "column" else 3 * world_size,
+            1,
+            layer.weight.shape[1],
+            requires_grad=True,
+        )
         outputs: list[Tensor] = []
         forward = recorded(lambda layer=layer, x=x, outputs=outputs: outputs.append(layer(x)))
         if splits:

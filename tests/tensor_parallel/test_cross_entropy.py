@@ -27,7 +27,9 @@ def plain_loss(logits: Tensor, labels: Tensor, true_size: int, label_smoothing: 
     """The same loss by torch's own cross entropy on whole logits, in fp64."""
     logits = logits[..., :true_size].double()
     smoothing = label_smoothing * true_size / (true_size - 1)
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    )
     return losses.view(labels.shape) + z_loss * logits.logsumexp(-1).square()
 
 
@@ -40,7 +42,12 @@ def draw(true_size: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
     return logits, labels, torch.rand(S, B, generator=generator, dtype=torch.float64)
 
 
-OPTIONS = [(0.0, 0.0, False), (0.1, 0.0, False), (0.0, 1e-2, False), (0.1, 1e-2, True)]  # label smoothing, z-loss, soft-cap
+OPTIONS = [
+    (0.0, 0.0, False),
+    (0.1, 0.0, False),
+    (0.0, 1e-2, False),
+    (0.1, 1e-2, True),
+]  # label smoothing, z-loss, soft-cap
 
 
 def run_loss(rank: int, world_size: int, true_size: int) -> None:
@@ -59,7 +66,10 @@ def run_loss(rank: int, world_size: int, true_size: int) -> None:
         (losses * weights).sum().backward()
         close(losses, expected.detach())
         close(ours.grad, part(whole.grad, 2, group))
-        assert torch.equal(losses, vocab_parallel_cross_entropy(capped(ours.detach()), labels, group, true_size, label_smoothing, z_loss))
+        assert torch.equal(
+            losses,
+            vocab_parallel_cross_entropy(capped(ours.detach()), labels, group, true_size, label_smoothing, z_loss),
+        )
 
 
 # 20 of 32: with tp 4 the last rank holds padding only
@@ -94,7 +104,9 @@ def compare_low_precision(group: Group, dtype: torch.dtype) -> None:
     torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)  # statistics in fp32
     # a gradient is rounded once, by half a unit of its dtype; below normal numbers by half the least step
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    torch.testing.assert_close(ours.grad.double(), part(whole.grad, 2, group), rtol=0.51 * torch.finfo(dtype).eps, atol=max(smallest, 2e-8))
+    torch.testing.assert_close(
+        ours.grad.double(), part(whole.grad, 2, group), rtol=0.51 * torch.finfo(dtype).eps, atol=max(smallest, 2e-8)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -187,11 +199,15 @@ def run_chunked(rank: int, world_size: int, sequence_parallel: bool, true_size: 
     """Output layer and loss some tokens at a time, against the output layer and then the loss: losses and both gradients."""
     group = tp_group(rank, world_size) if world_size > 1 else Group.alone("tp")
     generator = torch.Generator().manual_seed(3)
-    whole_hidden, whole_weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((S, B, 6), (PADDED, 6)))
+    whole_hidden, whole_weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((S, B, 6), (PADDED, 6))
+    )
     _, labels, weights = draw(true_size)
     sliced = part(whole_hidden, 0, group) if sequence_parallel else whole_hidden
 
-    def run(label_smoothing: float, z_loss: float, cap: float | None, size: int | None, defers: bool) -> tuple[Tensor, ...]:
+    def run(
+        label_smoothing: float, z_loss: float, cap: float | None, size: int | None, defers: bool
+    ) -> tuple[Tensor, ...]:
         queue = WeightQueue()
         linear = ColumnParallelLinear(6, PADDED, bias=False, tp=group, sequence_parallel=sequence_parallel, queue=queue)
         linear.weight = nn.Parameter(part(whole_weight, 0, group))
@@ -201,7 +217,9 @@ def run_chunked(rank: int, world_size: int, sequence_parallel: bool, true_size: 
             logits = with_cap(linear(hidden), cap)
             losses = vocab_parallel_cross_entropy(logits, labels, group, true_size, label_smoothing, z_loss)
         else:
-            losses = chunked_cross_entropy(hidden, linear, labels, true_size, size, cap=cap, label_smoothing=label_smoothing, z_loss=z_loss)
+            losses = chunked_cross_entropy(
+                hidden, linear, labels, true_size, size, cap=cap, label_smoothing=label_smoothing, z_loss=z_loss
+            )
         if defers:
             queue.defer(0)
         (losses * weights).sum().backward()

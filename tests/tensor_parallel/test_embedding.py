@@ -70,7 +70,9 @@ def test_backward_into_a_slot_makes_no_dense_gradient() -> None:
     embedding.slots["weight"] = GradientSlot(torch.zeros(4096, 8))
     y = embedding(torch.arange(12).view(2, 6))
     storages = Storages()
-    storages.known.update(t.untyped_storage().data_ptr() for t in (embedding.weight, embedding.slots["weight"].main_grad))
+    storages.known.update(
+        t.untyped_storage().data_ptr() for t in (embedding.weight, embedding.slots["weight"].main_grad)
+    )
     with storages:
         y.backward(torch.ones_like(y))
     assert storages.largest <= 12 * 8

@@ -11,14 +11,26 @@ from torch import Tensor, nn
 import megapipe.tensor_parallel.fp8 as fp8
 from megapipe.comm.groups import Group
 from megapipe.config.precision import PrecisionConfig
-from megapipe.tensor_parallel.fp8 import E4M3, E5M2, Fp8Gemms, Rounded, TensorScale, emulated, multiply, rounded_values, scale_for
+from megapipe.tensor_parallel.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Gemms,
+    Rounded,
+    TensorScale,
+    emulated,
+    multiply,
+    rounded_values,
+    scale_for,
+)
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
 # half a unit in the last place, relative; half the smallest number, absolute
 ROUNDOFF = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
 TENSORWISE = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
-DELAYED = PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed", fp8_amax_history_len=2, fp8_amax_compute_algo="max")
+DELAYED = PrecisionConfig(
+    fp8_format="hybrid", fp8_recipe="delayed", fp8_amax_history_len=2, fp8_amax_compute_algo="max"
+)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Rounded:
@@ -33,18 +45,28 @@ def bound(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.maximum(relative * x.abs(), absolute * inverse) + 1e-6 * x.abs()
 
 
-DTYPES = pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3-e4m3", "e5m2-e4m3", "e4m3-e5m2"])
+DTYPES = pytest.mark.parametrize(
+    "dtypes", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3-e4m3", "e5m2-e4m3", "e4m3-e5m2"]
+)
 
 
 @DTYPES
 @settings(max_examples=40)
-@given(seed=st.integers(0, 10**6), exponent=st.integers(-30, 30), spread=st.floats(0, 6), sizes=st.tuples(*[st.integers(1, 20)] * 3))
+@given(
+    seed=st.integers(0, 10**6),
+    exponent=st.integers(-30, 30),
+    spread=st.floats(0, 6),
+    sizes=st.tuples(*[st.integers(1, 20)] * 3),
+)
 def test_a_product_is_within_the_bounds_of_its_formats(
     dtypes: tuple[torch.dtype, torch.dtype], seed: int, exponent: int, spread: float, sizes: tuple[int, int, int]
 ) -> None:
     m, n, k = sizes
     generator = torch.Generator().manual_seed(seed)
-    a, b = (torch.randn(rows, k, generator=generator) * torch.randn(rows, k, generator=generator).mul(spread).exp() for rows in (m, n))
+    a, b = (
+        torch.randn(rows, k, generator=generator) * torch.randn(rows, k, generator=generator).mul(spread).exp()
+        for rows in (m, n)
+    )
     a = a * 2.0**exponent
     exact = a.double() @ b.double().t()
     found = emulated(cast(a, dtypes[0]), cast(b, dtypes[1]), torch.float32)
@@ -56,10 +78,14 @@ def test_a_product_is_within_the_bounds_of_its_formats(
 
 @DTYPES
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_emulation_is_what_scaled_mm_computes(dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype) -> None:
+def test_the_emulation_is_what_scaled_mm_computes(
+    dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
+) -> None:
     a, b = cast(torch.randn(16, 32), dtypes[0]), cast(torch.randn(48, 32), dtypes[1])
     product = torch._scaled_mm(a.values, b.values.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=out_dtype)
-    torch.testing.assert_close(multiply(a, b, out_dtype), product, rtol=1e-5 if out_dtype == torch.float32 else 1e-2, atol=1e-5)
+    torch.testing.assert_close(
+        multiply(a, b, out_dtype), product, rtol=1e-5 if out_dtype == torch.float32 else 1e-2, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -67,7 +93,9 @@ def test_the_largest_element_becomes_the_largest_number_and_a_margin_keeps_away_
     x = torch.tensor([3.0, -0.7])
     assert rounded_values(x, scale_for(x.abs().amax(), dtype), dtype)[0].float() == torch.finfo(dtype).max
     assert rounded_values(x, scale_for(x.abs().amax(), dtype, 3), dtype)[0].float() == torch.finfo(dtype).max / 8
-    assert rounded_values(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max  # a scale of another step: no overflow
+    assert (
+        rounded_values(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max
+    )  # a scale of another step: no overflow
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -116,7 +144,9 @@ def test_the_three_products_of_a_linear_round_their_operands_alone(format_: str)
     y = layer(x)
     y.backward(dy)
     gradient = E4M3 if format_ == "e4m3" else E5M2
-    x8, w8, dy8 = (cast(t.detach().flatten(0, -2), d).dequantized() for t, d in ((x, E4M3), (layer.weight, E4M3), (dy, gradient)))
+    x8, w8, dy8 = (
+        cast(t.detach().flatten(0, -2), d).dequantized() for t, d in ((x, E4M3), (layer.weight, E4M3), (dy, gradient))
+    )
     torch.testing.assert_close(y.detach().flatten(0, 1), x8 @ w8.t() + layer.bias, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad.flatten(0, 1), dy8 @ w8, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.slots["weight"].main_grad, dy8.t() @ x8, rtol=1e-5, atol=1e-5)

@@ -16,7 +16,12 @@ from megapipe.errors import ConfigError
 from megapipe.planner.comm_chunks import WHOLE, CommChunks
 from megapipe.tensor_parallel.gemms import PlainGemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, row_parallel_linear
+from megapipe.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel_linear,
+    row_parallel_linear,
+)
 from megapipe.tensor_parallel.weight_gradient import Remake
 from megapipe.tensor_parallel.weight_queue import WeightQueue
 from tests.harness import RankPool
@@ -29,7 +34,9 @@ KINDS = ("column", "row")
 class Case:
     """One linear whole and cut: weights, and per microbatch an input before an activation, an output gradient and all the right answers."""
 
-    def __init__(self, kind: str, group: Group, sequence_parallel: bool, bias: bool, chunks: CommChunks = WHOLE) -> None:
+    def __init__(
+        self, kind: str, group: Group, sequence_parallel: bool, bias: bool, chunks: CommChunks = WHOLE
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
 
         def draw(*shape: int) -> Tensor:
@@ -77,13 +84,17 @@ class Case:
         return outputs, input_gradients, part(weight.grad, self.cut, self.group), bias_gradient
 
 
-def run_case(group: Group, kind: str, sequence_parallel: bool, chunks: CommChunks, road: tuple[bool, bool, bool, bool]) -> None:
+def run_case(
+    group: Group, kind: str, sequence_parallel: bool, chunks: CommChunks, road: tuple[bool, bool, bool, bool]
+) -> None:
     bias, slots, split, remake = road
     case = Case(kind, group, sequence_parallel, bias, chunks)
     layer = case.layer
     ready: list[GradientSlot] = []
     if slots:
-        layer.slots = {name: GradientSlot(torch.zeros_like(p), on_ready=ready.append) for name, p in layer.named_parameters()}
+        layer.slots = {
+            name: GradientSlot(torch.zeros_like(p), on_ready=ready.append) for name, p in layer.named_parameters()
+        }
     outputs, input_gradients, weight_gradient, bias_gradient = case.whole()
     for microbatch in range(2):
         before = case.input_part(case.before[microbatch]).requires_grad_()
@@ -129,7 +140,9 @@ ROADS = [
 
 def run_all_roads(rank: int, world_size: int, kind: str, sequence_parallel: bool, chunks: CommChunks = WHOLE) -> None:
     for road in ROADS:
-        run_case(tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), kind, sequence_parallel, chunks, road)
+        run_case(
+            tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), kind, sequence_parallel, chunks, road
+        )
 
 
 @pytest.mark.parametrize("chunks", [WHOLE, CommChunks(3, 3)], ids=["whole", "chunks"])
@@ -147,17 +160,23 @@ def run_low_precision(rank: int, world_size: int, kind: str, dtype: torch.dtype)
         layer = case.layer.to(dtype)
         layer.slots = {name: GradientSlot(torch.zeros(p.shape)) for name, p in layer.named_parameters()}
         outputs, input_gradients, weight_gradient, bias_gradient = case.whole()
-        for before, grad_output, output, input_gradient in zip(case.before, case.grad_outputs, outputs, input_gradients, strict=True):
+        for before, grad_output, output, input_gradient in zip(
+            case.before, case.grad_outputs, outputs, input_gradients, strict=True
+        ):
             before = case.input_part(before).requires_grad_()
             y = layer(torch.tanh(before).to(dtype))
             y.backward(case.output_part(grad_output).to(dtype))
             assert y.dtype == dtype
             for actual, expected in ((y, output), (before.grad, input_gradient)):
-                torch.testing.assert_close(actual.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps * float(expected.abs().max()))
+                torch.testing.assert_close(
+                    actual.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps * float(expected.abs().max())
+                )
         for name, expected in (("weight", weight_gradient), ("bias", bias_gradient)):
             main_grad = layer.slots[name].main_grad
             assert main_grad.dtype == torch.float32
-            torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps * float(expected.abs().max()))
+            torch.testing.assert_close(
+                main_grad.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps * float(expected.abs().max())
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -254,9 +273,18 @@ def run_order(rank: int, world_size: int, sequence_parallel: bool) -> list[str]:
 
 
 def test_column_backward_communicates_under_its_gemms(ranks: RankPool) -> None:
-    expected = ["launch all_gather", "dgrad", "launch reduce_scatter", "wait all_gather", "wgrad", "wait reduce_scatter"]
+    expected = [
+        "launch all_gather",
+        "dgrad",
+        "launch reduce_scatter",
+        "wait all_gather",
+        "wgrad",
+        "wait reduce_scatter",
+    ]
     assert ranks.run(run_order, True) == [expected] * ranks.world_size
-    assert ranks.run(run_order, False) == [["dgrad", "launch all_reduce", "wgrad", "wait all_reduce"]] * ranks.world_size
+    assert (
+        ranks.run(run_order, False) == [["dgrad", "launch all_reduce", "wgrad", "wait all_reduce"]] * ranks.world_size
+    )
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I+W"])
@@ -285,14 +313,19 @@ def test_each_gemm_runs_once(split: bool) -> None:
 def test_gradcheck_in_a_group_of_one(function: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(3)
     x, weight, bias = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 4), (5, 4), (5,))
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 2, 4), (5, 4), (5,))
     )
     assert torch.autograd.gradcheck(lambda *tensors: function(*tensors, tp=Group.alone("tp")), (x, weight, bias))
 
 
 @pytest.mark.parametrize("function", [column_parallel_linear, row_parallel_linear], ids=KINDS)
-@pytest.mark.parametrize("wanted", [(0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)], ids=["weight", "input", "bias", "input+bias"])
-def test_frozen_tensors_get_no_gradient_and_the_others_theirs(function: Callable[..., Tensor], wanted: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "wanted", [(0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)], ids=["weight", "input", "bias", "input+bias"]
+)
+def test_frozen_tensors_get_no_gradient_and_the_others_theirs(
+    function: Callable[..., Tensor], wanted: tuple[int, int, int]
+) -> None:
     drawn = [torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 4), (5, 4), (5,))]
     ours = [t.clone().requires_grad_(bool(flag)) for t, flag in zip(drawn, wanted, strict=True)]
     plain = [t.clone().requires_grad_(bool(flag)) for t, flag in zip(drawn, wanted, strict=True)]
@@ -331,7 +364,9 @@ def test_low_precision_gradients_accumulate_in_fp32(dtype: torch.dtype) -> None:
 
 
 def test_replicated_rows_set_the_local_size() -> None:
-    layer = ColumnParallelLinear(8, 20, bias=True, tp=Group("tp", (0, 1, 2), 1, None, None), sequence_parallel=False, local_out_features=8)
+    layer = ColumnParallelLinear(
+        8, 20, bias=True, tp=Group("tp", (0, 1, 2), 1, None, None), sequence_parallel=False, local_out_features=8
+    )
     assert tuple(layer.weight.shape) == (8, 8)
     assert tuple(layer.bias.shape) == (8,)
 

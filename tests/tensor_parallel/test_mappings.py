@@ -27,7 +27,11 @@ TABLE: dict[str, tuple[Callable[[int], tuple[int, int]], Pieces, Pieces]] = {
     "copy_to_tensor_parallel": (lambda tp: (S, H), lambda x, r: x[r], lambda g, r: together(g)),
     "reduce_from_tensor_parallel": (lambda tp: (S, H), lambda x, r: together(x), lambda g, r: g[r]),
     "gather_sequence": (lambda tp: (S // tp, H), lambda x, r: torch.cat(x), lambda g, r: together(g).chunk(len(g))[r]),
-    "reduce_scatter_sequence": (lambda tp: (S, H), lambda x, r: together(x).chunk(len(x))[r], lambda g, r: torch.cat(g)),
+    "reduce_scatter_sequence": (
+        lambda tp: (S, H),
+        lambda x, r: together(x).chunk(len(x))[r],
+        lambda g, r: torch.cat(g),
+    ),
     "scatter_sequence": (lambda tp: (S, H), lambda x, r: x[r].chunk(len(x))[r], lambda g, r: torch.cat(g)),
     "gather_columns": (lambda tp: (S, H // tp), lambda x, r: torch.cat(x, -1), lambda g, r: g[r].chunk(len(g), -1)[r]),
 }

@@ -49,8 +49,15 @@ def test_the_share_of_kept_elements_is_one_minus_p(p: float) -> None:
 
 
 @settings(max_examples=25)
-@given(shape=st.lists(st.integers(0, 5), max_size=4), p=st.floats(0, 0.99), layer=st.integers(-1, 200), site=st.sampled_from(SITES))
-def test_dropout_is_mask_over_keep_probability_and_so_is_its_gradient(shape: list[int], p: float, layer: int, site: str) -> None:
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    p=st.floats(0, 0.99),
+    layer=st.integers(-1, 200),
+    site=st.sampled_from(SITES),
+)
+def test_dropout_is_mask_over_keep_probability_and_so_is_its_gradient(
+    shape: list[int], p: float, layer: int, site: str
+) -> None:
     x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     y = keyed_dropout(x, p, KEY, layer, site)
     expected = keyed_mask(tuple(shape), p, KEY, layer, site).double() / (1 - p)
@@ -80,7 +87,9 @@ def test_one_byte_an_element_is_kept() -> None:
     assert saved == [x.numel()]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=["bf16", "fp16", "fp32", "fp64"]
+)
 def test_the_dtype_stays(dtype: torch.dtype) -> None:
     x = torch.ones(4, 4, dtype=dtype, requires_grad=True)
     y = keyed_dropout(x, 0.5, KEY, 0, "mlp_output")

@@ -15,7 +15,13 @@ from megapipe.tokenizers.build import TOKENIZERS, build_tokenizer
 from megapipe.tokenizers.byte import ByteTokenizer
 from megapipe.tokenizers.tokenizer import files_of
 
-TEXT = ['def f(x):\n\tif x:\r\n        return "é漢😀"  # two  spaces\n\n', "  lead and trail  ", "\n\n\n", "<EOD> </s> <|endoftext|>", ""]
+TEXT = [
+    'def f(x):\n\tif x:\r\n        return "é漢😀"  # two  spaces\n\n',
+    "  lead and trail  ",
+    "\n\n\n",
+    "<EOD> </s> <|endoftext|>",
+    "",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,9 @@ def bpe_folder(tmp_path_factory):
     """A byte-level BPE as Hugging Face and as GPT-2 files."""
     folder = tmp_path_factory.mktemp("bpe")
     trained = library.ByteLevelBPETokenizer()
-    trained.train_from_iterator(TEXT * 3, vocab_size=300, special_tokens=["<|endoftext|>", "<pad>"], show_progress=False)
+    trained.train_from_iterator(
+        TEXT * 3, vocab_size=300, special_tokens=["<|endoftext|>", "<pad>"], show_progress=False
+    )
     trained.save(str(folder / "tokenizer.json"))
     trained.save_model(str(folder))
     config = {"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<pad>"}
@@ -94,7 +102,9 @@ def test_hugging_face_truncation_and_padding_are_switched_off(bpe_folder, tmp_pa
 
 
 def test_gpt2_takes_its_two_files_by_flag(bpe_folder):
-    by_flag = build_tokenizer("GPT2BPETokenizer", vocab_file=str(bpe_folder / "vocab.json"), merge_file=str(bpe_folder / "merges.txt"))
+    by_flag = build_tokenizer(
+        "GPT2BPETokenizer", vocab_file=str(bpe_folder / "vocab.json"), merge_file=str(bpe_folder / "merges.txt")
+    )
     assert by_flag.encode(TEXT[0]) == build_tokenizer("HuggingFaceTokenizer", str(bpe_folder)).encode(TEXT[0])
     assert by_flag.eod == 0
 
@@ -121,7 +131,11 @@ WRONG = {
     "no-model": ({"tokenizer_type": "Llama2Tokenizer"}, ConfigError, "Llama2Tokenizer needs --tokenizer-model"),
     "no-vocab-size": ({"tokenizer_type": "NullTokenizer"}, ConfigError, "needs --vocab-size"),
     "no-vocab-file": ({"tokenizer_type": "GPT2BPETokenizer"}, ConfigError, "needs --vocab-file and --merge-file"),
-    "missing-spm": ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "nowhere.model"}, DataError, r"nowhere\.model"),
+    "missing-spm": (
+        {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "nowhere.model"},
+        DataError,
+        r"nowhere\.model",
+    ),
     "missing-merges": (
         {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"},
         DataError,

@@ -12,7 +12,10 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.build import build_tokenizer
 from megapipe.tokenizers.train import train_sentencepiece
 
-CODE = [(Path(sysconfig.get_path("stdlib")) / name).read_text("utf-8") for name in ("argparse.py", "dataclasses.py", "ast.py", "typing.py")]
+CODE = [
+    (Path(sysconfig.get_path("stdlib")) / name).read_text("utf-8")
+    for name in ("argparse.py", "dataclasses.py", "ast.py", "typing.py")
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,11 @@ def test_model_without_the_end_or_beginning_it_needs_is_refused(tokenizer_type, 
     import sentencepiece
 
     sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(CODE[0].splitlines()), model_prefix=str(tmp_path / "m"), vocab_size=300, minloglevel=2, **{missing: -1}
+        sentence_iterator=iter(CODE[0].splitlines()),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=300,
+        minloglevel=2,
+        **{missing: -1},
     )
     with pytest.raises(ConfigError, match=message):
         build_tokenizer(tokenizer_type, str(tmp_path / "m.model"))
@@ -93,7 +100,9 @@ def test_saved_model_is_the_same(model, tmp_path):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
     tokenizer.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "tokenizer.model").read_bytes() == model.read_bytes()
-    assert build_tokenizer("SentencePieceTokenizer", str(tmp_path / "saved")).encode(CODE[0]) == tokenizer.encode(CODE[0])
+    assert build_tokenizer("SentencePieceTokenizer", str(tmp_path / "saved")).encode(CODE[0]) == tokenizer.encode(
+        CODE[0]
+    )
 
 
 def test_truncated_model_is_named(model, tmp_path):
@@ -104,7 +113,10 @@ def test_truncated_model_is_named(model, tmp_path):
 
 @pytest.mark.parametrize(
     ("vocab_size", "message"),
-    [(300, "--vocab-size 300: bytes and special tokens alone"), (50000, r"--vocab-size 50000: the text supports at most \d+; give more")],
+    [
+        (300, "--vocab-size 300: bytes and special tokens alone"),
+        (50000, r"--vocab-size 50000: the text supports at most \d+; give more"),
+    ],
     ids=["too-small", "too-large"],
 )
 def test_vocabulary_that_cannot_be_is_refused(vocab_size, message, tmp_path):

@@ -18,6 +18,8 @@ def test_a_small_round_prints_a_row_for_each_figure(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     titles = [row[0] for row in rows[2:]]
-    assert titles[1] == "save, 0.0625 GiB, 2 ranks" and titles[-1] == "load 50 tensors in 100 pieces" and len(titles) == 8
+    assert (
+        titles[1] == "save, 0.0625 GiB, 2 ranks" and titles[-1] == "load 50 tensors in 100 pieces" and len(titles) == 8
+    )
     assert all(float(row[1].split()[0]) > 0 for row in rows[2:])
     assert list(tmp_path.iterdir()) == []

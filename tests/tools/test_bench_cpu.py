@@ -14,7 +14,9 @@ SIZES = "--layers 3 --hidden 16 --heads 2 --seq 8 --vocab 64 --micro-batch 1 --m
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(TOOLS)])}
-    return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(
+        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100
+    )
 
 
 def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: Path) -> None:
@@ -23,7 +25,11 @@ def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: P
     done = run(str(TOOLS / "bench_cpu.py"), *wishes, *SIZES.split())
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
-    assert [row[0].removeprefix("| ") for row in rows[2:]] == ["plain PyTorch loop", "megapipe, one process", "megapipe, pp 2 cut 2|1"]
+    assert [row[0].removeprefix("| ") for row in rows[2:]] == [
+        "plain PyTorch loop",
+        "megapipe, one process",
+        "megapipe, pp 2 cut 2|1",
+    ]
     assert re.search(r"pp 2, simulated to measured step: \d\.\d{3}, at least 0.93 asked for", done.stdout)
     turns = json.loads(figures.read_text())["turns"]
     assert {name: len(row) for name, row in turns.items()} == {"plain": 2, "one": 2, "pp2": 2}

@@ -28,13 +28,28 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS.parent), str(TOOLS)])}
-    return subprocess.run([sys.executable, str(TOOLS / "bench_gpu.py"), *arguments], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, str(TOOLS / "bench_gpu.py"), *arguments], capture_output=True, text=True, env=environment
+    )
 
 
-def test_contenders_that_train_the_same_model_are_timed_in_turns(tmp_path: Path, tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contenders_that_train_the_same_model_are_timed_in_turns(
+    tmp_path: Path, tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     figures = tmp_path / "figures.json"
-    words = ("--device", "cpu", "--dtype", "fp32", "--fp8", "e4m3", "--fp8-recipe", "tensorwise", "--json", str(figures))
+    words = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "fp32",
+        "--fp8",
+        "e4m3",
+        "--fp8-recipe",
+        "tensorwise",
+        "--json",
+        str(figures),
+    )
     code = tools("bench_gpu").main([*TINY, *words])
     done = capsys.readouterr()
     assert code == 0, done.err
@@ -54,12 +69,16 @@ def test_a_model_that_computes_something_else_is_not_timed(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tools("gpu_bench.plain"), "rotated", lambda x, cos, sin: x)
-    assert tools("bench_gpu").main([*TINY, "--device", "cpu", "--dtype", "fp32", "--contenders", "megapipe", "plain"]) == 2
+    assert (
+        tools("bench_gpu").main([*TINY, "--device", "cpu", "--dtype", "fp32", "--contenders", "megapipe", "plain"]) == 2
+    )
     said = capsys.readouterr().err
     assert "plain beside megapipe (step 1): loss differs by" in said and "they are not the same model" in said
 
 
-def test_without_a_card_the_tool_says_so(tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_card_the_tool_says_so(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert tools("bench_gpu").main([]) == 2
     assert capsys.readouterr() == ("", "bench_gpu: torch sees no GPU (--device cpu tries the tool)\n")
@@ -68,7 +87,11 @@ def test_without_a_card_the_tool_says_so(tools: Tools, monkeypatch: pytest.Monke
 def test_a_card_without_fp8_is_told_before_anything_runs(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, answer in (("is_available", True), ("get_device_capability", (8, 0)), ("get_device_name", "NVIDIA A100-SXM4-80GB")):
+    for name, answer in (
+        ("is_available", True),
+        ("get_device_capability", (8, 0)),
+        ("get_device_name", "NVIDIA A100-SXM4-80GB"),
+    ):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
     assert tools("bench_gpu").main(["--check"]) == 2
     assert (
@@ -77,16 +100,25 @@ def test_a_card_without_fp8_is_told_before_anything_runs(
     )
 
 
-@pytest.mark.parametrize("words", [("--device", "cpu"), ("--device", "cpu", "--shapes", "8b-4k")], ids=["shape", "device"])
-def test_a_check_without_anything_to_check_is_refused(words: tuple[str, ...], tools: Tools, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [("--device", "cpu"), ("--device", "cpu", "--shapes", "8b-4k")], ids=["shape", "device"]
+)
+def test_a_check_without_anything_to_check_is_refused(
+    words: tuple[str, ...], tools: Tools, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tools("bench_gpu").main([*words, "--check"]) == 2
-    assert "--check has nothing to check: bars are set for --shapes 8b-4k 8b-8k on a GPU in bf16" in capsys.readouterr().err
+    assert (
+        "--check has nothing to check: bars are set for --shapes 8b-4k 8b-8k on a GPU in bf16"
+        in capsys.readouterr().err
+    )
 
 
 def measured(figures: ModuleType, **seconds: float) -> object:
     """Contenders that need so many seconds for 100 TFLOP in each of three rounds; one of the rounds is ten times slower for all."""
     slow = (1.0, 10.0, 1.0)
-    turns = {name.replace("_", "-"): [figures.Turn(each * factor, 0.1) for factor in slow] for name, each in seconds.items()}
+    turns = {
+        name.replace("_", "-"): [figures.Turn(each * factor, 0.1) for factor in slow] for name, each in seconds.items()
+    }
     rates = {figures.GEMM: [500e12 / factor for factor in slow], figures.FP8_GEMM: [900e12 / factor for factor in slow]}
     return figures.Measured(turns, rates, 100e12)
 
@@ -104,11 +136,27 @@ def test_ratios_are_formed_inside_a_round(tools: Tools) -> None:
     ("seconds", "passed", "words"),
     [
         ({"megapipe": 0.25, "megapipe_fp8": 0.19, "plain": 0.25, "transformers": 0.3}, True, ": met"),
-        ({"megapipe": 0.25, "megapipe_fp8": 0.24, "plain": 0.25, "transformers": 0.3}, True, "goal 1.25: not reached, 83.3% of it"),
-        ({"megapipe": 0.28, "megapipe_fp8": 0.2, "plain": 0.28, "transformers": 0.4}, False, "at least 0.75: NOT MET, 95.2% of it"),
-        ({"megapipe": 0.25, "plain": 0.24, "transformers": 0.3}, False, "megapipe to plain: 0.960 [0.960, 0.960], at least 1.0: NOT MET"),
+        (
+            {"megapipe": 0.25, "megapipe_fp8": 0.24, "plain": 0.25, "transformers": 0.3},
+            True,
+            "goal 1.25: not reached, 83.3% of it",
+        ),
+        (
+            {"megapipe": 0.28, "megapipe_fp8": 0.2, "plain": 0.28, "transformers": 0.4},
+            False,
+            "at least 0.75: NOT MET, 95.2% of it",
+        ),
+        (
+            {"megapipe": 0.25, "plain": 0.24, "transformers": 0.3},
+            False,
+            "megapipe to plain: 0.960 [0.960, 0.960], at least 1.0: NOT MET",
+        ),
         ({"megapipe": 0.25, "plain": 0.25, "transformers": 0.28}, False, "megapipe to transformers: 1.120"),
-        ({"megapipe": 0.25, "plain": 0.25}, False, "megapipe to transformers: NOT MEASURED, transformers took no part; at least 1.15"),
+        (
+            {"megapipe": 0.25, "plain": 0.25},
+            False,
+            "megapipe to transformers: NOT MEASURED, transformers took no part; at least 1.15",
+        ),
     ],
     ids=["all", "goal", "gemm", "plain", "transformers", "absent"],
 )
@@ -124,7 +172,9 @@ def test_a_bar_fails_and_says_what_missed_while_a_goal_is_only_told(
 
 def test_the_flops_of_a_step_count_attention_half_or_in_full(tools: Tools) -> None:
     figures, shape = tools("gpu_bench.figures"), tools("gpu_bench.shapes").SHAPES["8b-4k"]
-    linears = shape.layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768  # elements, the output layer's too
+    linears = (
+        shape.layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768
+    )  # elements, the output layer's too
     attention = 4 * 4096 * 4096 * shape.layers  # FLOPs a token: q k and p v, every key
     for causal, part in ((True, 0.5), (False, 1.0)):
         assert figures.flops_of_step(shape, causal) == 3 * (2 * linears + part * attention) * 32768
@@ -140,7 +190,9 @@ def test_the_flops_of_a_step_count_attention_half_or_in_full(tools: Tools) -> No
         ("megapipe-fp8", [(float("nan"), 2.0), (9.9, 1.9)], False, 1),
     ],
 )
-def test_fp8_is_held_to_bounds_of_its_own(name: str, mine: list[tuple[float, float]], holds: bool, step: int | None, tools: Tools) -> None:
+def test_fp8_is_held_to_bounds_of_its_own(
+    name: str, mine: list[tuple[float, float]], holds: bool, step: int | None, tools: Tools
+) -> None:
     found = tools("gpu_bench.agreement").compared(name, "megapipe", mine, [(10.0, 2.0), (9.9, 1.9)], "bf16")
     assert (found.holds, found.step) == (holds, step)
 

@@ -15,13 +15,24 @@ PAGE = "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(TOOLS)])}
-    return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(
+        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100
+    )
 
 
 def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.md"
     page.write_text(PAGE)
-    done = run(str(TOOLS / "bench_schedules.py"), "--quick", "--wire", "--no-real-time", "--json", str(figures), "--page", str(page))
+    done = run(
+        str(TOOLS / "bench_schedules.py"),
+        "--quick",
+        "--wire",
+        "--no-real-time",
+        "--json",
+        str(figures),
+        "--page",
+        str(page),
+    )
     assert done.returncode == 0, done.stderr
     emulated, v_shape, real = json.loads(figures.read_text())
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor", "wire"]

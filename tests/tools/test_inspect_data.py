@@ -64,13 +64,17 @@ def tokens(pieces: list[dict[str, Any]]) -> list[int]:
     found: list[int] = []
     for piece in pieces:
         file = IndexedFile(piece["prefix"])
-        whole = np.concatenate([file.read(s) for s in range(file.documents[piece["document"]], file.documents[piece["document"] + 1])])
+        whole = np.concatenate(
+            [file.read(s) for s in range(file.documents[piece["document"]], file.documents[piece["document"] + 1])]
+        )
         assert piece["position"] == len(found)
         found += whole[piece["first_token"] : piece["past_token"]].tolist()
     return found
 
 
-def test_every_token_of_every_step_and_every_step_of_every_document(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_token_of_every_step_and_every_step_of_every_document(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = read_run(flags).plan
     loader = build_data(plan).train
     assert loader is not None
@@ -103,8 +107,16 @@ def test_every_token_of_every_step_and_every_step_of_every_document(flags: list[
 def test_a_sample_says_who_takes_it_or_that_it_is_skipped(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(capsys, "--sample", "15", *flags)["skipped"]
     found = asked(capsys, "--sample", "20", *flags)
-    assert (found["step"], found["microbatch"], found["dp_rank"]) == (3, 0, 1)  # number 10: steps of 4, 4, then 8 samples
-    alone = [*flags[: flags.index("--data-path")], "--data-path", flags[flags.index("0.3") - 1]]  # all its epoch, no checkpoint
+    assert (found["step"], found["microbatch"], found["dp_rank"]) == (
+        3,
+        0,
+        1,
+    )  # number 10: steps of 4, 4, then 8 samples
+    alone = [
+        *flags[: flags.index("--data-path")],
+        "--data-path",
+        flags[flags.index("0.3") - 1],
+    ]  # all its epoch, no checkpoint
     assert asked(capsys, "--sample", "110", *alone)["not_reached"]
     assert main(["--step", "3", "--text", "2", *flags]) == 0
     shown = capsys.readouterr().out
@@ -125,7 +137,11 @@ def test_what_cannot_be_told_is_refused(flags: list[str], capsys: pytest.Capture
 def test_it_answers_without_torch(flags: list[str]) -> None:
     code = f"import sys; from tools.inspect_data import main; main({['--step', '1', *flags]!r}); sys.exit('torch' in sys.modules)"
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2], timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        timeout=60,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("step 1, after 0 samples")

@@ -28,7 +28,11 @@ def local_slice(whole: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor
 
 
 def machines_of(
-    config: Config, rank: int, world_size: int, weights: Mapping[str, Tensor] | None = None, tracer: Tracer | None = None
+    config: Config,
+    rank: int,
+    world_size: int,
+    weights: Mapping[str, Tensor] | None = None,
+    tracer: Tracer | None = None,
 ) -> Machines:
     """This rank's machines on gloo. weights: whole tensors by name instead of drawn ones."""
     plan = resolve(config, world_size)
@@ -39,7 +43,9 @@ def machines_of(
     return Machines(plan, groups, torch.device("cpu"), draw, tracer)
 
 
-def step_microbatches(machines: Machines, rows: np.ndarray, step: int, rules: DocumentRules | None = None) -> Microbatches:
+def step_microbatches(
+    machines: Machines, rows: np.ndarray, step: int, rules: DocumentRules | None = None
+) -> Microbatches:
     """The microbatches of this rank for a global batch of rows [global batch, seq + 1]."""
     training = machines.plan.config.training
     micro, dp, dp_rank = training.micro_batch_size, machines.plan.topology.dp, machines.coordinates.dp_rank

@@ -67,4 +67,6 @@ def furthest(first: Path, second: Path) -> float:
     """The largest difference between any two elements of two runs' newest checkpoints, masters and moments."""
     one, other = own.read(first), own.read(second)
     assert one.step == other.step and one.tensors.keys() == other.tensors.keys()
-    return max(float((tensor.detach() - other.tensors[name].detach()).abs().max()) for name, tensor in one.tensors.items())
+    return max(
+        float((tensor.detach() - other.tensors[name].detach()).abs().max()) for name, tensor in one.tensors.items()
+    )

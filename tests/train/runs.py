@@ -37,8 +37,14 @@ def tiny(**changes: Any) -> Config:
         checkpoint=CheckpointConfig(save="given apart", load="given apart"),
     )
     for name, value in changes.items():
-        section = next(f.name for f in dataclasses.fields(config) if name in {g.name for g in dataclasses.fields(getattr(config, f.name))})
-        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{name: value})})
+        section = next(
+            f.name
+            for f in dataclasses.fields(config)
+            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
+        )
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
     return config
 
 
@@ -50,7 +56,9 @@ def machines_of(rank: int, world_size: int, **changes: Any) -> Machines:
 def scramble(machines: Machines, salt: int = 0) -> None:
     """Fill masters and moments with values that depend on the global element alone, as a trained run's state does."""
     for held in machines.optimizer.state():
-        held.values.copy_(expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)[held.piece.box.slices].reshape(-1))
+        held.values.copy_(
+            expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)[held.piece.box.slices].reshape(-1)
+        )
     machines.optimizer.masters_to_parameters()
     machines.gather.finish()
 
@@ -59,7 +67,9 @@ def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tens
     """The whole tensor that `scramble` gives to a parameter, fp32."""
     # rows of the padding differ between grids, those of the vocabulary do not: one stream a row
     seed = salt * 7919 + sum(map(ord, f"{key}/{name}"))
-    rows = [torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed * 1009 + row)) for row in range(shape[0])]
+    rows = [
+        torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed * 1009 + row)) for row in range(shape[0])
+    ]
     return torch.stack(rows)
 
 
@@ -77,7 +87,9 @@ def differences(machines: Machines, keys: tuple[str, ...], salt: int = 0) -> lis
                 whole = expected("master", slot.spec.name, slot.spec.shape, salt)
                 for piece in pieces(slot.spec, machines.coordinates.tp_rank, machines.plan.topology.tp):
                     values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
-                    found += _unequal(f"parameter {slot.spec.name}", slot.spec.true_rows, piece.box, whole.to(values.dtype), values)
+                    found += _unequal(
+                        f"parameter {slot.spec.name}", slot.spec.true_rows, piece.box, whole.to(values.dtype), values
+                    )
     return found
 
 
@@ -99,7 +111,9 @@ def state_of(machines: Machines) -> dict[str, Tensor]:
         for buffer in buffers.buffers:
             for slot in buffer.layout.slots:
                 for piece in pieces(slot.spec, machines.coordinates.tp_rank, machines.plan.topology.tp):
-                    box = tensor_box("parameter", piece, buffer.parameters[slot.start + piece.start : slot.start + piece.stop])
+                    box = tensor_box(
+                        "parameter", piece, buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
+                    )
                     if box is not None:
                         found[f"{box.name} {box.box} of stage {stage}"] = box.values.clone()
     return found

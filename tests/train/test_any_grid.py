@@ -87,21 +87,29 @@ def all_machines() -> dict[str, list[Machines]]:
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
-def test_every_layout_loads_what_every_other_saved(tmp_path: Path, all_machines: dict[str, list[Machines]], writer: str) -> None:
+def test_every_layout_loads_what_every_other_saved(
+    tmp_path: Path, all_machines: dict[str, list[Machines]], writer: str
+) -> None:
     attempt = Attempt(Disk(), tmp_path, 1, Extras({}, ""), KEEP_ALL, 1 << 22)
     temporary = attempt.begin().temporary
     assert temporary is not None
     written = []
     for rank, machines in enumerate(all_machines[writer]):
         for held in machines.optimizer.state():
-            held.values.copy_(whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices].reshape(-1))
+            held.values.copy_(
+                whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices].reshape(-1)
+            )
         written.append(attempt.write(temporary, list(boxes_to_save(machines)), rank))
     report = attempt.finish(temporary, written).report
     assert report is not None, attempt.finish(temporary, written).error
     folder = open_folder(report.path)
     for reader, ranks in all_machines.items():
         for machines in ranks:
-            boxes = [box for held in machines.optimizer.state() if (box := tensor_box(held.key, held.piece, held.values)) is not None]
+            boxes = [
+                box
+                for held in machines.optimizer.state()
+                if (box := tensor_box(held.key, held.piece, held.values)) is not None
+            ]
             for box in boxes:
                 box.values.fill_(math.nan)
             load_tensors(folder, boxes, Group.alone("world"))
@@ -139,7 +147,9 @@ CASES = [pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in QUICK els
 
 
 @pytest.mark.parametrize(("first", "second"), CASES)
-def test_there_and_back_changes_no_bit_and_training_goes_on(rank_pools: Pools, tmp_path: Path, first: str, second: str) -> None:
+def test_there_and_back_changes_no_bit_and_training_goes_on(
+    rank_pools: Pools, tmp_path: Path, first: str, second: str
+) -> None:
     here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))
     (world, changes), (other_world, other_changes) = LAYOUTS[first], LAYOUTS[second]
     losses = rank_pools(world).run(begun, changes, here)[0]

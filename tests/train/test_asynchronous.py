@@ -17,7 +17,12 @@ from tests.train.test_resume import interrupted, straight
 
 COMMON = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.1, "weight_decay": 0.1}
 PP2 = COMMON | {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 700}
+SHARDED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_bucket_size": 700,
+}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,9 @@ SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "over
 def test_steps_of_one_update_are_those_of_1f1b_to_the_bit(
     name: str, changes: dict[str, Any], rank_pools: Callable[[int], RankPool]
 ) -> None:
-    found, plain = (rank_pools(2).run(straight, PP2 | changes | {"pipeline_schedule": which}, 3) for which in (name, "1f1b"))
+    found, plain = (
+        rank_pools(2).run(straight, PP2 | changes | {"pipeline_schedule": which}, 3) for which in (name, "1f1b")
+    )
     for (losses, tensors, _), (plain_losses, plain_tensors, _) in zip(found, plain, strict=True):
         assert losses == plain_losses
         assert tensors.keys() == plain_tensors.keys()
@@ -41,13 +48,19 @@ def test_steps_of_one_update_are_those_of_1f1b_to_the_bit(
 
 def test_several_updates_are_not_those_of_1f1b(rank_pools: Callable[[int], RankPool]) -> None:
     names = ("pipedream", "pipedream-2bw", "1f1b")
-    losses = [rank_pools(2).run(straight, PP2 | {"pipeline_schedule": name, "global_batch_size": 6}, 2)[0][0] for name in names]
+    losses = [
+        rank_pools(2).run(straight, PP2 | {"pipeline_schedule": name, "global_batch_size": 6}, 2)[0][0]
+        for name in names
+    ]
     assert len({first for first, _ in losses}) == 3
 
 
 @pytest.mark.parametrize(
     ("name", "world", "changes"),
-    [("pipedream", 4, {"dtype": "bf16", "global_batch_size": 10} | SHARDED), ("pipedream-2bw", 2, {"global_batch_size": 6})],
+    [
+        ("pipedream", 4, {"dtype": "bf16", "global_batch_size": 10} | SHARDED),
+        ("pipedream-2bw", 2, {"global_batch_size": 6}),
+    ],
     ids=["pipedream zero bf16", "2bw fp32"],
 )
 def test_half_saved_loaded_and_half_equals_all_at_once(
@@ -65,9 +78,21 @@ def test_half_saved_loaded_and_half_equals_all_at_once(
 @pytest.mark.parametrize(
     ("name", "batch", "says"),
     [
-        ("pipedream", 8, "8 updates in a step of 8 microbatches, every stage at its own time, 4 to 1 versions of the weights on a rank"),
-        ("pipedream-2bw", 8, "2 updates in a step of 8 microbatches, every stage at its own time, 2 versions of the weights on a rank"),
-        ("pipedream-2bw", 4, "1 update in a step of 4 microbatches, every stage at its own time, 1 version of the weights on a rank"),
+        (
+            "pipedream",
+            8,
+            "8 updates in a step of 8 microbatches, every stage at its own time, 4 to 1 versions of the weights on a rank",
+        ),
+        (
+            "pipedream-2bw",
+            8,
+            "2 updates in a step of 8 microbatches, every stage at its own time, 2 versions of the weights on a rank",
+        ),
+        (
+            "pipedream-2bw",
+            4,
+            "1 update in a step of 4 microbatches, every stage at its own time, 1 version of the weights on a rank",
+        ),
     ],
 )
 def test_the_plan_says_that_it_is_not_synchronous(name: str, batch: int, says: str) -> None:

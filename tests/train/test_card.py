@@ -28,12 +28,16 @@ from tests.train.jobs import job
 from tests.train.runs import tiny
 
 
-def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     forward = StageRunner.forward
 
     def too_large(self: StageRunner, microbatch: int, *arguments: object) -> object:
         if microbatch == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
+            )
         return forward(self, microbatch, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StageRunner, "forward", too_large)
@@ -42,7 +46,10 @@ def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(monkeypatc
     assert "training stopped: rank 0 (pp 0) ran out of memory: planned " in said
     assert "--recompute-granularity selective; --micro-batch-size 1; --recompute-granularity full" in said
     assert "torch: CUDA out of memory; --record-memory-history shows who holds it" in said
-    assert any("ran out of memory" in json.loads(line).get("text", "") for line in (tmp_path / "run.jsonl").read_text().splitlines())
+    assert any(
+        "ran out of memory" in json.loads(line).get("text", "")
+        for line in (tmp_path / "run.jsonl").read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,10 @@ def test_fp8_is_refused_at_the_start_by_a_card_that_cannot(
 
 def test_ways_out_name_only_what_is_not_done_yet() -> None:
     plain = ways_out(resolve(tiny(tensor_model_parallel_size=2, micro_batch_size=1), 4))
-    assert "--use-distributed-optimizer; --sequence-parallel; --recompute-granularity selective; --recompute-granularity full" in plain
+    assert (
+        "--use-distributed-optimizer; --sequence-parallel; --recompute-granularity selective; --recompute-granularity full"
+        in plain
+    )
     done = {
         "tensor_model_parallel_size": 2,
         "sequence_parallel": True,
@@ -104,7 +114,9 @@ def test_other_errors_go_on_their_way() -> None:
 
 
 def test_each_rank_writes_its_own_snapshot() -> None:
-    assert snapshot_path(GpuConfig(memory_snapshot_path="runs/a/memory.pickle"), 12) == Path("runs/a/memory_rank_00012.pickle")
+    assert snapshot_path(GpuConfig(memory_snapshot_path="runs/a/memory.pickle"), 12) == Path(
+        "runs/a/memory_rank_00012.pickle"
+    )
 
 
 def test_profiled_steps_name_actions_and_phases(tmp_path: Path) -> None:
@@ -184,14 +196,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     "flags",
     [
         pytest.param("", id="plain"),
-        pytest.param("--hidden-dropout 0.1 --attention-dropout 0.1 --bf16 --use-distributed-optimizer", id="dropout bf16"),
         pytest.param(
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --label-smoothing 0.1", id="recompute"
+            "--hidden-dropout 0.1 --attention-dropout 0.1 --bf16 --use-distributed-optimizer", id="dropout bf16"
+        ),
+        pytest.param(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --label-smoothing 0.1",
+            id="recompute",
         ),
         pytest.param("--log-num-zeros-in-grad --decoupled-lr 0.1 --fp16 --initial-loss-scale 64", id="fp16"),
     ],
 )
-def test_host_reads_nothing_of_the_device_until_a_step_has_been_launched(flags: str, waits: dict[str, list[str]]) -> None:
+def test_host_reads_nothing_of_the_device_until_a_step_has_been_launched(
+    flags: str, waits: dict[str, list[str]]
+) -> None:
     code, said = job(f"--train-iters 3 {flags}")
     assert code == 0, said
     assert waits["launch"] == []

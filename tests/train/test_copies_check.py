@@ -61,17 +61,42 @@ def strike(machines: Machines, name: str, where: str) -> None:
 
 
 CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
-    "dp4_majority": (4, "", ((2,), "mlp"), ("changed on rank 2 (dp 2) on ", "over replicas (ranks 0 1 2 3): 1 of ", "on rank 2")),
-    "dp2_both": (2, "", ((1,), "mlp"), ("one of rank 0 (dp 0) on ", "rank 1 (dp 1) on ", "two copies cannot tell which")),
+    "dp4_majority": (
+        4,
+        "",
+        ((2,), "mlp"),
+        ("changed on rank 2 (dp 2) on ", "over replicas (ranks 0 1 2 3): 1 of ", "on rank 2"),
+    ),
+    "dp2_both": (
+        2,
+        "",
+        ((1,), "mlp"),
+        ("one of rank 0 (dp 0) on ", "rank 1 (dp 1) on ", "two copies cannot tell which"),
+    ),
     "norm_in_tp2_dp2": (
         4,
         "--tensor-model-parallel-size 2",
         ((3,), "norm"),
         ("changed on rank 3 (dp 1, tp 1) on ", "over replicas (ranks 1 3)", "over tp (ranks 2 3)"),
     ),
-    "shared_kv_of_tp4": (4, "--tensor-model-parallel-size 4 --num-query-groups 2", ((1,), "qkv"), ("over kv (ranks 0 1)",)),
-    "tied_ends": (2, "--pipeline-model-parallel-size 2", ((1,), "embedding"), ("over embedding (ranks 0 1)", "word_embeddings")),
-    "master_of_bf16": (1, f"--bf16 {FLAG} 3", ((0,), "mlp", "master"), ("is not what the optimizer's master weights round to",)),
+    "shared_kv_of_tp4": (
+        4,
+        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        ((1,), "qkv"),
+        ("over kv (ranks 0 1)",),
+    ),
+    "tied_ends": (
+        2,
+        "--pipeline-model-parallel-size 2",
+        ((1,), "embedding"),
+        ("over embedding (ranks 0 1)", "word_embeddings"),
+    ),
+    "master_of_bf16": (
+        1,
+        f"--bf16 {FLAG} 3",
+        ((0,), "mlp", "master"),
+        ("is not what the optimizer's master weights round to",),
+    ),
 }
 
 
@@ -91,10 +116,16 @@ def test_a_flipped_bit_is_found_and_named(
 @pytest.mark.parametrize(
     ("world", "grid"),
     [
-        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather --bf16 --ddp-bucket-size 700"),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather --bf16 --ddp-bucket-size 700",
+        ),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),
-        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --optimizer-post-validation --untie-embeddings-and-output-weights"),
+        (
+            2,
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --optimizer-post-validation --untie-embeddings-and-output-weights",
+        ),
     ],
     ids=["zero_bf16", "tp_sp", "dualpipe", "post_validation"],
 )

@@ -32,9 +32,14 @@ CASES = {
     ("flags", "ranks", "limit"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] if case[1] > 1 else []) for name, case in CASES.items()],
 )
-def test_dp_halved_and_doubled_changes_no_step(rank_pools: Pools, tmp_path: Path, flags: str, ranks: int, limit: float) -> None:
+def test_dp_halved_and_doubled_changes_no_step(
+    rank_pools: Pools, tmp_path: Path, flags: str, ranks: int, limit: float
+) -> None:
     straight, elastic = tmp_path / "straight", tmp_path / "elastic"
-    parts = [(2, f"--save {straight}"), *((dp, f"--save {elastic} --load {elastic} --exit-interval 2") for dp in (2, 1, 2))]
+    parts = [
+        (2, f"--save {straight}"),
+        *((dp, f"--save {elastic} --load {elastic} --exit-interval 2") for dp in (2, 1, 2)),
+    ]
     for dp, where in parts:
         results = rank_pools(ranks * dp).run(job_on_rank, f"{flags} {where}")
         assert [result[1:] for result in results] == [("", None)] * ranks * dp
@@ -52,6 +57,8 @@ def test_a_batch_made_of_the_number_of_ranks_does_not_change_with_it(tmp_path: P
     before = machines_of(0, 1, global_batch_size=None, micro_batch_size=4)  # as two ranks of 2 make it
     config = before.plan.config
     save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path, to_yaml(config))
-    with pytest.raises(CheckpointError, match=r"size 1 would make it 2, but .* was trained with 4: give --global-batch-size 4"):
+    with pytest.raises(
+        CheckpointError, match=r"size 1 would make it 2, but .* was trained with 4: give --global-batch-size 4"
+    ):
         load(machines_of(0, 1, global_batch_size=None, micro_batch_size=2), tmp_path)
     assert load(machines_of(0, 1, global_batch_size=4, micro_batch_size=2), tmp_path).state.consumed_samples == 12

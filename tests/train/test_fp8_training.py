@@ -36,7 +36,9 @@ def trained(rank: int, world_size: int, flags: str, num_steps: int = 3) -> tuple
     return losses, {name: tensor.clone() for name, tensor in whole_parameters(machines)}
 
 
-@pytest.mark.parametrize(("format_", "recipe"), [("e4m3", "tensorwise"), ("hybrid", "delayed")], ids=["e4m3", "hybrid-delayed"])
+@pytest.mark.parametrize(
+    ("format_", "recipe"), [("e4m3", "tensorwise"), ("hybrid", "delayed")], ids=["e4m3", "hybrid-delayed"]
+)
 def test_the_loss_falls_near_that_of_bf16(format_: str, recipe: str) -> None:
     losses, _ = trained(0, 1, f"--bf16 --fp8 {format_} --fp8-recipe {recipe}", 8)
     plain, _ = trained(0, 1, "--bf16", 8)
@@ -49,17 +51,24 @@ def test_the_loss_falls_near_that_of_bf16(format_: str, recipe: str) -> None:
 GRIDS = {
     "1f1b": (2, "--pipeline-model-parallel-size 2"),
     "zb_h1": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
-    "dualpipe_v": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --num-virtual-stages-per-pipeline-rank 2"),
+    "dualpipe_v": (
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --num-virtual-stages-per-pipeline-rank 2",
+    ),
     "full_recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
     "selective": (1, "--recompute-activations --recompute-modules core_attn layernorm mlp"),
 }
 
 
 @pytest.mark.parametrize(
-    "recipe", ["tensorwise", "delayed --fp8-amax-history-len 2 --fp8-amax-compute-algo max"], ids=["tensorwise", "delayed"]
+    "recipe",
+    ["tensorwise", "delayed --fp8-amax-history-len 2 --fp8-amax-compute-algo max"],
+    ids=["tensorwise", "delayed"],
 )
 @pytest.mark.parametrize("grid", GRIDS)
-def test_every_schedule_and_recomputation_gives_the_bits_of_one_process(rank_pools: Pools, grid: str, recipe: str) -> None:
+def test_every_schedule_and_recomputation_gives_the_bits_of_one_process(
+    rank_pools: Pools, grid: str, recipe: str
+) -> None:
     world_size, flags = GRIDS[grid]
     precision = f"--fp8 hybrid --fp8-recipe {recipe}"
     expected, weights = trained(0, 1, precision)
@@ -83,7 +92,9 @@ def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> N
 def test_collectives_in_chunks_round_as_whole_ones(rank_pools: Pools, recipe: str) -> None:
     """A scale is that of the whole tensor, though it is multiplied before all of it is there."""
     grid = f"--tensor-model-parallel-size 2 --sequence-parallel --fp8 hybrid --fp8-recipe {recipe}"
-    whole, chunks = (rank_pools(2).run(trained, f"{grid} {flags}") for flags in ("", "--tp-comm-overlap --tp-comm-overlap-chunks 3"))
+    whole, chunks = (
+        rank_pools(2).run(trained, f"{grid} {flags}") for flags in ("", "--tp-comm-overlap --tp-comm-overlap-chunks 3")
+    )
     assert [losses for losses, _ in chunks] == [losses for losses, _ in whole]
     for (_, found), (_, expected) in zip(chunks, whole, strict=True):
         for name, tensor in found.items():

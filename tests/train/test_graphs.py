@@ -57,7 +57,11 @@ def as_on_a_card() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (embedding, cross_entropy, chunked_loss):
             patch.setattr(module, "check_ids", lambda *_: None)
-        patch.setattr(embedding, "_contributing", lambda rows, gradient, is_here: (rows, gradient.masked_fill(~is_here[:, None], 0)))
+        patch.setattr(
+            embedding,
+            "_contributing",
+            lambda rows, gradient, is_here: (rows, gradient.masked_fill(~is_here[:, None], 0)),
+        )
         yield
 
 
@@ -115,16 +119,29 @@ def num_live(trained: Trained, stage: int) -> int:
     ("changes", "documents"),
     [
         pytest.param({}, False, id="one stage"),
-        pytest.param(THREE | LLAMA | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")}, False, id="llama"),
+        pytest.param(
+            THREE | LLAMA | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
+            False,
+            id="llama",
+        ),
         pytest.param(
             THREE
-            | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_keep_attention": True}
+            | {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+                "recompute_keep_attention": True,
+            }
             | {"cross_entropy_chunk_size": 5, "dtype": "bf16", "qk_layernorm": True},
             True,
             id="full recompute, chunks, documents, bf16",
         ),
         pytest.param(WIDE | {"fp8_recipe": "tensorwise", "fp8_format": "e4m3"}, False, id="fp8"),
-        pytest.param(WIDE | {"fp8_format": "hybrid", "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max"}, False, id="fp8, delayed"),
+        pytest.param(
+            WIDE | {"fp8_format": "hybrid", "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max"},
+            False,
+            id="fp8, delayed",
+        ),
     ],
 )
 def test_replayed_steps_are_steps(changes: dict[str, Any], documents: bool) -> None:
@@ -146,9 +163,15 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "global_batch_size": 16,
         },
     ),
-    "tp 2, sequence parallel": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True}),
+    "tp 2, sequence parallel": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "tp_comm_overlap": True},
+    ),
     "zb-h1": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}),
-    "zb-v": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2}),
+    "zb-v": (
+        2,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 2},
+    ),
 }
 
 
@@ -162,12 +185,21 @@ def test_replayed_pipelines_are_pipelines(name: str, rank_pools: Callable[[int],
         assert set(found.pools) == {3 if name.startswith("zb") else 2}
 
 
-def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with as_on_a_card():
-        changes = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+        changes = {
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "cuda_graph_impl": "local",
+            "cuda_graph_warmup_steps": 1,
+        }
         recorder = TapeRecorder()
         plan = resolve(tiny(**changes), 1)
-        machines = Machines(plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=recorder)
+        machines = Machines(
+            plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=recorder
+        )
         step, rows = trainer(machines), np.random.RandomState(0).randint(0, 29, (8, 9))
         for number in range(2):
             step.run(step_microbatches(machines, rows, number), Rates(1e-2, 0.0))
@@ -175,7 +207,9 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
         mlp: Any = machines.stages[0].decoder.layers["2"].mlp
         with monkeypatch.context() as patch:
             patch.setattr(mlp, "forward", lambda *arguments: type(mlp).forward(mlp, *arguments) * torch.nan)
-            assert np.isfinite(step.run(step_microbatches(machines, rows, 2), Rates(0.0, 0.0)).loss)  # a replay runs no Python
+            assert np.isfinite(
+                step.run(step_microbatches(machines, rows, 2), Rates(0.0, 0.0)).loss
+            )  # a replay runs no Python
             found = search(machines, step_microbatches(machines, rows, 2))
         assert "decoder.layers.2.mlp (MLP) returns what is no number" in found
         assert len(recorder.pools) == pools
@@ -186,7 +220,12 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
 def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
     """A node that adds to a parameter's .grad keeps the stream that it was made on, and a weight keeps no node by itself."""
     with as_on_a_card():
-        changes = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
+        changes = {
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "cuda_graph_impl": "local",
+            "cuda_graph_warmup_steps": 1,
+        }
         plan = resolve(tiny(**THREE, **changes), 1)
         alive: list[str] = []
 
@@ -196,7 +235,9 @@ def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
                     alive.extend(name for name, parameter in parameters() if "warm-up" in adds_to(parameter).metadata)
                 return super().pool()
 
-        machines = Machines(plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=Looks())
+        machines = Machines(
+            plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=Looks()
+        )
 
         def parameters() -> list[tuple[str, Tensor]]:
             return [named for module in machines.stages.values() for named in module.named_parameters()]

@@ -85,9 +85,18 @@ def in_another_collective(rank: int, folder: str) -> None:
 
 
 HANGS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
-    "loader": (in_the_loader, ("hangs on rank 1 (pp 1, stage 1)", "reading data", "stack of rank 1", "in sleeps_for_ever")),
-    "stage": (in_a_stage, ("hangs on rank 1 (pp 1, stage 1)", "in 1F0", "in endless", "for the gradient from stage 1 to 0 from rank 1")),
-    "stopped": (stopped, ("hangs on rank 1 (pp 1, stage 1)", "the process is stopped (SIGSTOP)", "from rank 1", "no stack of rank 1")),
+    "loader": (
+        in_the_loader,
+        ("hangs on rank 1 (pp 1, stage 1)", "reading data", "stack of rank 1", "in sleeps_for_ever"),
+    ),
+    "stage": (
+        in_a_stage,
+        ("hangs on rank 1 (pp 1, stage 1)", "in 1F0", "in endless", "for the gradient from stage 1 to 0 from rank 1"),
+    ),
+    "stopped": (
+        stopped,
+        ("hangs on rank 1 (pp 1, stage 1)", "the process is stopped (SIGSTOP)", "from rank 1", "no stack of rank 1"),
+    ),
     "mismatch": (
         in_another_collective,
         ("wait for each other", "in world barrier", "for the gradient from stage 1 to 0", "stack of rank 0"),
@@ -96,7 +105,9 @@ HANGS: dict[str, tuple[Callable[..., None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("fault", "words"), HANGS.values(), ids=HANGS)
-def test_a_hang_is_told_once_and_ends_all(fault: Callable[..., None], words: tuple[str, ...], rank_pools: Pools, tmp_path: Path) -> None:
+def test_a_hang_is_told_once_and_ends_all(
+    fault: Callable[..., None], words: tuple[str, ...], rank_pools: Pools, tmp_path: Path
+) -> None:
     flags = f"{PP2} --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
     answers = rank_pools(2).run(job_on_rank, flags, fault, str(tmp_path), may_die=range(2))
     assert answers == [None, None], "a rank outlived the hang"
@@ -125,7 +136,9 @@ def slow(rank: int) -> None:
 
 
 def test_a_slow_run_that_gets_on_is_not_ended(rank_pools: Pools, tmp_path: Path) -> None:
-    flags = f"--pipeline-model-parallel-size 2 --train-iters 2 --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
+    flags = (
+        f"--pipeline-model-parallel-size 2 --train-iters 2 --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
+    )
     pool = rank_pools(2)
     answers = pool.run(job_on_rank, flags, slow)
     pool.close()  # the slow stage

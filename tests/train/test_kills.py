@@ -29,7 +29,10 @@ NUM_STEPS = 12
 LAUNCHER_SECONDS = 20.0  # far more than a rank takes to see that a peer it has met is gone
 GRIDS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "dp2_zero_bf16": (2, "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 700 --bf16"),
+    "dp2_zero_bf16": (
+        2,
+        "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 700 --bf16",
+    ),
     "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 
@@ -47,7 +50,9 @@ class Kill:
     def draw(cls, choose: random.Random, world: int, is_aimed: bool) -> Kill:
         rank = choose.randrange(world)
         events = 30 if rank == 0 else 8  # of the first saves of a run; rank 0 commits
-        return cls(rank, choose.random() < 0.5, choose.uniform(0.0, 0.5), choose.randrange(events) if is_aimed else None)
+        return cls(
+            rank, choose.random() < 0.5, choose.uniform(0.0, 0.5), choose.randrange(events) if is_aimed else None
+        )
 
 
 def end_as_a_launcher_would(path: Path) -> None:
@@ -63,7 +68,9 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
     """Called on every rank before the job."""
     (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
     if rank != kill.rank:
-        threading.Thread(target=end_as_a_launcher_would, args=(Path(folder) / f"rank{kill.rank}.pid",), daemon=True).start()
+        threading.Thread(
+            target=end_as_a_launcher_would, args=(Path(folder) / f"rank{kill.rank}.pid",), daemon=True
+        ).start()
         return
 
     def strike() -> None:
@@ -88,7 +95,9 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
             return
         nonlocal seen
         if seen == kill.event:
-            (Path(folder) / "struck").write_text(f"{what} {re.sub('[0-9a-f]{8,}|step_[0-9]+|rank_[0-9]+', '*', path.name)}")
+            (Path(folder) / "struck").write_text(
+                f"{what} {re.sub('[0-9a-f]{8,}|step_[0-9]+|rank_[0-9]+', '*', path.name)}"
+            )
             strike()
         seen += 1
         done(self, what, path)
@@ -110,7 +119,11 @@ class Victim:
     """A run that is killed and started again until it ends, over and over in new folders."""
 
     def __init__(self, folder: Path, world: int, flags: str, seed: int) -> None:
-        self.folder, self.world, self.flags = folder, world, f"{flags} --train-iters {NUM_STEPS} --save-interval 2 --keep-last 2"
+        self.folder, self.world, self.flags = (
+            folder,
+            world,
+            f"{flags} --train-iters {NUM_STEPS} --save-interval 2 --keep-last 2",
+        )
         self.choose = random.Random(seed)
         self.num_ended = 0
         self.struck: Counter[str] = Counter()
@@ -183,7 +196,9 @@ def test_ten_kills_change_nothing(tmp_path: Path, world: int, flags: str) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("world", "flags", "number"), [(*GRIDS["pp2"], 40), (*GRIDS["dp2_zero_bf16"], 40), (*GRIDS["tp2_pp2"], 20)], ids=GRIDS.keys()
+    ("world", "flags", "number"),
+    [(*GRIDS["pp2"], 40), (*GRIDS["dp2_zero_bf16"], 40), (*GRIDS["tp2_pp2"], 20)],
+    ids=GRIDS.keys(),
 )
 def test_a_hundred_kills_change_nothing(tmp_path: Path, world: int, flags: str, number: int) -> None:
     victim = Victim(tmp_path / "victim", world, flags, seed=world + number)

@@ -33,7 +33,9 @@ def checkpoints(folder: Path) -> list[int]:
     return sorted(int(re.sub(r"\D", "", path.parent.name)) for path in folder.glob("*/manifest.json"))
 
 
-def test_evaluations_come_where_asked_each_on_samples_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_come_where_asked_each_on_samples_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[tuple[str, int]] = []
     microbatch = Loader.microbatch
 
@@ -62,10 +64,15 @@ def test_a_run_that_only_evaluates_takes_no_step_and_saves_nothing(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("flags", "step", "reason"),
-    [("--exit-interval 2", 2, "--exit-interval 2"), ("--exit-duration-in-mins 1e-9", 1, "--exit-duration-in-mins 1e-09 is over")],
+    [
+        ("--exit-interval 2", 2, "--exit-interval 2"),
+        ("--exit-duration-in-mins 1e-9", 1, "--exit-duration-in-mins 1e-09 is over"),
+    ],
     ids=["interval", "duration"],
 )
-def test_a_run_that_leaves_early_has_saved_and_goes_on_from_there(tmp_path: Path, flags: str, step: int, reason: str) -> None:
+def test_a_run_that_leaves_early_has_saved_and_goes_on_from_there(
+    tmp_path: Path, flags: str, step: int, reason: str
+) -> None:
     common = f"--train-iters 4 --eval-iters 1 --save {tmp_path}/c --load {tmp_path}/c"
     code, said = job(f"{common} {flags}")
     assert code == 0, said
@@ -149,7 +156,9 @@ def test_nan_in_a_forward_names_rank_stage_microbatch_and_samples() -> None:
     for _, kind, text in results:
         assert kind == "TrainingError"
         assert text is not None
-        assert text.startswith("step 2: loss nan, gradient norm nan; first seen in the forward of stage 1 (layers 1 to 1) on rank 3, ")
+        assert text.startswith(
+            "step 2: loss nan, gradient norm nan; first seen in the forward of stage 1 (layers 1 to 1) on rank 3, "
+        )
         # step 2 begins after 16 samples; microbatch 2 of dp rank 1 holds 16 + (2 x 2 + 1) x 2 and the next
         assert "microbatch 2, samples 26, 27 of the training data; run once more, the step is finite everywhere" in text
 
@@ -166,7 +175,9 @@ def test_nan_in_a_backward_names_rank_and_parameters() -> None:
 
 
 def test_overflows_of_fp16_are_skipped_counted_and_logged(tmp_path: Path) -> None:
-    code, said = job(f"--train-iters 6 --fp16 --initial-loss-scale 1e9 --hysteresis 1 --metrics-file {tmp_path}/m.jsonl")
+    code, said = job(
+        f"--train-iters 6 --fp16 --initial-loss-scale 1e9 --hysteresis 1 --metrics-file {tmp_path}/m.jsonl"
+    )
     assert code == 0, said
     steps = steps_of(tmp_path / "m.jsonl")
     skipped = [line["skipped_steps"] for line in steps]
@@ -182,7 +193,8 @@ def test_an_overflow_at_the_smallest_scale_stops_the_run() -> None:
     code, said = job("--train-iters 6 --fp16 --initial-loss-scale 1e9 --min-loss-scale 5e8 --hysteresis 1")
     assert code == 1
     assert re.search(
-        r"training stopped: step 2: loss 3\.\d+, gradient norm (inf|nan), loss scale 5e\+08; all forwards were finite", said
+        r"training stopped: step 2: loss 3\.\d+, gradient norm (inf|nan), loss scale 5e\+08; all forwards were finite",
+        said,
     ), said
 
 
@@ -197,7 +209,9 @@ def test_nan_without_the_check_goes_on(tmp_path: Path) -> None:
 def test_an_evaluation_leaves_nothing_for_the_search_after_a_nan() -> None:
     machines = machines_of(0, 1)
     watch, step = OutputWatch(machines), TrainStep(machines)
-    batch = [to_microbatch(part, machines.device, None) for part in random_batches(machines.plan.config, 1, [4], seed=1)[0]]
+    batch = [
+        to_microbatch(part, machines.device, None) for part in random_batches(machines.plan.config, 1, [4], seed=1)[0]
+    ]
     step.evaluate(batch)
     assert not watch.take()
     step.gradients(batch[:4])

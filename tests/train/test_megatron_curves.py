@@ -41,7 +41,9 @@ LLAMA = {
 CASES = [("megatron_gpt2", name) for name in GPT2] + [("megatron_llama", name) for name in LLAMA]
 
 
-def configuration(curve: Curve, tp: int = 1, pp: int = 1, dp: int = 1, chunks: int = 1, sp: bool = False, zero: bool = False) -> Config:
+def configuration(
+    curve: Curve, tp: int = 1, pp: int = 1, dp: int = 1, chunks: int = 1, sp: bool = False, zero: bool = False
+) -> Config:
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     model: dict[str, Any] = {key: value for key, value in curve.config.items() if key in fields}
     return Config(
@@ -80,6 +82,8 @@ def test_the_curve_of_megatron_is_reproduced(name: str, grid: str) -> None:
     curve = load_curve(name)
     results = run_ranks(run_curve, world, name, axes)
     assert all(result == results[0] for result in results), "ranks disagree"
-    for step, ((loss, norm), (loss_tolerance, norm_tolerance)) in enumerate(zip(results[0], curve.tolerances, strict=True)):
+    for step, ((loss, norm), (loss_tolerance, norm_tolerance)) in enumerate(
+        zip(results[0], curve.tolerances, strict=True)
+    ):
         assert loss == pytest.approx(curve.losses[step], abs=loss_tolerance), f"loss of step {step}"
         assert norm == pytest.approx(curve.grad_norms[step], rel=norm_tolerance), f"gradient norm of step {step}"

@@ -103,7 +103,9 @@ def test_parameters_are_gathered_under_the_next_forwards(traces: dict[bool, list
 def test_without_overlap_nobody_waits_for_parameters_in_a_forward(traces: dict[bool, list[list[Event]]]) -> None:
     for events in traces[False]:
         first, last = actions(events, Op.F)[0], actions(events, Op.F)[-1]
-        assert not [event for event in named(events, "parameters of stage") if first.start_ns < event.start_ns < last.end_ns]
+        assert not [
+            event for event in named(events, "parameters of stage") if first.start_ns < event.start_ns < last.end_ns
+        ]
 
 
 @pytest.mark.parametrize("kind", ["receive", "send"])
@@ -111,7 +113,9 @@ def test_messages_travel_under_computation(traces: dict[bool, list[list[Event]]]
     for events in traces[True]:
         computing = actions(events, *COMPUTE_OPS)
         messages = [event for event in events if event.kind == kind]
-        under = [m for m in messages if any(m.start_ns < event.start_ns and event.end_ns < m.end_ns for event in computing)]
+        under = [
+            m for m in messages if any(m.start_ns < event.start_ns and event.end_ns < m.end_ns for event in computing)
+        ]
         assert len(under) > len(messages) / 2
 
 
@@ -132,7 +136,9 @@ class Lazy(Work):
 def losses(rank: int, world_size: int, changes: dict[str, Any], is_lazy: bool) -> list[float]:
     eager = gather_module.all_gather
     if is_lazy:
-        gather_module.all_gather = lambda output, tensor, group, async_op: Lazy(lambda: all_gather(output, tensor, group))
+        gather_module.all_gather = lambda output, tensor, group, async_op: Lazy(
+            lambda: all_gather(output, tensor, group)
+        )
     try:
         machines = machines_of(tiny(**changes), rank, world_size)
         step = trainer(machines)

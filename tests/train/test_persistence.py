@@ -37,7 +37,9 @@ def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any
     )
 
 
-def load_and_compare(rank: int, world_size: int, root: str, changes: dict[str, Any], keys: tuple[str, ...]) -> tuple[list[str], Any, int]:
+def load_and_compare(
+    rank: int, world_size: int, root: str, changes: dict[str, Any], keys: tuple[str, ...]
+) -> tuple[list[str], Any, int]:
     machines = machines_of(rank, world_size, **changes)
     scramble(machines, salt=1)  # what is loaded must replace everything
     resumed = load(machines, Path(root))
@@ -112,7 +114,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("writer", "reader"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_grid_loads_the_same_global_tensors(rank_pools: Pools, tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_another_grid_loads_the_same_global_tensors(
+    rank_pools: Pools, tmp_path: Path, writer: Any, reader: Any
+) -> None:
     rank_pools(writer[0]).run(save_scrambled, str(tmp_path), writer[1])
     for found, state, num_steps in rank_pools(reader[0]).run(load_and_compare, str(tmp_path), reader[1], ALL):
         assert (found, state, num_steps) == ([], STATE, 6)
@@ -134,7 +138,9 @@ def saved_keys(root: Path) -> set[str]:
     ids=["fp32", "bf16", "fp32_no_optimizer", "bf16_no_optimizer"],
 )
 @pytest.mark.parametrize("flag", ["no_load_optim", "finetune"])
-def test_weights_alone(rank_pools: Pools, tmp_path: Path, dtype: str, with_optimizer: bool, keys: set[str], flag: str) -> None:
+def test_weights_alone(
+    rank_pools: Pools, tmp_path: Path, dtype: str, with_optimizer: bool, keys: set[str], flag: str
+) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {"dtype": dtype, "no_save_optim": not with_optimizer})
     assert saved_keys(tmp_path) == keys
     changes = {"dtype": dtype, "pipeline_model_parallel_size": 2, flag: True}
@@ -156,7 +162,9 @@ def masters_equal_parameters(rank: int, world_size: int, root: str) -> bool:
     after = state_of(machines)
     masters = [values for name, values in after.items() if name.startswith("master/")]
     assert masters
-    return all(torch.equal(before[name], after[name]) for name in after) and all(torch.equal(v, v.bfloat16().float()) for v in masters)
+    return all(torch.equal(before[name], after[name]) for name in after) and all(
+        torch.equal(v, v.bfloat16().float()) for v in masters
+    )
 
 
 def refusal(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> str:
@@ -168,8 +176,16 @@ def refusal(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> s
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no_optimizer": ({"no_save_optim": True}, {}, r"holds no optimizer state \(--no-save-optim\); give --no-load-optim .* or --finetune"),
-    "another_rule": ({}, {"optimizer": "sgd"}, r"holds the state of --optimizer adam, this run uses sgd; give --no-load-optim"),
+    "no_optimizer": (
+        {"no_save_optim": True},
+        {},
+        r"holds no optimizer state \(--no-save-optim\); give --no-load-optim .* or --finetune",
+    ),
+    "another_rule": (
+        {},
+        {"optimizer": "sgd"},
+        r"holds the state of --optimizer adam, this run uses sgd; give --no-load-optim",
+    ),
     "no_random_state": ({"no_save_rng": True}, {}, r"holds no random state \(--no-save-rng\); give --no-load-rng"),
     "seed": ({}, {"seed": 5}, r"--seed 5 differs from the seed 1234 of .*; give --seed 1234, or --no-load-rng"),
     "schedule": (
@@ -223,13 +239,18 @@ def resumed_lr(rank: int, world_size: int, root: str, changes: dict[str, Any]) -
 def test_the_two_schedule_flags_say_whose_settings_hold(rank_pools: Pools, tmp_path: Path) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {"lr": 0.25})
     assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "override_opt_param_scheduler": True}) == [0.5]
-    assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}) == [0.25]
+    assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "use_checkpoint_opt_param_scheduler": True}) == [
+        0.25
+    ]
     assert rank_pools(1).run(resumed_lr, str(tmp_path), {"lr": 0.5, "finetune": True}) == [0.5]
 
 
 def test_an_empty_root_is_a_fresh_start_unless_that_is_an_error(rank_pools: Pools, tmp_path: Path) -> None:
     for said in rank_pools(2).run(refusal, str(tmp_path), {}):
-        assert said.startswith("no refusal: Resumed(state=TrainingState(step=0") and "holds no checkpoint: starting from step 0" in said
+        assert (
+            said.startswith("no refusal: Resumed(state=TrainingState(step=0")
+            and "holds no checkpoint: starting from step 0" in said
+        )
     for said in rank_pools(2).run(refusal, str(tmp_path), {"exit_on_missing_checkpoint": True}):
         assert re.search(r"--load .* holds no checkpoint \(--exit-on-missing-checkpoint\)", said)
 
@@ -284,7 +305,9 @@ def padding_and_scale(rank: int, world_size: int, root: str, changes: dict[str, 
     return values.abs().max().item(), values.numel(), machines.optimizer.loss_scale
 
 
-def test_moments_of_the_padding_are_zero_and_a_loss_scale_stays_with_its_precision(rank_pools: Pools, tmp_path: Path) -> None:
+def test_moments_of_the_padding_are_zero_and_a_loss_scale_stays_with_its_precision(
+    rank_pools: Pools, tmp_path: Path
+) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {"dtype": "bf16"})
     changes = {"dtype": "fp16", "initial_loss_scale": 512.0, "make_vocab_size_divisible_by": 32}
     assert rank_pools(1).run(padding_and_scale, str(tmp_path), changes) == [(0.0, 3 * 16 * 2, 512.0)]

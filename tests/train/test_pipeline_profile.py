@@ -77,7 +77,8 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp"), [("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2), ("pipedream-2bw", 2), ("zb-h1 --optimizer-post-validation", 4)]
+    ("schedule", "pp"),
+    [("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2), ("pipedream-2bw", 2), ("zb-h1 --optimizer-post-validation", 4)],
 )
 def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: Pools, tmp_path: Path) -> None:
     flags = f"--pipeline-model-parallel-size {pp} --pipeline-schedule {schedule} --micro-batch-size 1 --train-iters 3 --profile-pipeline"
@@ -146,7 +147,9 @@ def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, mon
     assert phases["step"] > phases["optimizer"] > 0.2
 
 
-def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, written = FakeDevice(drift=1e-4), []
     monkeypatch.setattr(pipeline_profile, "EventClock", lambda real, now: EventClock(real, device, device.now))
     monkeypatch.setattr(PipelineProfiler, "_write", lambda self, recorded, links, after: written.append(recorded[0]))

@@ -29,7 +29,12 @@ from tests.train.runs import state_of, tiny
 from tests.train.test_loop import plant, signal_in_step
 
 PP2 = {"pipeline_model_parallel_size": 2}
-ZERO1 = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True, "ddp_bucket_size": 400}
+ZERO1 = {
+    "use_distributed_optimizer": True,
+    "overlap_param_gather": True,
+    "overlap_grad_reduce": True,
+    "ddp_bucket_size": 400,
+}
 GRIDS: dict[str, dict[str, Any]] = {
     "pp4": {"pipeline_model_parallel_size": 4, "pipeline_schedule": "zb-h2"},
     "pp2_dp2": PP2,
@@ -88,10 +93,14 @@ def train(
 
 
 def without_rollbacks(results: list[StepResult]) -> list[tuple[float, float, float, bool, float]]:
-    return [(r.loss, r.update.grad_norm, r.update.clip_coefficient, r.update.skipped, r.update.loss_scale) for r in results]
+    return [
+        (r.loss, r.update.grad_norm, r.update.clip_coefficient, r.update.skipped, r.update.loss_scale) for r in results
+    ]
 
 
-def assert_equal_to_the_barrier(pool: RankPool, changes: dict[str, Any], spoiled: int | None = None) -> list[StepReport]:
+def assert_equal_to_the_barrier(
+    pool: RankPool, changes: dict[str, Any], spoiled: int | None = None
+) -> list[StepReport]:
     """Every bit of every rank's state, and every number reported; returns the reports of the run without a barrier."""
     barrier = pool.run(train, changes, False, STEPS, spoiled)
     ahead = pool.run(train, changes, True, STEPS, spoiled)
@@ -111,7 +120,9 @@ def amended(reports: list[StepReport]) -> list[bool]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_clipped_and_unclipped_steps_leave_the_bits_of_the_barrier(rank_pools: Callable[[int], RankPool], grid: str) -> None:
+def test_clipped_and_unclipped_steps_leave_the_bits_of_the_barrier(
+    rank_pools: Callable[[int], RankPool], grid: str
+) -> None:
     reports = assert_equal_to_the_barrier(rank_pools(4), setting(**GRIDS[grid], clip_grad=CLIP))
     assert 0 < sum(report.rolled_back for report in reports) < STEPS
     assert not all(amended(reports))
@@ -124,9 +135,15 @@ def test_overflows_of_fp16_leave_the_bits_of_the_barrier(rank_pools: Callable[[i
     assert not all(report.skipped for report in reports)
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "sgd"}, {"dtype": "bf16"}, {"dtype": "fp64"}], ids=["sgd", "bf16", "fp64"])
-def test_an_infinite_gradient_on_one_rank_is_taken_back_on_all(rank_pools: Callable[[int], RankPool], changes: dict[str, Any]) -> None:
-    reports = assert_equal_to_the_barrier(rank_pools(4), setting(**GRIDS["pp2_dp2_zero1"], **changes, clip_grad=0.0), spoiled=3)
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "sgd"}, {"dtype": "bf16"}, {"dtype": "fp64"}], ids=["sgd", "bf16", "fp64"]
+)
+def test_an_infinite_gradient_on_one_rank_is_taken_back_on_all(
+    rank_pools: Callable[[int], RankPool], changes: dict[str, Any]
+) -> None:
+    reports = assert_equal_to_the_barrier(
+        rank_pools(4), setting(**GRIDS["pp2_dp2_zero1"], **changes, clip_grad=0.0), spoiled=3
+    )
     assert [report.rolled_back for report in reports] == [index == 3 for index in range(STEPS)]
 
 
@@ -135,7 +152,9 @@ def test_where_every_step_is_clipped_it_returns_to_the_barrier(rank_pools: Calla
     assert [report.rolled_back for report in reports] == [True] * 4 + [False] * 2
     assert all(amended(reports))
     assert [index for index, report in enumerate(reports) if report.remark] == [3]
-    assert reports[3].remark.startswith("4 of the last 4 steps had their gradients clipped or skipped: waiting for the norm before each")
+    assert reports[3].remark.startswith(
+        "4 of the last 4 steps had their gradients clipped or skipped: waiting for the norm before each"
+    )
 
 
 def test_confidence_comes_back_when_clips_become_rare() -> None:
@@ -148,7 +167,10 @@ def test_confidence_comes_back_when_clips_become_rare() -> None:
             remarks.append((index, remark))
     assert holds == [True] * 6 + [False] * 6 + [True] * 4
     assert [index for index, _ in remarks] == [5, 11]
-    assert remarks[1][1] == "1 of the last 8 steps had their gradients clipped or skipped: updating before the norm is known again"
+    assert (
+        remarks[1][1]
+        == "1 of the last 8 steps had their gradients clipped or skipped: updating before the norm is known again"
+    )
 
 
 def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) -> list[Event]:
@@ -182,7 +204,9 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
     return tracer.events
 
 
-def test_a_late_norm_delays_neither_updates_nor_the_head_start_of_others(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_late_norm_delays_neither_updates_nor_the_head_start_of_others(
+    rank_pools: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     changes = setting(**GRIDS["pp4"], clip_grad=0.0)
     events = rank_pools(4).run(late_norm, changes, str(tmp_path / "flag"))[0]
     verdict = next(event for event in events if event.name == "model all_reduce")
@@ -198,7 +222,12 @@ def premature(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
     step.launch(microbatches, Rates(1e-2, 0.0))
     optimizer = machines.optimizer
     said = []
-    for use in (lambda: list(optimizer.state()), optimizer.plain_state, optimizer.parameters_norm, lambda: step.evaluate(microbatches)):
+    for use in (
+        lambda: list(optimizer.state()),
+        optimizer.plain_state,
+        optimizer.parameters_norm,
+        lambda: step.evaluate(microbatches),
+    ):
         with pytest.raises(RuntimeError) as error:
             use()
         said.append(str(error.value))
@@ -221,7 +250,9 @@ def shards(folder: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in found.iterdir() if path.suffix == ".safetensors"}
 
 
-def test_a_job_logs_evaluates_and_saves_what_the_barrier_does(rank_pools: Callable[[int], RankPool], tmp_path: Path) -> None:
+def test_a_job_logs_evaluates_and_saves_what_the_barrier_does(
+    rank_pools: Callable[[int], RankPool], tmp_path: Path
+) -> None:
     flags = "--train-iters 7 --clip-grad 0.35 --eval-iters 1 --eval-interval 3 --save-interval 4 --log-interval 2"
     said = {}
     for name, base in (("barrier", FLAGS), ("ahead", AHEAD)):
@@ -276,10 +307,14 @@ def test_a_save_by_the_clock_gives_up_the_step_begun_and_takes_it_again(tmp_path
 def test_a_nan_is_named_where_it_arose_not_where_it_spread(tmp_path: Path) -> None:
     with RankPool(4) as pool:  # pp 4: layer 2 lies on rank 2; its second step's third microbatch
         flags = AHEAD.replace("size 2", "size 4")
-        results = pool.run(job_on_rank, f"{flags} --train-iters 4 --save-interval 1 --save {tmp_path}", plant, 2, 2, 4 + 3, False)
+        results = pool.run(
+            job_on_rank, f"{flags} --train-iters 4 --save-interval 1 --save {tmp_path}", plant, 2, 2, 4 + 3, False
+        )
     for _, kind, text in results:
         assert kind == "TrainingError"
         assert text is not None
-        assert text.startswith("step 2: loss nan, gradient norm nan; first seen in the forward of stage 2 (layers 2 to 2) on rank 2, ")
+        assert text.startswith(
+            "step 2: loss nan, gradient norm nan; first seen in the forward of stage 2 (layers 2 to 2) on rank 2, "
+        )
         assert "microbatch 2, samples 12, 13 of the training data" in text
     assert [path.name[-1] for path in tmp_path.iterdir() if "step" in path.name or path.name[-1].isdigit()] == ["1"]

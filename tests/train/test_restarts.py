@@ -58,12 +58,16 @@ def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "c" / "starts.json").exists()
 
 
-def test_a_restart_goes_on_from_what_it_saved_whatever_the_first_start_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_goes_on_from_what_it_saved_whatever_the_first_start_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert job(f"--train-iters 2 --save {tmp_path}/base")[0] == 0
     flags = f"--train-iters 5 --load {tmp_path}/base --finetune --save {tmp_path}/c --save-interval 3 --lr-decay-style constant"
     crashing_job(flags, 5, monkeypatch)
     code, said = job(flags)
-    assert code == 1 and "Give --load to go on from the newest" in said, "not started by a launcher: never over what is there"
+    assert code == 1 and "Give --load to go on from the newest" in said, (
+        "not started by a launcher: never over what is there"
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, said = job(flags)
     assert code == 0

@@ -57,7 +57,9 @@ def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: 
 
         def read(k: int, start: int = start) -> Batch:
             ids = tuple(start + (k * dp + coordinates.dp_rank) * micro + row for row in range(micro))
-            tokens = np.stack([np.random.RandomState(number).randint(0, 29, config.model.seq_length + 1) for number in ids])
+            tokens = np.stack(
+                [np.random.RandomState(number).randint(0, 29, config.model.seq_length + 1) for number in ids]
+            )
             return Batch.of(tokens.astype(np.int64), ids, DocumentRules())
 
         keys = Keys(config.training.seed, state.step, coordinates.dp_rank, dp)
@@ -69,7 +71,9 @@ def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: 
     return losses
 
 
-def straight(rank: int, world_size: int, changes: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor], TrainingState]:
+def straight(
+    rank: int, world_size: int, changes: dict[str, Any], steps: int
+) -> tuple[list[float], dict[str, Tensor], TrainingState]:
     machines, state = machines_of(rank, world_size, **changes), TrainingState()
     losses = train(machines, state, Schedules.of(machines.plan.config), steps)
     return losses, state_of(machines), state

@@ -25,7 +25,10 @@ def test_a_run_records_its_start_its_notes_and_its_end_and_a_resumed_one_appends
     assert from_yaml(starts[0]["config"]).training.train_iters == 2
     assert "every element of the model once" in starts[0]["plan"]
     ends = [record for record in records if record["kind"] == "end"]
-    assert [(end["step"], end["reason"], end["early"]) for end in ends] == [(2, "all 2 steps done", False), (3, "all 3 steps done", False)]
+    assert [(end["step"], end["reason"], end["early"]) for end in ends] == [
+        (2, "all 2 steps done", False),
+        (3, "all 3 steps done", False),
+    ]
     assert any(record["kind"] == "note" and record["text"].startswith("saved ") for record in records)
     run = read_run(tmp_path)
     assert [[record["step"] for record in segment.steps] for segment in run.segments] == [[1, 2], [3]]

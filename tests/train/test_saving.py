@@ -94,7 +94,10 @@ def test_training_goes_on_while_a_save_is_under_way(tmp_path: Path) -> None:
     assert said[2] is None, said
     lines = [line for line in said[0].splitlines() if re.match(r"step |saved |waited", line)]
     kinds = [re.match(r"step +(\d)|saved .*step_0000000(\d)|waited", line) for line in lines]
-    order = [f"step {kind[1]}" if kind and kind[1] else f"saved {kind[2]}" if kind and kind[2] else "waited" for kind in kinds]
+    order = [
+        f"step {kind[1]}" if kind and kind[1] else f"saved {kind[2]}" if kind and kind[2] else "waited"
+        for kind in kinds
+    ]
     assert order.index("saved 2") > order.index("step 3"), order
     assert order[-1] == "saved 6" and checkpoints(tmp_path) == [2, 4, 6]
 
@@ -149,7 +152,9 @@ def test_what_a_failed_save_does(
     assert ("the save of step 2 FAILED" in said) == (code == 0)
 
 
-def test_a_last_save_that_cannot_begin_ends_the_run_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_save_that_cannot_begin_ends_the_run_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = Disk.make_folder
 
     def read_only(disk: Disk, path: Path) -> None:
@@ -188,7 +193,9 @@ def test_a_nan_is_told_beside_the_failure_of_the_save_under_way(tmp_path: Path) 
         flags = f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save --exit-on-save-failure --save {tmp_path}"
         results = pool.run(job_on_rank, flags, planted_on_a_full_disk)
     assert {result[1] for result in results} == {"TrainingError"}, results
-    assert all(str(result[2]).startswith("step 2: ") and "No space left on device" in str(result[2]) for result in results), results
+    assert all(
+        str(result[2]).startswith("step 2: ") and "No space left on device" in str(result[2]) for result in results
+    ), results
 
 
 def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

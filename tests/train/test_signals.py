@@ -31,7 +31,9 @@ MOMENTS = {
 }
 
 
-def job_with_signal(rank: int, world_size: int, flags: str, moment: str, where: int, number: int) -> tuple[str, str, str | None, int]:
+def job_with_signal(
+    rank: int, world_size: int, flags: str, moment: str, where: int, number: int
+) -> tuple[str, str, str | None, int]:
     """A job in which rank `where` gets a signal the first time it comes to the moment; and how often this rank came to it."""
     owner, name = MOMENTS[moment]
     plain, calls = getattr(owner, name), 0
@@ -97,7 +99,9 @@ sys.exit(main())
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
     words = [sys.executable, "-c", SAVES_SLOWLY, *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
     environment = child_environment(OMP_NUM_THREADS=1)
-    with subprocess.Popen(words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             next(line for line in process.stdout if re.match(r"step +2/", line))

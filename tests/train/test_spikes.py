@@ -33,7 +33,9 @@ def fed(watch: SpikeWatch, losses: list[float]) -> list[str]:
 
 @given(st.lists(st.floats(0.97, 1.03), min_size=30, max_size=60), st.floats(0.1, 10))
 def test_noise_and_descent_are_no_spikes(noise: list[float], scale: float) -> None:
-    assert not any(fed(SpikeWatch(STEADY), [scale * value * math.exp(-0.01 * step) for step, value in enumerate(noise)]))
+    assert not any(
+        fed(SpikeWatch(STEADY), [scale * value * math.exp(-0.01 * step) for step, value in enumerate(noise)])
+    )
 
 
 @given(st.lists(st.floats(0.99, 1.01), min_size=20, max_size=20), st.floats(1.5, 100))
@@ -84,7 +86,12 @@ def account(root: Path, step: int) -> dict[str, Any]:
 GRIDS = [
     pytest.param(2, "--use-distributed-optimizer", id="dp2_zero"),
     pytest.param(4, "--pipeline-model-parallel-size 2", id="pp2_dp2", marks=pytest.mark.slow),
-    pytest.param(4, "--tensor-model-parallel-size 2 --use-distributed-optimizer --async-save", id="tp2_dp2_zero", marks=pytest.mark.slow),
+    pytest.param(
+        4,
+        "--tensor-model-parallel-size 2 --use-distributed-optimizer --async-save",
+        id="tp2_dp2_zero",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         2,
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --optimizer-post-validation",
@@ -95,7 +102,9 @@ GRIDS = [
 
 
 @pytest.mark.parametrize(("world", "flags"), GRIDS)
-def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_been(tmp_path: Path, world: int, flags: str) -> None:
+def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_been(
+    tmp_path: Path, world: int, flags: str
+) -> None:
     root = tmp_path / "run"
     with RankPool(world) as pool:
         results = pool.run(job_on_rank, f"{flags} {WATCH} --save {root}", louder, (56, 64), (88, 96))
@@ -107,7 +116,10 @@ def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_b
         and "Back to step 6; samples 48 to 63 of the training data are skipped" in results[0][0]
     )
     first, second = read_rollbacks(root)
-    assert [(r.from_step, r.to_step, r.first_sample, r.past_sample) for r in (first, second)] == [(8, 6, 48, 64), (10, 8, 80, 96)]
+    assert [(r.from_step, r.to_step, r.first_sample, r.past_sample) for r in (first, second)] == [
+        (8, 6, 48, 64),
+        (10, 8, 80, 96),
+    ]
     assert account(root, 14) == {
         "skipped_samples": [[48, 64], [80, 96]],
         "rollbacks": 2,
@@ -151,7 +163,9 @@ def test_what_was_given_up_is_kept_apart_and_a_run_from_there_has_to_save_elsewh
     # steps 8 and 9 spike; step 8 is saved before that is known, and is given up
     assert "Back to step 6; samples 48 to 71 of the training data are skipped (rollback 1)" in said
     assert (tmp_path / "c" / "abandoned-1" / "step_00000008" / "manifest.json").exists()
-    assert sorted(path.name for path in (tmp_path / "c").glob("step_*")) == [f"step_{step:08d}" for step in (10, 12, 14)]
+    assert sorted(path.name for path in (tmp_path / "c").glob("step_*")) == [
+        f"step_{step:08d}" for step in (10, 12, 14)
+    ]
     assert (tmp_path / "c" / "latest").read_text().strip() == "step_00000014"
     monkeypatch.undo()
     old = f"--load {tmp_path}/c/abandoned-1 --train-iters 14 --lr 1e-3"

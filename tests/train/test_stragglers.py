@@ -84,7 +84,9 @@ CASES: dict[str, tuple[int, str, tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize(("world", "grid", "fault", "words"), CASES.values(), ids=CASES.keys())
-def test_who_is_slow_is_named(rank_pools: Pools, tmp_path: Path, world: int, grid: str, fault: tuple[Any, ...], words: str) -> None:
+def test_who_is_slow_is_named(
+    rank_pools: Pools, tmp_path: Path, world: int, grid: str, fault: tuple[Any, ...], words: str
+) -> None:
     flags = f"{grid} --train-iters 6 --log-interval 6 --log-straggler --save {tmp_path}/run"
     pool = rank_pools(world)
     answers = pool.run(job_on_rank, flags, *fault)
@@ -149,7 +151,9 @@ def test_on_a_gpu_the_last_whole_step_before_a_line_is_told_by_its_streams(monke
     monkeypatch.setattr(stragglers, "EventClock", lambda real: EventClock(real, device, device.now))
     config = SimpleNamespace(logging=SimpleNamespace(log_interval=4, straggler_minmax_count=1, log_straggler=True))
     groups = SimpleNamespace(world=SimpleNamespace(size=2))
-    machines = SimpleNamespace(plan=SimpleNamespace(config=config), groups=groups, device=torch.device("cuda"), channels={0: channel})
+    machines = SimpleNamespace(
+        plan=SimpleNamespace(config=config), groups=groups, device=torch.device("cuda"), channels={0: channel}
+    )
     log = StragglerLog(machines, heart, SimpleNamespace())  # type: ignore[arg-type]
     for step in range(1, 5):
         heart.step(step)

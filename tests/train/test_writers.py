@@ -30,7 +30,13 @@ def test_metrics_hold_the_step_in_numbers(tmp_path: Path) -> None:
     assert code == 0, said
     *steps, validation, test = lines_of(tmp_path / "m.jsonl")
     for index, line in enumerate(steps, start=1):
-        told = {"step": index, "train_iters": 3, "consumed_samples": 8 * index, "consumed_tokens": 64 * index, "global_batch_size": 8}
+        told = {
+            "step": index,
+            "train_iters": 3,
+            "consumed_samples": 8 * index,
+            "consumed_tokens": 64 * index,
+            "global_batch_size": 8,
+        }
         assert told.items() <= line.items()
         assert (line["lr"], line["weight_decay"], line["loss_scale"], line["skipped_steps"]) == (1e-2, 0.01, 1.0, 0)
         assert abs(line["loss"] - math.log(32)) < 0.3
@@ -40,17 +46,26 @@ def test_metrics_hold_the_step_in_numbers(tmp_path: Path) -> None:
         assert line["bubble_note"] == "n/a: no pipeline"
         assert line["memory_bytes"] > 1e7
         assert line["phases"] == {}
-    assert [(line["split"], line["step"], line["num_tokens"]) for line in (validation, test)] == [("validation", 3, 64), ("test", 3, 64)]
+    assert [(line["split"], line["step"], line["num_tokens"]) for line in (validation, test)] == [
+        ("validation", 3, 64),
+        ("test", 3, 64),
+    ]
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    code, said = job(f"--train-iters 3 --eval-iters 1 --tensorboard-dir {tmp_path}/board --metrics-file {tmp_path}/m.jsonl")
+    code, said = job(
+        f"--train-iters 3 --eval-iters 1 --tensorboard-dir {tmp_path}/board --metrics-file {tmp_path}/m.jsonl"
+    )
     assert code == 0, said
     events = accumulator.EventAccumulator(str(tmp_path / "board"))
     events.Reload()
     steps = steps_of(tmp_path / "m.jsonl")
-    for tag, key in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("speed/tokens_per_second", "tokens_per_second")):
+    for tag, key in (
+        ("train/loss", "loss"),
+        ("train/grad_norm", "grad_norm"),
+        ("speed/tokens_per_second", "tokens_per_second"),
+    ):
         found = [(event.step, event.value) for event in events.Scalars(tag)]
         assert found == [(line["step"], pytest.approx(line[key], rel=1e-6)) for line in steps]
     assert [event.step for event in events.Scalars("validation/loss")] == [3]
@@ -85,12 +100,19 @@ class FakeWandb(types.SimpleNamespace):
         (FakeWandb(), [None], 2, ""),
         (FakeWandb(failing_inits=1), [None, "offline"], 2, "going on offline"),
         (FakeWandb(failing_inits=2), [None, "offline"], 0, "training goes on without it"),
-        (FakeWandb(failing_logs=True), [None], 0, "WeightsAndBiases stopped: ConnectionError: lost the server; training goes on"),
+        (
+            FakeWandb(failing_logs=True),
+            [None],
+            0,
+            "WeightsAndBiases stopped: ConnectionError: lost the server; training goes on",
+        ),
         (FakeWandb(failing_finish=True), [None], 2, "wandb did not finish: ConnectionError: no farewell"),
     ],
     ids=["reachable", "offline", "not at all", "lost on the way", "lost at the end"],
 )
-def test_wandb_never_stops_training(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb, modes: list[Any], num_logged: int, said: str) -> None:
+def test_wandb_never_stops_training(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeWandb, modes: list[Any], num_logged: int, said: str
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", fake)
     code, text = job("--train-iters 2 --wandb-project p")
     assert code == 0, text
@@ -108,7 +130,9 @@ def test_wandb_that_is_not_installed_is_said_before_training(monkeypatch: pytest
     assert "step 1/2" not in said
 
 
-def test_a_writer_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_writer_that_fails_is_left_out_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Full(JsonLines):
         def _write(self, record: dict[str, Any]) -> None:
             raise OSError(28, "No space left on device")
@@ -135,7 +159,11 @@ def test_metrics_that_cannot_be_written_are_said_before_training(tmp_path: Path)
     [
         ("--profile-step-start 1 --profile-step-end 3", "trace of steps 1 to 2", True),
         ("--profile-step-start 2 --profile-step-end 9", "trace of steps 2 to 2", True),
-        ("--profile-step-start 8 --profile-step-end 9", "nothing was traced, for the run did not come to step 8", False),
+        (
+            "--profile-step-start 8 --profile-step-end 9",
+            "nothing was traced, for the run did not come to step 8",
+            False,
+        ),
         ("--profile-step-start 1 --profile-step-end 3 --profile-ranks 1", "", False),
     ],
     ids=["whole span", "run ends inside", "never reached", "another rank"],
@@ -160,7 +188,9 @@ def test_norm_and_zeros_are_those_of_the_model(tmp_path: Path) -> None:
         zeros = sum(int((buffers.main_grad(name) == 0).sum()) for name in buffers.names)
         seen.append((math.sqrt(squares), zeros))
 
-    flags = f"--train-iters 2 --log-params-norm --log-num-zeros-in-grad --metrics-file {tmp_path}/m.jsonl --activation relu"
+    flags = (
+        f"--train-iters 2 --log-params-norm --log-num-zeros-in-grad --metrics-file {tmp_path}/m.jsonl --activation relu"
+    )
     loaded = load_config([*TINY.split(), *flags.split()])
     plan = resolve(loaded.config, 1)
     assert pretrain(plan, read_environment({}), loaded.text(plan.config), look) == 0
@@ -185,9 +215,9 @@ def test_each_timing_level_logs_its_phases(tmp_path: Path, level: int, names: se
         phases = line["phases"]
         assert set(phases) == names
         # per step, as step_seconds is
-        assert sum(seconds for name, seconds in phases.items() if name in ("forward-backward", "gradient-reduce", "optimizer")) < (
-            line["step_seconds"] + 1e-9
-        )
+        assert sum(
+            seconds for name, seconds in phases.items() if name in ("forward-backward", "gradient-reduce", "optimizer")
+        ) < (line["step_seconds"] + 1e-9)
         if level == 2:
             assert phases["forward"] + phases["backward"] + phases["start-reduce"] <= phases["forward-backward"]
 
@@ -212,5 +242,8 @@ def test_on_a_gpu_phases_have_the_times_of_its_stream_and_hold_nobody_up() -> No
         with timers.phase("optimizer"):
             device.launch(2_000_000)
     assert device.host_ns - launched < 1_000_000
-    assert timers.take(None, 3) == {"forward-backward": pytest.approx(0.03, rel=1e-2), "optimizer": pytest.approx(0.002, rel=1e-2)}
+    assert timers.take(None, 3) == {
+        "forward-backward": pytest.approx(0.03, rel=1e-2),
+        "optimizer": pytest.approx(0.002, rel=1e-2),
+    }
     assert timers.take(None, 3) == {}

@@ -25,7 +25,16 @@ from megapipe.verify.run import verified_steps
 from megapipe.verify.shrink import shrink
 from tests.verify.planted import Plant
 
-SECTIONS = (ModelConfig, ParallelConfig, RecomputeConfig, OffloadConfig, TrainingConfig, OptimizerConfig, PrecisionConfig, DataConfig)
+SECTIONS = (
+    ModelConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    OffloadConfig,
+    TrainingConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    DataConfig,
+)
 SHORT = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -70,12 +79,15 @@ def config_of(**options: Any) -> Config:
     assert not unknown, unknown
     sections = {field.default_factory: field.name for field in dataclasses.fields(Config)}
     made = {
-        sections[section]: section(**{name: options[name] for name in its_names if name in options}) for section, its_names in names.items()
+        sections[section]: section(**{name: options[name] for name in its_names if name in options})
+        for section, its_names in names.items()
     }
     return Config(**made)
 
 
-def compared(rank: int, world_size: int, config: Config, mode: str, plant: Plant | None = None) -> tuple[list[ParityStep], str]:
+def compared(
+    rank: int, world_size: int, config: Config, mode: str, plant: Plant | None = None
+) -> tuple[list[ParityStep], str]:
     """All steps and the report, on this rank."""
     with pytest.MonkeyPatch.context() as patch:
         if plant is not None:

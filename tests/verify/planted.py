@@ -87,7 +87,9 @@ def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Gradients are sums over dp, which is the world, divided as if there were one replica."""
     denominator = PendingLoss.denominator.fget
     assert denominator is not None
-    patch.setattr(PendingLoss, "denominator", property(lambda self: denominator(self) / torch.distributed.get_world_size()))
+    patch.setattr(
+        PendingLoss, "denominator", property(lambda self: denominator(self) / torch.distributed.get_world_size())
+    )
 
 
 def loss_scale_misread(patch: pytest.MonkeyPatch, rank: int) -> None:

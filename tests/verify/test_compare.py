@@ -29,7 +29,9 @@ def both(qkv: Tensor, norm: Tensor, tolerance: float = 1e-10, least_share: float
 
 def test_equal_tensors_pass_in_model_order() -> None:
     found = both(EXPECTED["qkv"], EXPECTED["norm"])
-    assert [d.name for d in found] == ["qkv", "norm"] and all(d.passes and d.difference == 0.0 and d.rows is None for d in found)
+    assert [d.name for d in found] == ["qkv", "norm"] and all(
+        d.passes and d.difference == 0.0 and d.rows is None for d in found
+    )
 
 
 def test_one_wrong_element_is_named() -> None:
@@ -37,7 +39,14 @@ def test_one_wrong_element_is_named() -> None:
     wrong[20, 2] += 0.5
     qkv, norm = both(wrong, EXPECTED["norm"])
     assert norm.passes and not qkv.passes
-    assert (qkv.stage, qkv.index, qkv.part, qkv.rows, qkv.num_wrong, qkv.num_held) == (3, (20, 2), "key head 1", (20, 20), 1, 60)
+    assert (qkv.stage, qkv.index, qkv.part, qkv.rows, qkv.num_wrong, qkv.num_held) == (
+        3,
+        (20, 2),
+        "key head 1",
+        (20, 20),
+        1,
+        60,
+    )
     assert qkv.grid == wrong[20, 2].item() and qkv.plain == EXPECTED["qkv"][20, 2].item()
     assert qkv.box.offset == (12, 0) and qkv.box.shape == (12, 5)
     assert qkv.factor is None

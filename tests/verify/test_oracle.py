@@ -36,7 +36,9 @@ def test_every_model_option_reaches_the_reference() -> None:
 def test_the_reference_has_the_parameters_of_the_specs_in_their_order(options: dict) -> None:
     plan = resolve(config_of(**options), 1)
     model = ReferenceGPT(reference_config(plan.config))
-    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {s.name: s.shape for s in plan.specs}
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
+        s.name: s.shape for s in plan.specs
+    }
 
 
 def masks(**options: object) -> GridMasks:

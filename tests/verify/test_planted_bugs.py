@@ -42,7 +42,11 @@ CASES = {
         report=("which ranks 0 1 (every tp_rank)", "gradient not summed over tp", "the forwards are right"),
     ),
     "qk-norm": Case(
-        planted.qk_norm_without_tp_sum, 2, {"tp": 2, "qk_layernorm": True}, "layers.0.self_attention.q_layernorm.weight", ("q_layernorm",)
+        planted.qk_norm_without_tp_sum,
+        2,
+        {"tp": 2, "qk_layernorm": True},
+        "layers.0.self_attention.q_layernorm.weight",
+        ("q_layernorm",),
     ),
     "kv-head": Case(
         planted.key_value_head_without_sum,

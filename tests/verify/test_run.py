@@ -15,8 +15,30 @@ from tests.verify import planted
 from tests.verify.grids import config_of
 
 FLAGS = [
-    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32"),
-    *("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "10", "--lr", "1e-3", "--vocab-size", "100"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+    ),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "10",
+        "--lr",
+        "1e-3",
+        "--vocab-size",
+        "100",
+    ),
     *("--mock-data", "--device", "cpu"),
 ]
 
@@ -32,7 +54,9 @@ def exit_code(rank: int, world_size: int, plant: planted.Plant | None) -> int:
 
 
 @pytest.mark.parametrize(("plant", "code"), [(None, 0), (planted.one_rank_differs, 1)], ids=["same", "different"])
-def test_the_exit_code_tells_on_every_rank(plant: planted.Plant | None, code: int, rank_pools: Callable[[int], RankPool]) -> None:
+def test_the_exit_code_tells_on_every_rank(
+    plant: planted.Plant | None, code: int, rank_pools: Callable[[int], RankPool]
+) -> None:
     assert rank_pools(2).run(exit_code, plant) == [code, code]
 
 

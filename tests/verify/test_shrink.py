@@ -13,11 +13,41 @@ from megapipe.verify.report import plan_text
 from megapipe.verify.shrink import MOST_LAYERS, Shrunk, shrink
 from tests.verify.grids import LLAMA, config_of
 
-GPT3: dict[str, Any] = {"num_layers": 24, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16, "kv_channels": 128}
-GPT3 |= {"seq_length": 2048, "vocab_size": 50257, "make_vocab_size_divisible_by": 128, "micro_batch_size": 4, "global_batch_size": 512}
-LLAMA405B: dict[str, Any] = LLAMA | {"num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128}
-LLAMA405B |= {"num_query_groups": 8, "kv_channels": 128, "seq_length": 8192, "vocab_size": 128256, "global_batch_size": 64}
-LLAMA405B |= {"tp": 8, "pp": 16, "sp": True, "zero": True, "account_for_embedding_in_pipeline_split": True, "dtype": "bf16"}
+GPT3: dict[str, Any] = {
+    "num_layers": 24,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 16,
+    "kv_channels": 128,
+}
+GPT3 |= {
+    "seq_length": 2048,
+    "vocab_size": 50257,
+    "make_vocab_size_divisible_by": 128,
+    "micro_batch_size": 4,
+    "global_batch_size": 512,
+}
+LLAMA405B: dict[str, Any] = LLAMA | {
+    "num_layers": 126,
+    "hidden_size": 16384,
+    "ffn_hidden_size": 53248,
+    "num_attention_heads": 128,
+}
+LLAMA405B |= {
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "seq_length": 8192,
+    "vocab_size": 128256,
+    "global_batch_size": 64,
+}
+LLAMA405B |= {
+    "tp": 8,
+    "pp": 16,
+    "sp": True,
+    "zero": True,
+    "account_for_embedding_in_pipeline_split": True,
+    "dtype": "bf16",
+}
 LLAMA405B |= {"account_for_loss_in_pipeline_split": True, "rope_scaling_type": "llama3"}
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -87,16 +117,57 @@ SIZES = {
     "offload": "min_offloaded_tensor_size",
 }
 CHANGED: dict[str, Any] = {"tp": 2, "pp": 2, "chunks": 2, "sp": True, "zero": True, "overlap_grad_reduce": True}
-CHANGED |= {"overlap_param_gather": True, "overlap_p2p_comm": False, "pipeline_receive_depth": 2, "rank_order": "tp-cp-pp-dp"}
-CHANGED |= {"microbatch_group_size_per_virtual_pipeline_stage": 3, "distributed_timeout_minutes": 3.0, "allow_tp_across_nodes": True}
+CHANGED |= {
+    "overlap_param_gather": True,
+    "overlap_p2p_comm": False,
+    "pipeline_receive_depth": 2,
+    "rank_order": "tp-cp-pp-dp",
+}
+CHANGED |= {
+    "microbatch_group_size_per_virtual_pipeline_stage": 3,
+    "distributed_timeout_minutes": 3.0,
+    "allow_tp_across_nodes": True,
+}
 CHANGED |= {"position_embedding_type": "rope", "rotary_base": 500.0, "rotary_percent": 0.5, "rope_scaling_type": "yarn"}
-CHANGED |= {"rope_scaling_factor": 3.0, "normalization": "RMSNorm", "norm_epsilon": 1e-6, "layernorm_zero_centered_gamma": True}
-CHANGED |= {"activation": "swiglu", "add_bias_linear": False, "add_qkv_bias": True, "untie_embeddings_and_output_weights": True}
-CHANGED |= {"qk_layernorm": True, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0, "attention_softmax_in_fp32": True}
-CHANGED |= {"hidden_dropout": 0.05, "attention_dropout": 0.15, "seed": 7, "deterministic_mode": True, "label_smoothing": 0.1}
+CHANGED |= {
+    "rope_scaling_factor": 3.0,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "layernorm_zero_centered_gamma": True,
+}
+CHANGED |= {
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "untie_embeddings_and_output_weights": True,
+}
+CHANGED |= {
+    "qk_layernorm": True,
+    "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 30.0,
+    "attention_softmax_in_fp32": True,
+}
+CHANGED |= {
+    "hidden_dropout": 0.05,
+    "attention_dropout": 0.15,
+    "seed": 7,
+    "deterministic_mode": True,
+    "label_smoothing": 0.1,
+}
 CHANGED |= {"z_loss": 1e-3, "calculate_per_token_loss": True, "optimizer": "sgd", "weight_decay": 0.3, "clip_grad": 0.7}
-CHANGED |= {"adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.5, "reset_position_ids": True, "reset_attention_mask": True}
-CHANGED |= {"eod_mask_loss": True, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+CHANGED |= {
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "sgd_momentum": 0.5,
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+}
+CHANGED |= {
+    "eod_mask_loss": True,
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 2,
+}
 CHANGED |= {"cpu_offloading_num_layers": 1}
 
 
@@ -146,7 +217,10 @@ def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> N
     options = {"pp": 2, "pipeline_schedule": name, "clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
     small = shrink(resolve(config_of(**options, global_batch_size=64), 2), "native", 2)
     assert small.num_microbatches[-1] == 6
-    assert small.plan.weight_versions(6, 0).version_of == {"pipedream": (0, 0, 1, 2, 3, 4), "pipedream-2bw": (0, 0, 0, 0, 1, 1)}[name]
+    assert (
+        small.plan.weight_versions(6, 0).version_of
+        == {"pipedream": (0, 0, 1, 2, 3, 4), "pipedream-2bw": (0, 0, 0, 0, 1, 1)}[name]
+    )
     assert "NOT synchronous" in plan_text(small) and "microbatches 64 -> 6" in plan_text(small)
 
 
@@ -158,7 +232,13 @@ def test_many_microbatches_become_fewer_with_the_same_remainder_and_it_is_said()
 
 
 def test_a_ramp_up_begins_with_its_smallest_batch() -> None:
-    options = GPT3 | {"pp": 2, "rampup_batch_size": (8, 8, 1000), "global_batch_size": 32, "train_iters": None, "train_samples": 9999}
+    options = GPT3 | {
+        "pp": 2,
+        "rampup_batch_size": (8, 8, 1000),
+        "global_batch_size": 32,
+        "train_iters": None,
+        "train_samples": 9999,
+    }
     small = shrink(resolve(config_of(**options), 2), "fp64", 2)
     assert small.num_microbatches == (2, 8, 8)
     assert small.plan.batch.size_at(0) == 2 * 2 and small.plan.batch.size_at(5) == 8 * 2
@@ -198,7 +278,12 @@ def test_a_reduction_in_bf16_is_replaced_in_fp64_and_kept_in_the_native_mode() -
 
 
 def test_attention_is_kept_but_in_fp64_on_gpus() -> None:
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1, "recompute_keep_attention": True}
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_keep_attention": True,
+    }
     plan = resolve(config_of(dtype="bf16", **full), 2)
     for mode, on_gpus, is_kept in (("fp64", True, False), ("fp64", False, True), ("native", True, True)):
         small = shrink(plan, mode, 2, on_gpus=on_gpus)

@@ -16,7 +16,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def interleaved_timeline():
     costs = Costs.equal(8, transfer_seconds=0.1, latency_seconds=0.05)
     reductions = {(stage, Op.REDUCE_GRAD): 0.75 for stage in range(8)}
-    return simulate(build_lowered("interleaved", 4, 2, 8), Costs(dict(costs.seconds) | reductions, costs.latency_seconds))
+    return simulate(
+        build_lowered("interleaved", 4, 2, 8), Costs(dict(costs.seconds) | reductions, costs.latency_seconds)
+    )
 
 
 def count(timeline, ops):
@@ -75,8 +77,12 @@ def test_the_svg_of_a_schedule_without_messages_has_no_lines_and_no_legend_for_t
 
 @pytest.mark.parametrize("seconds", [1e-4, 0.03, 1.0, 7.0, 1234.0])
 def test_the_axis_has_a_readable_number_of_round_ticks(seconds):
-    root = ET.fromstring(svg(simulate(build_schedule("1f1b", 2, 1, 4), Costs.equal(2, seconds, seconds / 2, seconds / 2))))
-    ticks = [t.text for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "middle" and not t.get("pointer-events")]
+    root = ET.fromstring(
+        svg(simulate(build_schedule("1f1b", 2, 1, 4), Costs.equal(2, seconds, seconds / 2, seconds / 2)))
+    )
+    ticks = [
+        t.text for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "middle" and not t.get("pointer-events")
+    ]
     assert ticks[0] == "0 s"
     assert 4 <= len(ticks) <= 12
     assert all(float(tick) > 0 for tick in ticks[1:])

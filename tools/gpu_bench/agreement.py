@@ -41,17 +41,26 @@ class Agreement:
 def agreement(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement]:
     """Each contender beside the first without fp8, by two steps of training."""
     found = {
-        name: [(float(contender.gradients()), float(contender.update())) for _ in range(STEPS)] for name, contender in contenders.items()
+        name: [(float(contender.gradients()), float(contender.update())) for _ in range(STEPS)]
+        for name, contender in contenders.items()
     }
     reference = next((name for name in found if FP8 not in name), next(iter(found)))
     return [compared(name, reference, found[name], found[reference], dtype) for name in found if name != reference]
 
 
-def compared(name: str, reference: str, mine: list[tuple[float, float]], theirs: list[tuple[float, float]], dtype: str) -> Agreement:
+def compared(
+    name: str, reference: str, mine: list[tuple[float, float]], theirs: list[tuple[float, float]], dtype: str
+) -> Agreement:
     """mine, theirs: (loss, gradient norm) of each step."""
     bounds = BOUNDS[FP8 if FP8 in name or FP8 in reference else dtype]
-    differences = [tuple(_relative(a, b) for a, b in zip(one, other, strict=True)) for one, other in zip(mine, theirs, strict=True)]
-    beyond = [number for number, pair in enumerate(differences, 1) if not all(d <= bound for d, bound in zip(pair, bounds, strict=True))]
+    differences = [
+        tuple(_relative(a, b) for a, b in zip(one, other, strict=True)) for one, other in zip(mine, theirs, strict=True)
+    ]
+    beyond = [
+        number
+        for number, pair in enumerate(differences, 1)
+        if not all(d <= bound for d, bound in zip(pair, bounds, strict=True))
+    ]
     losses, norms = zip(*differences, strict=True)
     return Agreement(name, reference, max(losses), max(norms), bounds, beyond[0] if beyond else None)
 

@@ -48,7 +48,9 @@ def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
         model = PlainLlama(shape)
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)  # so that every part of the model matters to the loss
+            nn.init.normal_(
+                parameter, std=parameter.shape[1] ** -0.5
+            )  # so that every part of the model matters to the loss
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
@@ -75,7 +77,9 @@ class Wishes:
 class Megapipe:
     """megapipe as pretrain_gpt.py runs it: Machines and TrainStep from a resolved configuration."""
 
-    def __init__(self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], wishes: Wishes) -> None:
+    def __init__(
+        self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], wishes: Wishes
+    ) -> None:
         self.plan = resolve(wishes.applied_to(configuration(shape, dtype, device.type)), 1)
         placed = {entry.spec.name: entry for entry in place(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
 
@@ -109,14 +113,21 @@ class Megapipe:
 class Peer:
     """A model of (tokens, labels) -> mean loss under a plain loop: gradients summed over microbatches, clipped, fused AdamW."""
 
-    def __init__(self, shape: Shape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         self._model, self._loss, self._shape = model, loss, shape
         rows = torch.from_numpy(draw_rows(shape)).to(device)
-        self._batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(shape.micro_batch)]
+        self._batches = [
+            (part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(shape.micro_batch)
+        ]
         self._parameters = list(model.parameters())
         decayed = [p for p in self._parameters if p.ndim == 2]
         others = [p for p in self._parameters if p.ndim < 2]
-        groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": WEIGHT_DECAY},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self._optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
 
     def gradients(self) -> Tensor:
@@ -134,7 +145,9 @@ class Peer:
         return float(norm)
 
 
-def plain(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor], compiled: bool) -> Peer:
+def plain(
+    shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor], compiled: bool
+) -> Peer:
     """The plain Llama, whole under torch.compile where asked for."""
     with device:
         model = PlainLlama(shape)
@@ -165,7 +178,9 @@ def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, w
         model = LlamaForCausalLM(config)
     model.load_state_dict(dict(weights))
     model = model.to(device)
-    for parameter in model.parameters():  # not the buffers: rotary frequencies in bf16 are wrong by whole turns at position 4096
+    for (
+        parameter
+    ) in model.parameters():  # not the buffers: rotary frequencies in bf16 are wrong by whole turns at position 4096
         parameter.data = parameter.data.to(dtype)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -76,7 +76,17 @@ def flops_of_step(shape: Shape, causal: bool) -> float:
 def table(shape: Shape, measured: Measured, peak: float | None) -> list[tuple[str, ...]]:
     """Cells, headings first. peak: FLOP/s of the data sheet in the dtype of the run, that of fp8's rows too."""
     full = flops_of_step(shape, causal=False)
-    rows = [("", "tokens/s", "fwd+bwd TFLOP/s, causal", "full", "of the GEMM", "of the data sheet, causal", "whole step, ms")]
+    rows = [
+        (
+            "",
+            "tokens/s",
+            "fwd+bwd TFLOP/s, causal",
+            "full",
+            "of the GEMM",
+            "of the data sheet, causal",
+            "whole step, ms",
+        )
+    ]
     for name, mine in measured.turns.items():
         steps = [turn.gradients + turn.update for turn in mine]
         of_gemm = measured.ratio(name, GEMM)
@@ -112,9 +122,16 @@ def verdicts(measured: Measured) -> list[tuple[str, bool]]:
         asked = f"{'goal' if bar.is_goal else 'at least'} {bar.least}"
         if found is None:
             missing = [name for name in (bar.name, bar.against) if measured.speeds(name) is None]
-            said.append((f"{bar.name} to {bar.against}: NOT MEASURED, {' and '.join(missing)} took no part; {asked}", bar.is_goal))
+            said.append(
+                (
+                    f"{bar.name} to {bar.against}: NOT MEASURED, {' and '.join(missing)} took no part; {asked}",
+                    bar.is_goal,
+                )
+            )
             continue
         is_met = found.median >= bar.least
-        verdict = "met" if is_met else f"{'not reached' if bar.is_goal else 'NOT MET'}, {found.median / bar.least:.1%} of it"
+        verdict = (
+            "met" if is_met else f"{'not reached' if bar.is_goal else 'NOT MET'}, {found.median / bar.least:.1%} of it"
+        )
         said.append((f"{bar.name} to {bar.against}: {found.text('.3f')}, {asked}: {verdict}", is_met or bar.is_goal))
     return said

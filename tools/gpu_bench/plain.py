@@ -32,8 +32,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, h = x.shape
-        q, k, v = (project(x).view(b, s, -1, self.head_size).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
-        y = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True)
+        q, k, v = (
+            project(x).view(b, s, -1, self.head_size).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(
+            rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
         return self.o_proj(y.transpose(1, 2).reshape(b, s, h))
 
 

@@ -38,11 +38,21 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, seq=32, vocab=128, micro_batch=2, microbatches=2),
-    "125m": Shape(layers=12, hidden=768, ffn=2048, heads=12, kv_heads=12, seq=2048, vocab=32768, micro_batch=16, microbatches=2),
-    "350m": Shape(layers=24, hidden=1024, ffn=2816, heads=16, kv_heads=16, seq=2048, vocab=32768, micro_batch=8, microbatches=2),
-    "1.3b": Shape(layers=24, hidden=2048, ffn=5632, heads=16, kv_heads=16, seq=2048, vocab=32768, micro_batch=4, microbatches=2),
-    "8b-4k": Shape(layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=4096, vocab=32768, micro_batch=2, microbatches=4),
-    "8b-8k": Shape(layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, vocab=32768, micro_batch=1, microbatches=4),
+    "125m": Shape(
+        layers=12, hidden=768, ffn=2048, heads=12, kv_heads=12, seq=2048, vocab=32768, micro_batch=16, microbatches=2
+    ),
+    "350m": Shape(
+        layers=24, hidden=1024, ffn=2816, heads=16, kv_heads=16, seq=2048, vocab=32768, micro_batch=8, microbatches=2
+    ),
+    "1.3b": Shape(
+        layers=24, hidden=2048, ffn=5632, heads=16, kv_heads=16, seq=2048, vocab=32768, micro_batch=4, microbatches=2
+    ),
+    "8b-4k": Shape(
+        layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=4096, vocab=32768, micro_batch=2, microbatches=4
+    ),
+    "8b-8k": Shape(
+        layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, seq=8192, vocab=32768, micro_batch=1, microbatches=4
+    ),
 }
 
 

@@ -96,6 +96,7 @@ def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[st
             seconds.setdefault(kind_of(event.key), {})[event.key] = spent
     total = sum(sum(kernels.values()) for kernels in seconds.values())
     rows = [
-        (kind, sum(kernels.values()) / total, sorted(kernels, key=lambda name: -kernels[name])[:3]) for kind, kernels in seconds.items()
+        (kind, sum(kernels.values()) / total, sorted(kernels, key=lambda name: -kernels[name])[:3])
+        for kind, kernels in seconds.items()
     ]
     return sorted(rows, key=lambda row: -row[1])

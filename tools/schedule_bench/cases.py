@@ -36,7 +36,12 @@ class Case:
     @property
     def contenders(self) -> tuple[str, ...]:
         """Who runs it: torch only where it has the family."""
-        return ("megapipe", *(("torch",) if self.schedule in TORCH_HAS else ()), "floor", *(("wire",) if self.wire else ()))
+        return (
+            "megapipe",
+            *(("torch",) if self.schedule in TORCH_HAS else ()),
+            "floor",
+            *(("wire",) if self.wire else ()),
+        )
 
     def __str__(self) -> str:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}"
@@ -66,7 +71,9 @@ class RealCase:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}, real computation"
 
 
-def _all(ranks: int, microbatches: int, seconds: float = 0.010, names: tuple[str, ...] = tuple(FAMILIES)) -> tuple[Case, ...]:
+def _all(
+    ranks: int, microbatches: int, seconds: float = 0.010, names: tuple[str, ...] = tuple(FAMILIES)
+) -> tuple[Case, ...]:
     return tuple(Case(name, ranks, microbatches, FAMILIES[name], seconds) for name in names)
 
 
@@ -75,7 +82,10 @@ PARTS: dict[str, tuple[Case | RealCase, ...]] = {
     "p4-m32": _all(4, 32),
     "p8-m16": _all(8, 16, names=("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
     "zero": _all(2, 32, seconds=0.0),
-    "real": tuple(RealCase(name, chunks=FAMILIES[name]) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
+    "real": tuple(
+        RealCase(name, chunks=FAMILIES[name])
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+    ),
 }
 QUICK: tuple[Case | RealCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),

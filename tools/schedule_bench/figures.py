@@ -137,7 +137,11 @@ def count_delayed(spans: Spans) -> int:
 
 def critical_path(schedule: Schedule, ranks: Sequence[Spans]) -> Path:
     """Every action starts behind the one before on its rank, or behind what it needs from another rank: whichever ended later."""
-    times = {action: span for rank, spans in enumerate(ranks) for action, span in _action_times(schedule, rank, spans).items()}
+    times = {
+        action: span
+        for rank, spans in enumerate(ranks)
+        for action, span in _action_times(schedule, rank, spans).items()
+    }
     rows = [[action for action in row if action.op in COMPUTE_OPS] for row in schedule.rows]
     before = {action: earlier for row in rows for earlier, action in itertools.pairwise(row)}
     action = max(times, key=lambda key: times[key][1])
@@ -168,6 +172,8 @@ def _maker(schedule: Schedule, action: Action, times: dict[Action, tuple[int, in
     if action.op is Op.W or not 0 <= stage < schedule.num_stages:
         return None
     assert action.microbatch is not None
-    if schedule.placement.rank_of(stage, action.microbatch) == schedule.placement.rank_of(action.stage, action.microbatch):
+    if schedule.placement.rank_of(stage, action.microbatch) == schedule.placement.rank_of(
+        action.stage, action.microbatch
+    ):
         return None
     return next(made for op in ops if (made := Action(stage, op, action.microbatch)) in times)

@@ -27,8 +27,13 @@ class MegapipeSide:
         lowered = lower(self.schedule, receive_depth)
         depth = 1 + unhindered_send_depth(lowered)
         self.stages: Stages = work.stages(placement.stages_of(pp.rank), placement.num_stages)
-        runners = {stage: StageRunner(_Picked(module, stage == 0), self.stages.queues[stage]) for stage, module in self.stages.items()}
-        self._engine = Engine(lowered, pp.rank, runners, Channels.build(placement, pp, max_in_flight=depth), tracer=tracer)
+        runners = {
+            stage: StageRunner(_Picked(module, stage == 0), self.stages.queues[stage])
+            for stage, module in self.stages.items()
+        }
+        self._engine = Engine(
+            lowered, pp.rank, runners, Channels.build(placement, pp, max_in_flight=depth), tracer=tracer
+        )
         self._step = Step(work.microbatches(), lambda boundary: (work.message,), _loss_for_engine(work.loss))
 
     def begin_step(self) -> None:

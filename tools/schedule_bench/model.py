@@ -28,7 +28,10 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
-        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(hidden, dim=-1))
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).split(hidden, dim=-1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, hidden)
         x = x + self.proj(mixed)
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
@@ -67,7 +70,11 @@ def _draw(module: nn.Module, seed: int) -> None:
     for part in module.modules():
         for name, old in list(part.named_parameters(recurse=False)):
             values = torch.randn(old.shape, generator=generator) * 0.02
-            setattr(part, name, nn.Parameter(values + 1.0 if isinstance(part, nn.LayerNorm) and name == "weight" else values))
+            setattr(
+                part,
+                name,
+                nn.Parameter(values + 1.0 if isinstance(part, nn.LayerNorm) and name == "weight" else values),
+            )
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -77,5 +84,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def draw_batch(case: RealCase) -> tuple[Tensor, Tensor]:
     """(tokens, labels) of one step, [microbatches x micro_batch, s] each."""
-    rows = torch.randint(case.vocab, (case.microbatches * case.micro_batch, case.seq + 1), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(
+        case.vocab, (case.microbatches * case.micro_batch, case.seq + 1), generator=torch.Generator().manual_seed(0)
+    )
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

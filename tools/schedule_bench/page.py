@@ -30,7 +30,10 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
     by_part: dict[str, list[Result]] = {}
     for result in results:
         by_part.setdefault(part_of(result.case), []).append(result)
-    return {part: _markdown(HEADS[_kind(part)], [ROWS[_kind(part)](result) for result in rows]) for part, rows in by_part.items()}
+    return {
+        part: _markdown(HEADS[_kind(part)], [ROWS[_kind(part)](result) for result in rows])
+        for part, rows in by_part.items()
+    }
 
 
 def line_of(result: Result) -> str:
@@ -146,11 +149,20 @@ def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
     real = [r for r in results if isinstance(r.case, RealCase)]
     said += _verdict(
         f"real computation: 1f1b at {REAL_TO_SIMULATED} of its own simulation",
-        [(str(r.case), _to_simulated(r.figures["megapipe"]) >= REAL_TO_SIMULATED) for r in real if r.case.schedule == "1f1b"],
+        [
+            (str(r.case), _to_simulated(r.figures["megapipe"]) >= REAL_TO_SIMULATED)
+            for r in real
+            if r.case.schedule == "1f1b"
+        ],
     )
     if real:
         best = max(_speed(r.figures["alone"], r.figures["megapipe"]) for r in real)
-        said.append((f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} asked for)", best >= REAL_BEST))
+        said.append(
+            (
+                f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} asked for)",
+                best >= REAL_BEST,
+            )
+        )
     return said
 
 
@@ -163,7 +175,11 @@ def machine(results: Sequence[Result], steps: int) -> str:
     """What the figures were taken on."""
     import torch
 
-    policy = "SCHED_FIFO" if all(r.real_time for r in results if isinstance(r.case, Case)) else "the default scheduling policy"
+    policy = (
+        "SCHED_FIFO"
+        if all(r.real_time for r in results if isinstance(r.case, Case))
+        else "the default scheduling policy"
+    )
     return (
         f"{processor()}, {num_cores()} cores; torch {torch.__version__}; one thread a rank; emulated devices under {policy}; "
         f"lower quartile of {steps} steps of each contender in turn."

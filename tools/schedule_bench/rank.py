@@ -142,6 +142,8 @@ def action_seconds(tracer: Tracer) -> dict[tuple[int, str], list[float]]:
     for event in tracer.of_kind("action"):
         action = parse_action(event.name)
         if action.op in COMPUTE_OPS:
-            waited = sum(w.end_ns - w.start_ns for w in waits if event.start_ns <= w.start_ns and w.end_ns <= event.end_ns)
+            waited = sum(
+                w.end_ns - w.start_ns for w in waits if event.start_ns <= w.start_ns and w.end_ns <= event.end_ns
+            )
             found[action.stage, action.op.value].append((event.end_ns - event.start_ns - waited) / 1e9)
     return dict(found)

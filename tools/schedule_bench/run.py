@@ -34,7 +34,11 @@ class Result:
     real_time: bool
 
     def as_json(self) -> dict[str, Any]:
-        return {"case": asdict(self.case), "real_time": self.real_time, "contenders": {name: asdict(f) for name, f in self.figures.items()}}
+        return {
+            "case": asdict(self.case),
+            "real_time": self.real_time,
+            "contenders": {name: asdict(f) for name, f in self.figures.items()},
+        }
 
 
 class Ranks:
@@ -78,7 +82,9 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Fig
         end = max(span.end_ns for rank in ranks for span in rank.spans)
         replay = replay_seconds(schedule, mean_durations(rank.spans for rank in ranks))
         path = critical_path(schedule, [rank.spans for rank in ranks])
-        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks), path))
+        steps.append(
+            StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks), path)
+        )
     last = by_step[-1]
     actions = count_actions(schedule)
     delayed = sum(count_delayed(rank.spans) for rank in last)

@@ -68,4 +68,12 @@ def make_work(case: Case | RealCase) -> Work:
     rows = case.message_bytes // 4 // WIDTH
     inputs = torch.ones(case.microbatches * rows, WIDTH)
     message = MessageSpec((rows, WIDTH), torch.float32)
-    return Work(case, message, message, inputs, torch.zeros(case.microbatches), lambda output, label: output.sum(), Stopwatch(case.seconds))
+    return Work(
+        case,
+        message,
+        message,
+        inputs,
+        torch.zeros(case.microbatches),
+        lambda output, label: output.sum(),
+        Stopwatch(case.seconds),
+    )

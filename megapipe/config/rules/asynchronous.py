@@ -25,7 +25,9 @@ def no_dynamic_loss_scale(config: Config) -> str | None:
     reason = _asynchronous(config)
     if not reason or config.precision.dtype != "fp16" or config.precision.loss_scale is not None:
         return None
-    return f"{reason} and cannot skip an update that overflowed elsewhere; use --bf16, or a fixed --loss-scale with --fp16"
+    return (
+        f"{reason} and cannot skip an update that overflowed elsewhere; use --bf16, or a fixed --loss-scale with --fp16"
+    )
 
 
 def no_per_token_loss(config: Config) -> str | None:
@@ -40,7 +42,11 @@ def no_per_token_loss(config: Config) -> str | None:
 
 def no_tied_ends(config: Config) -> str | None:
     reason = _asynchronous(config)
-    if not reason or config.model.untie_embeddings_and_output_weights or config.parallel.pipeline_model_parallel_size == 1:
+    if (
+        not reason
+        or config.model.untie_embeddings_and_output_weights
+        or config.parallel.pipeline_model_parallel_size == 1
+    ):
         return None
     return (
         f"{reason}, but the tied embedding lies on the first and on the last one and has one gradient; "

@@ -28,7 +28,11 @@ def split_paths(data: DataConfig) -> list[str]:
 
 def one_source_of_data(config: Config) -> str | None:
     data = config.data
-    given = (["--mock-data"] if data.mock_data else []) + (["--data-path"] if data.data_path is not None else []) + split_paths(data)[:1]
+    given = (
+        (["--mock-data"] if data.mock_data else [])
+        + (["--data-path"] if data.data_path is not None else [])
+        + split_paths(data)[:1]
+    )
     if len(given) < 2:
         return None
     return f"{' and '.join(given)} are different sources of data; give one of them"
@@ -80,7 +84,9 @@ def tokenizer_has_its_files(config: Config) -> str | None:
     data = config.data
     if data.tokenizer_type is None:
         given = [
-            "--" + name.replace("_", "-") for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(data, name) is not None
+            "--" + name.replace("_", "-")
+            for name in ("tokenizer_model", "vocab_file", "merge_file")
+            if getattr(data, name) is not None
         ]
         return f"{one_of(given)} needs --tokenizer-type, which says how to read it" if given else None
     if data.tokenizer_type == "GPT2BPETokenizer" and data.tokenizer_model is not None:

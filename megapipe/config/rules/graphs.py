@@ -36,13 +36,19 @@ def _anew(config: Config) -> Iterator[str]:
     """What would have to change between replays or cannot be recorded, each with its way out."""
     model, parallel, precision = config.model, config.parallel, config.precision
     dropout = [
-        f"--{name}-dropout {rate:g}" for name, rate in (("hidden", model.hidden_dropout), ("attention", model.attention_dropout)) if rate
+        f"--{name}-dropout {rate:g}"
+        for name, rate in (("hidden", model.hidden_dropout), ("attention", model.attention_dropout))
+        if rate
     ]
     if dropout:
         yield f"{' and '.join(dropout)} would drop the same elements for ever; give --hidden-dropout 0 --attention-dropout 0"
     if precision.dtype == "fp16" and precision.loss_scale is None:
         yield "--fp16 finds its loss scale as it goes; use --bf16, or a fixed --loss-scale"
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed" and config.gpu.cuda_graph_warmup_steps < 2:
+    if (
+        precision.fp8_format is not None
+        and precision.fp8_recipe == "delayed"
+        and config.gpu.cuda_graph_warmup_steps < 2
+    ):
         yield "delayed scales of --fp8-format are there from the second step on; give --cuda-graph-warmup-steps 2 or more"
     libraries = [
         f"{flag} {value}"

@@ -25,7 +25,9 @@ def attention_has_a_kernel(config: Config) -> str | None:
         (f"--dtype {config.precision.dtype} (use --bf16 or --fp16)", config.precision.dtype not in HALF_TYPES),
     )
     asked = [wish for wish, is_asked in wishes if is_asked]
-    return f"--attention-impl {impl} has no kernel for {', '.join(asked)}; or use --attention-impl sdpa" if asked else None
+    return (
+        f"--attention-impl {impl} has no kernel for {', '.join(asked)}; or use --attention-impl sdpa" if asked else None
+    )
 
 
 def optimizer_has_a_kernel(config: Config) -> str | None:
@@ -37,9 +39,7 @@ def optimizer_has_a_kernel(config: Config) -> str | None:
     if config.precision.dtype == "fp64":
         return f"--optimizer-impl {impl} has fp32 master weights, but --dtype is fp64; use --optimizer-impl torch"
     if optimizer.optimizer_cpu_offload:
-        return (
-            f"--optimizer-impl {impl} updates on the GPU, but --optimizer-cpu-offload has the state on the host; leave one of the two out"
-        )
+        return f"--optimizer-impl {impl} updates on the GPU, but --optimizer-cpu-offload has the state on the host; leave one of the two out"
     if impl == "apex" and config.kernels.transformer_impl == "transformer_engine":
         return (
             "--optimizer-impl apex brings apex's norms and weight gradients, --transformer-impl transformer_engine its own; "
@@ -92,7 +92,11 @@ def fp8_settings_need_fp8(config: Config) -> str | None:
         return None
     names = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16")
     changed = ["--" + name.replace("_", "-") for name in names if getattr(precision, name) != getattr(default, name)]
-    return f"{', '.join(changed)}: there is no fp8 without --fp8-format e4m3 or hybrid; give it, or leave this out" if changed else None
+    return (
+        f"{', '.join(changed)}: there is no fp8 without --fp8-format e4m3 or hybrid; give it, or leave this out"
+        if changed
+        else None
+    )
 
 
 def fp8_has_one_set_of_weights_a_step(config: Config) -> str | None:

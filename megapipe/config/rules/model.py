@@ -100,9 +100,7 @@ def rope_bands_ordered(config: Config) -> str | None:
             f"{model.rope_low_freq_factor:g}; Llama 3 uses 4 and 1"
         )
     if model.rope_scaling_type == "yarn" and model.yarn_beta_fast <= model.yarn_beta_slow:
-        return (
-            f"--yarn-beta-fast {model.yarn_beta_fast:g} has to lie above --yarn-beta-slow {model.yarn_beta_slow:g}; the paper uses 32 and 1"
-        )
+        return f"--yarn-beta-fast {model.yarn_beta_fast:g} has to lie above --yarn-beta-slow {model.yarn_beta_slow:g}; the paper uses 32 and 1"
     return None
 
 

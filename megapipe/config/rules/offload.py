@@ -33,4 +33,8 @@ def offloaded_layers_keep_only_activations(config: Config) -> str | None:
     )
 
 
-OFFLOAD_RULES = (offloaded_layers_are_whole_checkpoints, offloaded_size_needs_layers, offloaded_layers_keep_only_activations)
+OFFLOAD_RULES = (
+    offloaded_layers_are_whole_checkpoints,
+    offloaded_size_needs_layers,
+    offloaded_layers_keep_only_activations,
+)

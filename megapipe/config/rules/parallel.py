@@ -50,9 +50,7 @@ def interleaving_needs_pipeline(config: Config) -> str | None:
         return None
     chunks, per_chunk = parallel.num_virtual_stages_per_pipeline_rank, parallel.num_layers_per_virtual_pipeline_stage
     if chunks is not None and chunks > 1:
-        return (
-            f"--num-virtual-stages-per-pipeline-rank {chunks} needs --pipeline-model-parallel-size of at least 2; leave it out or raise pp"
-        )
+        return f"--num-virtual-stages-per-pipeline-rank {chunks} needs --pipeline-model-parallel-size of at least 2; leave it out or raise pp"
     if per_chunk is not None and per_chunk < config.model.num_layers:
         return (
             f"--num-layers-per-virtual-pipeline-stage {per_chunk} needs --pipeline-model-parallel-size of at least 2; leave "
@@ -93,9 +91,7 @@ def end_layers_fit(config: Config) -> str | None:
         return None
     pp = parallel.pipeline_model_parallel_size
     if pp == 1:
-        return (
-            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need --pipeline-model-parallel-size of at least 2"
-        )
+        return "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need --pipeline-model-parallel-size of at least 2"
     placed, others = (first or 0) + (last or 0), pp - (first is not None) - (last is not None)
     if placed > layers or (others == 0 and placed != layers):
         return (
@@ -126,7 +122,11 @@ def collective_chunks_fit_sequence(config: Config) -> str | None:
     positions = length // tp if parallel.sequence_parallel else length
     if not parallel.tp_comm_overlap or tp == 1 or count <= positions:
         return None
-    owned = f"a rank's slice of --seq-length {length}, {positions} positions," if parallel.sequence_parallel else f"--seq-length {length}"
+    owned = (
+        f"a rank's slice of --seq-length {length}, {positions} positions,"
+        if parallel.sequence_parallel
+        else f"--seq-length {length}"
+    )
     return f"--tp-comm-overlap-chunks {count} is more than {owned} can be cut into; use at most {positions}, or leave --tp-comm-overlap out"
 
 
@@ -144,21 +144,30 @@ def bf16_reduction_keeps_fp64(config: Config) -> str | None:
 
 def recompute_is_whole(config: Config) -> str | None:
     recompute = config.recompute
-    granularity, method, layers = recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers
+    granularity, method, layers = (
+        recompute.recompute_granularity,
+        recompute.recompute_method,
+        recompute.recompute_num_layers,
+    )
     if granularity == "full":
         if method is None or layers is None:
             missing = [
                 flag
-                for flag, value in (("--recompute-method uniform or block", method), ("--recompute-num-layers N", layers))
+                for flag, value in (
+                    ("--recompute-method uniform or block", method),
+                    ("--recompute-num-layers N", layers),
+                )
                 if value is None
             ]
             return f"--recompute-granularity full also needs {' and '.join(missing)}"
         return None
-    extra = [flag for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers)) if value is not None]
+    extra = [
+        flag
+        for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers))
+        if value is not None
+    ]
     if extra:
-        return (
-            f"{' and '.join(extra)} belong to --recompute-granularity full, which is {granularity or 'not given'}; add it or leave them out"
-        )
+        return f"{' and '.join(extra)} belong to --recompute-granularity full, which is {granularity or 'not given'}; add it or leave them out"
     return None
 
 

@@ -130,7 +130,11 @@ def weight_decay_ramp_is_whole(config: Config) -> str | None:
     if style != "constant":
         if start is None or end is None:
             return f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
-        return f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}; the ramp only rises" if start > end else None
+        return (
+            f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}; the ramp only rises"
+            if start > end
+            else None
+        )
     if any(value is not None and value != optimizer.weight_decay for value in (start, end)):
         return (
             "--start-weight-decay and --end-weight-decay belong to a ramp; add --weight-decay-incr-style linear or cosine, "
@@ -141,7 +145,9 @@ def weight_decay_ramp_is_whole(config: Config) -> str | None:
 
 def one_scheduler_wins(config: Config) -> str | None:
     if config.optimizer.override_opt_param_scheduler and config.optimizer.use_checkpoint_opt_param_scheduler:
-        return "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are opposites; give one of the two"
+        return (
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are opposites; give one of the two"
+        )
     return None
 
 
@@ -154,7 +160,9 @@ def loss_scale_needs_fp16(config: Config) -> str | None:
     names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     changed = ["--" + name.replace("_", "-") for name in names if getattr(precision, name) != getattr(default, name)]
     return (
-        f"{', '.join(changed)}: the loss is scaled only under --fp16, but --dtype is {precision.dtype}; leave it out" if changed else None
+        f"{', '.join(changed)}: the loss is scaled only under --fp16, but --dtype is {precision.dtype}; leave it out"
+        if changed
+        else None
     )
 
 

@@ -43,11 +43,15 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     wish = shape.wish or Wish(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
     wish = replace(wish, costs=wish.costs.on_linear_ranks())
     if wish.max_microbatches < 1:
-        raise ConfigError(f"a memory limit of {wish.max_microbatches} microbatches a rank leaves no room for the first; use 1 or more")
+        raise ConfigError(
+            f"a memory limit of {wish.max_microbatches} microbatches a rank leaves no room for the first; use 1 or more"
+        )
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), wish)
     candidates = [follow(rule, shape, wish)[0] for rule in found]
     candidates += [
-        rows for rows in (zb_h1(shape), zb_h2(shape)) if max(_peak(r, wish.kept_for_weights) for r in rows) <= wish.max_microbatches
+        rows
+        for rows in (zb_h1(shape), zb_h2(shape))
+        if max(_peak(r, wish.kept_for_weights) for r in rows) <= wish.max_microbatches
     ]
     return min(candidates, key=lambda rows: _score(rows, shape, wish))
 
@@ -85,7 +89,11 @@ def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
         forward = seconds[stage, Op.F]
         counts[stage] = (away + forward) / forward if forward else float(num_ranks)
         if stage:
-            hops = seconds.get((stage - 1, Op.SEND_F), 0.0) + seconds.get((stage, Op.SEND_B), 0.0) + 2 * costs.latency_seconds
+            hops = (
+                seconds.get((stage - 1, Op.SEND_F), 0.0)
+                + seconds.get((stage, Op.SEND_B), 0.0)
+                + 2 * costs.latency_seconds
+            )
             away += forward + seconds[stage, Op.I] + hops
     return counts
 
@@ -106,7 +114,10 @@ def _step_from(rule: Rule, random: Random, wish: Wish, fill: float) -> Rule:
     first = random.randrange(len(rule.under_way))
     last = first if kind == 2 else random.randrange(first, len(rule.under_way))
     step = random.choice((-4, -2, -1, 1, 2, 4))
-    changed = (max(1, min(int(wish.max_microbatches), count + step * (first <= rank <= last))) for rank, count in enumerate(rule.under_way))
+    changed = (
+        max(1, min(int(wish.max_microbatches), count + step * (first <= rank <= last)))
+        for rank, count in enumerate(rule.under_way)
+    )
     return rule._replace(under_way=tuple(changed))
 
 
@@ -168,9 +179,19 @@ class _Rank:
         if op is Op.F:
             microbatch, self.forwards, change, seconds = self.forwards, self.forwards + 1, 1.0, self.seconds[0]
         elif op is Op.I:
-            microbatch, self.inputs, change, seconds = self.inputs, self.inputs + 1, wish.kept_for_weights - 1.0, self.seconds[1]
+            microbatch, self.inputs, change, seconds = (
+                self.inputs,
+                self.inputs + 1,
+                wish.kept_for_weights - 1.0,
+                self.seconds[1],
+            )
         else:
-            microbatch, self.weights, change, seconds = self.weights, self.weights + 1, -wish.kept_for_weights, self.seconds[2]
+            microbatch, self.weights, change, seconds = (
+                self.weights,
+                self.weights + 1,
+                -wish.kept_for_weights,
+                self.seconds[2],
+            )
         self.alive += change
         self.clock = now + seconds
         self.row.append(Action(self.stage, op, microbatch))
@@ -181,7 +202,11 @@ def follow(rule: Rule, shape: Shape, wish: Wish) -> tuple[tuple[Row, ...], tuple
     """The rows of ranks that follow `rule` as time goes by, and their score (less is better)."""
     p, costs = shape.num_ranks, wish.costs
     ranks = [_Rank(s, shape.num_microbatches, [costs.seconds[s, op] for op in (Op.F, Op.I, Op.W)]) for s in range(p)]
-    hop = {(s, op): costs.seconds.get((s, op), 0.0) + costs.latency_seconds for s in range(p) for op in (Op.SEND_F, Op.SEND_B)}
+    hop = {
+        (s, op): costs.seconds.get((s, op), 0.0) + costs.latency_seconds
+        for s in range(p)
+        for op in (Op.SEND_F, Op.SEND_B)
+    }
     events = [(0.0, stage) for stage in range(p)]
     while events:
         now, stage = heapq.heappop(events)

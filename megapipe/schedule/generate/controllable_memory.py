@@ -91,7 +91,9 @@ def fill_with_weights(orders: list[list[Action]], limit: int) -> tuple[Row, ...]
         stage, op, microbatch = action
         if op is Op.F:
             return stage == 0 or Action(stage - 1, Op.F, microbatch) in done
-        return Action(stage, Op.F, microbatch) in done and (stage == last or Action(stage + 1, Op.I, microbatch) in done)
+        return Action(stage, Op.F, microbatch) in done and (
+            stage == last or Action(stage + 1, Op.I, microbatch) in done
+        )
 
     while left:
         started: list[Action] = []

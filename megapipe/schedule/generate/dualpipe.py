@@ -32,7 +32,9 @@ def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[i
     """What is wrong with a number of microbatches ('' if nothing), and the nearest that work."""
     least = 2 * num_ranks
     if num_microbatches < least:
-        return f"fills the pipeline from both ends and needs at least 2 x {num_ranks} ranks = {least} microbatches", (least,)
+        return f"fills the pipeline from both ends and needs at least 2 x {num_ranks} ranks = {least} microbatches", (
+            least,
+        )
     if num_microbatches % 2:
         return "sends as many microbatches from either end", (num_microbatches - 1, num_microbatches + 1)
     return "", ()
@@ -41,7 +43,11 @@ def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[i
 def dualpipe_v_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
     """What is wrong with a number of microbatches ('' if nothing), and the nearest that work."""
     least = 2 * num_ranks
-    return ("", ()) if num_microbatches >= least else (f"needs at least as many microbatches as its {least} stages", (least,))
+    return (
+        ("", ())
+        if num_microbatches >= least
+        else (f"needs at least as many microbatches as its {least} stages", (least,))
+    )
 
 
 class Lane(NamedTuple):
@@ -57,7 +63,10 @@ def dualpipe(shape: Shape) -> tuple[Row, ...]:
     p = shape.num_ranks
     rows = []
     for rank in range(p):
-        half_rank, entering = min(rank, p - 1 - rank), int(rank >= p // 2)  # the direction that enters at this rank's end
+        half_rank, entering = (
+            min(rank, p - 1 - rank),
+            int(rank >= p // 2),
+        )  # the direction that enters at this rank's end
         lanes = (Lane(half_rank, entering, 2), Lane(p - 1 - half_rank, 1 - entering, 2))
         rows.append(_Writer(lanes).write(half_rank, p // 2, shape.num_microbatches // 2))
     return tuple(rows)
@@ -66,7 +75,9 @@ def dualpipe(shape: Shape) -> tuple[Row, ...]:
 def dualpipe_v(shape: Shape) -> tuple[Row, ...]:
     """num_ranks ranks, twice as many stages; num_microbatches at least the number of stages."""
     p = shape.num_ranks
-    return tuple(_Writer((Lane(r, 0, 1), Lane(2 * p - 1 - r, 0, 1))).write(r, p, shape.num_microbatches) for r in range(p))
+    return tuple(
+        _Writer((Lane(r, 0, 1), Lane(2 * p - 1 - r, 0, 1))).write(r, p, shape.num_microbatches) for r in range(p)
+    )
 
 
 class _Writer:
@@ -91,7 +102,9 @@ class _Writer:
             self.weight_gradient()
             self.forward(FAR)
         for turn in range(count - 2 * num_ranks + rank + 1):
-            if turn == 0 and to_turn == 0:  # the first backward of the turn needs this forward's predecessor only: apart, it starts sooner
+            if (
+                turn == 0 and to_turn == 0
+            ):  # the first backward of the turn needs this forward's predecessor only: apart, it starts sooner
                 self.forward(NEAR)
                 self.backward(FAR)
             else:

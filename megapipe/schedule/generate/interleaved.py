@@ -20,7 +20,9 @@ def interleaved(shape: Shape) -> tuple[Row, ...]:
     rows = []
     for rank in range(p):
         forwards = [Action(chunk * p + rank, forward, m) for group in groups for chunk in chunks for m in group]
-        backwards = [Action(chunk * p + rank, backward, m) for group in groups for chunk in reversed(chunks) for m in group]
+        backwards = [
+            Action(chunk * p + rank, backward, m) for group in groups for chunk in reversed(chunks) for m in group
+        ]
         rows.append(alternate(forwards, backwards, warm_up=2 * (p - rank - 1) + (shape.num_chunks - 1) * largest))
     return tuple(rows)
 

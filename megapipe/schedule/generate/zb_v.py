@@ -15,7 +15,9 @@ def zb_v(shape: Shape) -> tuple[Row, ...]:
     """The rows for max(m, 2 p - 1) microbatches, less the ones that are not there: few microbatches leave their places empty."""
     count = max(shape.num_microbatches, 2 * shape.num_ranks - 1)
     return tuple(
-        tuple(action for action in _row(rank, shape.num_ranks, count) if (action.microbatch or 0) < shape.num_microbatches)
+        tuple(
+            action for action in _row(rank, shape.num_ranks, count) if (action.microbatch or 0) < shape.num_microbatches
+        )
         for rank in range(shape.num_ranks)
     )
 

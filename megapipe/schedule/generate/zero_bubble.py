@@ -16,7 +16,9 @@ def zb_h1(shape: Shape) -> tuple[Row, ...]:
 def zb_h2(shape: Shape) -> tuple[Row, ...]:
     """Twice ZB-H1's warm-up and delay: 2 p - 1 microbatches fill what is left of the bubble where F = I = W."""
     p = shape.num_ranks
-    return tuple(delayed_weights(rank, shape.num_microbatches, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p))
+    return tuple(
+        delayed_weights(rank, shape.num_microbatches, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)
+    )
 
 
 def delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int) -> Row:

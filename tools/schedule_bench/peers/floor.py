@@ -25,7 +25,9 @@ class Wire:
         self._row = self.schedule.rows[rank]
         self._routes = {action: (self._comes_from(action), self._goes_to(action)) for action in self._row}
         self._buffers = {
-            action: torch.empty(work.message.shape, dtype=work.message.dtype) for action in self._row if self._routes[action][0] is not None
+            action: torch.empty(work.message.shape, dtype=work.message.dtype)
+            for action in self._row
+            if self._routes[action][0] is not None
         }
         self._tensor = torch.ones(work.message.shape, dtype=work.message.dtype)
         self._numbers: dict[tuple[int, str], int] = {}
@@ -59,11 +61,19 @@ class Wire:
 
     def _comes_from(self, action: Action) -> tuple[int, int] | None:
         step = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op)
-        return None if step is None else self._route(action.stage + step, action.microbatch, action.stage, action.op is Op.F)
+        return (
+            None
+            if step is None
+            else self._route(action.stage + step, action.microbatch, action.stage, action.op is Op.F)
+        )
 
     def _goes_to(self, action: Action) -> tuple[int, int] | None:
         step = {Op.F: 1, Op.B: -1, Op.I: -1}.get(action.op)
-        return None if step is None else self._route(action.stage + step, action.microbatch, action.stage + step, action.op is Op.F)
+        return (
+            None
+            if step is None
+            else self._route(action.stage + step, action.microbatch, action.stage + step, action.op is Op.F)
+        )
 
     def _route(self, other: int, microbatch: int | None, to_stage: int, is_forward: bool) -> tuple[int, int] | None:
         """(peer, tag) of the message between an action and `other`, the stage before or behind it; None within the rank or at an end."""
@@ -71,7 +81,9 @@ class Wire:
         if not 0 <= other < self.schedule.num_stages:
             return None
         peer = self.schedule.placement.rank_of(other, microbatch)
-        return None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
+        return (
+            None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
+        )
 
 
 def _without_pairs(schedule: Schedule) -> Schedule:

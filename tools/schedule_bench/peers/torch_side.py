@@ -46,7 +46,8 @@ class TorchSide:
         placement = ours.placement
         self.stages = work.stages(placement.stages_of(rank), placement.num_stages)
         incoming, outgoing, output = (
-            torch.empty(spec.shape, dtype=spec.dtype, requires_grad=True) for spec in (work.message, work.message, work.output)
+            torch.empty(spec.shape, dtype=spec.dtype, requires_grad=True)
+            for spec in (work.message, work.message, work.output)
         )
         first, last = work.microbatches()[0][0], placement.num_stages - 1
         made = [
@@ -62,7 +63,9 @@ class TorchSide:
             )
             for number, module in self.stages.items()
         ]
-        self._run = kind(made[0] if kind in ONE_STAGE else made, work.case.microbatches, loss_fn=work.loss, scale_grads=False)
+        self._run = kind(
+            made[0] if kind in ONE_STAGE else made, work.case.microbatches, loss_fn=work.loss, scale_grads=False
+        )
         self.schedule = ours if kind in ONE_STAGE else _as_schedule(self._run, ours)
         self._inputs = (work.inputs,) if 0 in self.stages else ()
         self._labels = work.labels if placement.num_stages - 1 in self.stages else None
@@ -92,6 +95,7 @@ class DeferredWeights:
 def _as_schedule(run: Any, ours: Schedule) -> Schedule:
     """The actions that torch's runtime walks through."""
     text = "\n".join(
-        ",".join("" if action is None else str(action) for action in run.pipeline_order[rank]) for rank in range(ours.num_ranks)
+        ",".join("" if action is None else str(action) for action in run.pipeline_order[rank])
+        for rank in range(ours.num_ranks)
     )
     return from_csv(text, f"torch {ours.name}", ours.placement).compute_only()

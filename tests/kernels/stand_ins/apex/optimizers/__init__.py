@@ -29,7 +29,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(
-        self, closure: None = None, grads: None = None, output_params: None = None, scale: None = None, grad_norms: None = None
+        self,
+        closure: None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
     ) -> None:
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

@@ -18,7 +18,9 @@ ENTERED: list[tuple[bool, Any, Any]] = []  # the outermost ones of the process, 
 
 
 @contextmanager
-def autocast(enabled: bool = True, *, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None) -> Iterator[None]:
+def autocast(
+    enabled: bool = True, *, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
+) -> Iterator[None]:
     if not REGIONS:
         ENTERED.append((enabled, recipe, amax_reduction_group))
     REGIONS.append((enabled, recipe, amax_reduction_group))
@@ -203,7 +205,12 @@ class DotProductAttention(nn.Module):
         super().__init__()
         assert (attention_dropout, qkv_format, attn_mask_type, tp_size) == (0.0, "sbhd", "causal", 1)
         assert layer_number is None or layer_number > 0
-        self.heads, self.groups, self.window, self.scale = num_attention_heads, num_gqa_groups, window_size, softmax_scale
+        self.heads, self.groups, self.window, self.scale = (
+            num_attention_heads,
+            num_gqa_groups,
+            window_size,
+            softmax_scale,
+        )
 
     def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
         """[s, b, heads, d] -> [s, b, heads d]."""
@@ -213,4 +220,8 @@ class DotProductAttention(nn.Module):
         assert key_layer.shape[2] == self.groups
         heads = (x.transpose(0, 1) for x in (query_layer, key_layer, value_layer))
         window = (-1, -1) if self.window is None else self.window
-        return flash_attn_func(*heads, softmax_scale=self.scale, causal=True, window_size=window).transpose(0, 1).flatten(2)
+        return (
+            flash_attn_func(*heads, softmax_scale=self.scale, causal=True, window_size=window)
+            .transpose(0, 1)
+            .flatten(2)
+        )
