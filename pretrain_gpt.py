@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from megapipe.cli.pretrain import main
+        from megapipe.extras.cli.pretrain import main
 
         sys.exit(main())
     except KeyboardInterrupt:  # while modules were being imported

@@ -2,7 +2,7 @@
 
 import sys
 
-from megapipe.cli.command import main
+from megapipe.extras.cli.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,25 +17,15 @@ if TYPE_CHECKING:
     from tests.harness import RankPool
 
 TESTS = Path(__file__).resolve().parent
-TORCHFREE_ROOMS = (
-    "config",
-    "topology",
-    "sharding",
-    "schedule",
-    "data",
-    "tokenizers",
-    "monitor",
-    "planner",
-    "visualize",
-)
-TORCHFREE_FILES = (
-    "test_walls.py",
-    "test_errors.py",
-    "test_environment.py",
-    *(f"test_{room}.py" for room in TORCHFREE_ROOMS),
+TORCH_FREE = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["megapipe"][
+    "torch_free"
+]
+TORCH_FREE_PATHS = (
+    *(package.replace(".", "/") + "/" for package in TORCH_FREE),
+    *(f"test_{package}.py" for package in (*TORCH_FREE, "import_rules")),
 )
 # where something is timed, or has to come within seconds: other tests beside them would be in the way
-ALONE_ROOMS = ("calibrate", "doctor", "faults", "gpu", "lab", "launch")
+ALONE_FOLDERS = ("extras/calibrate/", "extras/doctor/", "faults/", "cuda/", "lab/", "launch/")
 ALONE_FILES = (
     "comm/test_store_exchange.py",
     "test_harness.py",
@@ -58,17 +49,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def is_torchfree(path: Path) -> bool:
-    """True for a test file of a plan-half room."""
-    parts = path.relative_to(TESTS).parts
-    return parts[0] in TORCHFREE_ROOMS if len(parts) > 1 else parts[0] in TORCHFREE_FILES
+    """True for a test file of a package that imports no torch."""
+    return path.relative_to(TESTS).as_posix().startswith(TORCH_FREE_PATHS)
 
 
 def is_alone(path: Path) -> bool:
     """True for a test file that other tests would disturb."""
-    place = path.relative_to(TESTS)
-    return place.as_posix() in ALONE_FILES or (
-        place.parts[0] in ALONE_ROOMS and place.as_posix() not in NOT_ALONE_FILES
-    )
+    place = path.relative_to(TESTS).as_posix()
+    return place in ALONE_FILES or (place.startswith(ALONE_FOLDERS) and place not in NOT_ALONE_FILES)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -97,7 +85,7 @@ def cuda_is_there() -> bool:
 
 def cost_class(item: pytest.Item) -> int:
     """0 walls, 1 pure, 2 one process, 3 gloo ranks, 4 gpu, 5 slow."""
-    if item.path.name == "test_walls.py":
+    if item.path.name == "test_import_rules.py":
         return 0
     if item.get_closest_marker("slow"):
         return 5

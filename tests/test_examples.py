@@ -40,4 +40,4 @@ def test_the_vision_transformer_learns_the_same_on_one_and_on_two_ranks(tmp_path
 
 
 def test_the_vision_transformer_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 40
+    assert len(EXAMPLE.read_text().splitlines()) < 50

@@ -23,7 +23,6 @@ import torch
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
-from megapipe.cli.pretrain import main, with_vocabulary
 from megapipe.comm.trace import Tracer
 from megapipe.config.fields import all_fields
 from megapipe.config.flags import field_flags
@@ -33,13 +32,14 @@ from megapipe.data.synthetic import SyntheticDataset
 from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
+from megapipe.extras.cli.pretrain import main, with_vocabulary
 from megapipe.pipeline.engine import Step
-from megapipe.planner.layer_costs import PartCost
-from megapipe.planner.measured_layers import LayerTimes, setting_of, to_json
-from megapipe.planner.memory import rank_memory
-from megapipe.planner.resolve import resolve
-from megapipe.planner.run_plan import RunPlan
-from megapipe.train.card import graph_words, snapshot_path
+from megapipe.plan.layer_costs import PartCost
+from megapipe.plan.measured_layers import LayerTimes, setting_of, to_json
+from megapipe.plan.memory import rank_memory
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.train.gpu_setup import graph_words, snapshot_path
 from megapipe.train.loop import Training
 from megapipe.train.run import join
 from megapipe.train.step import Rates

@@ -36,8 +36,8 @@ from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes
 from megapipe.config.precision import FP8_FORMATS, FP8_RECIPES
 from megapipe.environment import set_for_libraries
 from megapipe.errors import MegapipeError
-from megapipe.planner.hardware import peak_flops
-from megapipe.planner.memory import rank_memory
+from megapipe.plan.hardware import peak_flops
+from megapipe.plan.memory import rank_memory
 from megapipe.tensor_parallel.fp8 import why_no_fp8
 
 OURS = ("megapipe", "megapipe-fp8")

@@ -17,8 +17,8 @@ import torch
 from plain_loop import PlainLoop, Shape
 from torch import Tensor
 
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
@@ -30,8 +30,8 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.environment import Environment
-from megapipe.planner.resolve import resolve
-from megapipe.planner.run_plan import RunPlan
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.schedule.simulate import Costs, simulate
 from megapipe.train.step import Rates, StepResult, TrainStep

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
@@ -31,7 +31,7 @@ from megapipe.config.load import load_config
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.environment import read_environment
 from megapipe.pipeline.stage import StageRunner
-from megapipe.planner.resolve import resolve
+from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.simulate import Costs, simulate
 from megapipe.train.step import Rates, StepResult, TrainStep

@@ -3,7 +3,7 @@
 
 import sys
 
-from megapipe.cli.convert import main
+from megapipe.extras.cli.convert import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.extras.report.svg import svg
 from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.compare import Model, measure
-from megapipe.visualize.svg import svg
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
 SHORT = {"naive": 2}  # microbatches, where more show nothing new

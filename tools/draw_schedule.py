@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.cli import schedule
-from megapipe.cli.plan import plan_for
 from megapipe.errors import MegapipeError
-from megapipe.planner.run_plan import RunPlan
+from megapipe.extras.cli import schedule
+from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.report.svg import svg
+from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.simulate import simulate
-from megapipe.visualize.svg import svg
 
 
 def drawing(plan: RunPlan, width: int) -> str:

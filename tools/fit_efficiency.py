@@ -14,11 +14,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from megapipe.planner.hardware import Hardware, hardware_named, saturating
-from megapipe.planner.published import PublishedRun, published_runs
-from megapipe.planner.resolve import resolve
-from megapipe.planner.run_plan import RunPlan
-from megapipe.planner.step_time import predict_step, stage_seconds
+from megapipe.extras.search.published import PublishedRun, published_runs
+from megapipe.plan.hardware import Hardware, hardware_named, saturating
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op
 
 Point = tuple[float, float]  # highest, half_at

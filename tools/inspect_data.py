@@ -20,19 +20,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megapipe.build.datasets import dataset_request, tokenizer_of
+from megapipe.assembly.datasets import dataset_request, tokenizer_of
 from megapipe.checkpoint.folder import find_checkpoint, folder_name, open_folder, steps_in
 from megapipe.checkpoint.rollbacks import Rollback, read_rollbacks
-from megapipe.cli.pretrain import with_vocabulary
 from megapipe.config.load import load_config
 from megapipe.data.build_datasets import build_datasets
 from megapipe.data.dataset import TokenDataset
 from megapipe.data.provenance import Piece, files_of, pieces_of, samples_of
 from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.planner.course import Course, Turn
-from megapipe.planner.resolve import resolve
-from megapipe.planner.run_plan import RunPlan
+from megapipe.extras.cli.pretrain import with_vocabulary
+from megapipe.plan.course import Course, Turn
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,18 +15,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megapipe.cli.plan import plan_for
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.synthetic import SyntheticDataset
-from megapipe.dry_run.live_bytes import LiveBytes
-from megapipe.dry_run.rank import ReadBatch, count_rank, count_step
-from megapipe.dry_run.report import difference_text
 from megapipe.environment import read_environment
-from megapipe.planner.memory import rank_memory
-from megapipe.planner.report import bytes_text
-from megapipe.planner.run_plan import RunPlan
+from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
+from megapipe.extras.dry_run.report import difference_text
+from megapipe.plan.memory import rank_memory
+from megapipe.plan.report import bytes_text
+from megapipe.plan.run_plan import RunPlan
 
 SIZES = (
     "--num-layers 8 --hidden-size 192 --num-attention-heads 8 --seq-length 256 --vocab-size 4000 --micro-batch-size 2"

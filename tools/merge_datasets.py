@@ -3,7 +3,7 @@
 
 import sys
 
-from megapipe.cli.merge import main
+from megapipe.extras.cli.merge import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

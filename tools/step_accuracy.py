@@ -22,8 +22,8 @@ from bench_processes import BenchError, num_cores, processor
 from plain_loop import Shape
 
 from megapipe.errors import MegapipeError
-from megapipe.planner.hardware import Hardware, read_hardware
-from megapipe.planner.step_time import predict_step
+from megapipe.plan.hardware import Hardware, read_hardware
+from megapipe.plan.step_time import predict_step
 
 
 def row(name: str, shape: Shape, hardware: Hardware, turns: Sequence[Turn]) -> str:

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megapipe.machine.interfaces import address_towards, interface_of, interfaces
+from megapipe.comm.interfaces import address_towards, interface_of, interfaces
 
 
 def meeting_store(

@@ -13,13 +13,13 @@ from torch import nn
 
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
-from megapipe.kernels.attention import Attention, AttentionShape
-from megapipe.kernels.choose import TORCH, Kernels
-from megapipe.kernels.transformer_engine import LinearWish
+from megapipe.gpu.attention import Attention, AttentionShape
+from megapipe.gpu.choose import TORCH, Kernels
+from megapipe.gpu.transformer_engine import LinearWish
 from megapipe.model.activation import Activation, activation
 from megapipe.model.norm import Norm
-from megapipe.planner.comm_chunks import WHOLE, CommChunks
-from megapipe.planner.fp8 import fp8_layers
+from megapipe.plan.comm_chunks import WHOLE, CommChunks
+from megapipe.plan.fp8 import fp8_layers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.kernels.choose import TORCH, Kernels
+from megapipe.gpu.choose import TORCH, Kernels
 from megapipe.model.block import Block
 from megapipe.model.context import ContextMaker, LayerContext
 from megapipe.model.embedding import Embedding
@@ -22,7 +22,7 @@ from megapipe.model.kept_attention import KeptAttention
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.parts import Parts
 from megapipe.model.recompute import checkpoint, layer_groups, selected_modules
-from megapipe.planner.comm_chunks import WHOLE, CommChunks
+from megapipe.plan.comm_chunks import WHOLE, CommChunks
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear

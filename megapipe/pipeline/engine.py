@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megapipe.comm.channels import Channel, MessageSpec, Path, PendingReceive
 from megapipe.comm.trace import Tracer
+from megapipe.gpu.streams import StageStreams
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.offload import RowOffload
 from megapipe.pipeline.stage import Stage
-from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
-from megapipe.planner.comm_chunks import WHOLE, CommChunks
+from megapipe.plan.comm_chunks import WHOLE, CommChunks
 from megapipe.tensor_parallel.chunked_gemm import gathered_product, summed_product
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot

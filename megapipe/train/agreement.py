@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.collectives import all_reduce
 from megapipe.train.signals import StopRequest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.model.microbatch import Microbatch
 from megapipe.pipeline.engine import Step
 from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.collectives import all_reduce, gather_objects
 from megapipe.data_parallel.copies import Copies, Difference
 from megapipe.errors import TrainingError

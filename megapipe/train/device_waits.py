@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 
 from megapipe.comm.channels import Channel, Moment
+from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.wait_clock import Cause, StepTimes
-from megapipe.pipeline.device_clock import EventClock
 
 
 class DeviceWaits:

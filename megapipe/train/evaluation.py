@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.data.loader import Loader
 from megapipe.model.microbatch import Microbatch
 from megapipe.monitor.heartbeat import Heartbeat

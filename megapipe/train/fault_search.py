@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.build.loss import LossAverage
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Microbatches
+from megapipe.assembly.loss import LossAverage
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Microbatches
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
 from megapipe.pipeline.engine import Step

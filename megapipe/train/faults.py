@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.collectives import gather_objects
 from megapipe.errors import TrainingError
 from megapipe.model.microbatch import StageLoss

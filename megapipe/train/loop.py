@@ -6,8 +6,8 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from megapipe.build.datasets import RunData
-from megapipe.build.machines import Machines
+from megapipe.assembly.datasets import RunData
+from megapipe.assembly.machines import Machines
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.topology import GROUP_NAMES

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.trace import Event
-from megapipe.planner.bubble import expected_bubble
-from megapipe.planner.flops import step_flops
-from megapipe.planner.hardware import peak_flops
+from megapipe.plan.bubble import expected_bubble
+from megapipe.plan.flops import step_flops
+from megapipe.plan.hardware import peak_flops
 from megapipe.schedule.action import BUSY_OPS, parse_action
 from megapipe.train.state import TrainingState
 

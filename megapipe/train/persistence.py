@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from megapipe.build.machines import Machines
-from megapipe.build.saved_weights import held_weights
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.saved_weights import held_weights
 from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk

@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.collectives import gather_objects, objects_at
 from megapipe.comm.ping import round_trips
 from megapipe.comm.trace import Event
-from megapipe.measured.clock import Clock, Reading, RoundTrip, reading
-from megapipe.measured.profile import (
+from megapipe.gpu.device_clock import EventClock
+from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
+from megapipe.profile.profile import (
     ClockNote,
     Link,
     MeasuredStep,
@@ -30,11 +31,10 @@ from megapipe.measured.profile import (
     trace_path,
     write_profile,
 )
-from megapipe.measured.record import as_run, measured_row
-from megapipe.measured.summary import profile_text, summarize
-from megapipe.pipeline.device_clock import EventClock
+from megapipe.profile.record import as_run, measured_row
+from megapipe.profile.summary import profile_text, summarize
+from megapipe.profile.trace import profile_trace
 from megapipe.schedule.schedule import Schedule
-from megapipe.visualize.trace import profile_trace
 
 MOST_RANKS = 64  # recorded; of a larger world the first pipelines, which tell what a viewer can still show
 ROUND_TRIPS = 16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.config.logging import LoggingConfig
 
 

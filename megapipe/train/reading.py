@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
 from megapipe.monitor.heartbeat import Heartbeat

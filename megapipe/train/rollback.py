@@ -6,7 +6,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import folder_name, is_complete, steps_in

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import torch
 
-from megapipe.build.datasets import RunData, build_data
-from megapipe.build.machines import Machines
+from megapipe.assembly.datasets import RunData, build_data
+from megapipe.assembly.machines import Machines
 from megapipe.checkpoint.starts import Starts, forget_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.environment import Environment, set_for_libraries
-from megapipe.kernels.choose import choose, words_of
+from megapipe.gpu.choose import choose, words_of
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
-from megapipe.planner.run_plan import RunPlan
+from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import persistence, restart
-from megapipe.train.card import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
+from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
 from megapipe.train.loop import Training
 from megapipe.train.persistence import Resumed
 from megapipe.train.run_log import RunLog

@@ -32,8 +32,8 @@ from megapipe import __version__
 from megapipe.checkpoint.rollbacks import Rollback
 from megapipe.comm.bootstrap import World
 from megapipe.errors import CommunicationError, NoProgressError
-from megapipe.planner.report import plan_text
-from megapipe.planner.run_plan import RunPlan
+from megapipe.plan.report import plan_text
+from megapipe.plan.run_plan import RunPlan
 
 FILE_NAME = "run.jsonl"
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.save import BackgroundSave

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.build.loss import LossAverage, PendingLoss, StepLoss
-from megapipe.build.machines import Machines
+from megapipe.assembly.loss import LossAverage, PendingLoss, StepLoss
+from megapipe.assembly.machines import Machines
 from megapipe.comm.trace import Tracer
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.optimizer import StepReport

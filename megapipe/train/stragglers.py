@@ -9,15 +9,15 @@ from statistics import median
 
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.channels import Moment
 from megapipe.comm.collectives import all_gather, gather_objects
+from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host
 from megapipe.monitor.record import Wait
 from megapipe.monitor.stragglers import RankPace, extremes, sentence, stragglers
 from megapipe.monitor.wait_clock import StepTimes
-from megapipe.pipeline.device_clock import EventClock
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.device_waits import DeviceWaits

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megapipe.comm.trace import Tracer
+from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.pipeline.device_clock import DeviceClock, device_clock
 from megapipe.schedule.action import Op, parse_action
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2

@@ -34,7 +34,7 @@ from megapipe.monitor.process import host, process_space, start_ticks
 from megapipe.monitor.roster import Member, Roster
 from megapipe.monitor.watchdog import Watchdog
 from megapipe.monitor.words import silent_hosts
-from megapipe.planner.run_plan import RunPlan
+from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES, Topology
 from megapipe.train.run_log import RunLog
 

@@ -12,7 +12,7 @@ from megapipe.config.load import from_yaml, load_config, with_checkpoint_model
 from megapipe.config.model import ModelConfig
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import ConfigError
-from megapipe.planner.resolve import resolve
+from megapipe.plan.resolve import resolve
 from tests.config.examples import SHAPE, job
 
 RESOLVED = [

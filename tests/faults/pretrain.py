@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megapipe.cli.pretrain import main
 from megapipe.environment import read_environment
+from megapipe.extras.cli.pretrain import main
 from tests.faults.plants import arm
 
 if __name__ == "__main__":

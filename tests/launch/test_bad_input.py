@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.cli.pretrain import main
 from megapipe.data.indexed_file import IndexedWriter
+from megapipe.extras.cli.pretrain import main
 from tests.launch.scripts import REPOSITORY, TINY, Door, Ended, launch
 
 

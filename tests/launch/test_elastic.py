@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.comm.torchrun import free_port
+from megapipe.extras.launch.torchrun import free_port
 from tests.launch.scripts import TINY, launch
 from tests.train.jobs import furthest, steps_of
 
 SLOW_STEPS = """
 import sys, time
-from megapipe.cli.pretrain import main
+from megapipe.extras.cli.pretrain import main
 from megapipe.train.step import TrainStep
 
 launch = TrainStep.launch

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.cli.status import main
+from megapipe.extras.cli.status import main
 from tests.launch.scripts import TINY, launch
 
 LIMIT_SECONDS = 2.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.comm.torchrun import free_port, outcome_of, parse
 from megapipe.errors import ConfigError
+from megapipe.extras.launch.torchrun import free_port, outcome_of, parse
 from tests.launch.scripts import Door, launch
 
 REPORTS_AND_WAITS = """
@@ -100,7 +100,7 @@ def test_a_notice_that_comes_before_the_ranks_waits_for_them(tmp_path: Path) -> 
 # says when the launcher has its handlers, which is before it imports torch
 TELLS_WHEN_IT_LISTENS = """
 import sys
-from megapipe.cli.launch import main
+from megapipe.extras.cli.launch import main
 from megapipe.comm.forwarder import Forwarder
 enter = Forwarder.__enter__
 def entered(self):

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megapipe.cli.failure import guarded
 from megapipe.errors import TrainingError
+from megapipe.extras.cli.failure import guarded
 from tests.launch.scripts import REPOSITORY, environment
 
 LEAVES = """

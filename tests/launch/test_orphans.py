@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.cli.orphan import _is_ancestor
+from megapipe.extras.cli.orphan import _is_ancestor
 
 
 def test_a_process_id_counts_only_if_it_is_an_ancestors() -> None:

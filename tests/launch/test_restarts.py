@@ -16,7 +16,7 @@ sys.exit({0: 1, 1: 3}[count])
 """
 KILLED_IN_STEP = """
 import os, signal, sys
-from megapipe.cli.pretrain import main
+from megapipe.extras.cli.pretrain import main
 from megapipe.train.step import TrainStep
 
 launch, taken = TrainStep.launch, []

@@ -13,12 +13,12 @@ from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.kernels.choose import TORCH, Kernels
+from megapipe.extras.reference.config import ReferenceConfig
+from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.gpu.choose import TORCH, Kernels
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
-from megapipe.reference.config import ReferenceConfig
-from megapipe.reference.gpt import ReferenceGPT
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs
 from megapipe.sharding.spec import ParamSpec

@@ -7,8 +7,8 @@ import torch
 
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.model.recompute import layer_groups
-from megapipe.planner.activations import Documents, LocalSizes
-from megapipe.planner.offload import group_sizes, group_storages
+from megapipe.plan.activations import Documents, LocalSizes
+from megapipe.plan.offload import group_sizes, group_storages
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import BATCH, LLAMA, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes

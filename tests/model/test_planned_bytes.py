@@ -18,7 +18,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.model.microbatch import Microbatch
-from megapipe.planner.activations import (
+from megapipe.plan.activations import (
     Documents,
     LocalSizes,
     deferred_bytes,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.dry_run.live_bytes import LiveBytes
 from megapipe.errors import ConfigError
+from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.model.kept_attention import KeptAttention
 from megapipe.model.recompute import Replay, layer_groups
 from megapipe.tensor_parallel.random import DropoutKey

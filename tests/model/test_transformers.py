@@ -10,8 +10,8 @@ import torch
 
 from megapipe.config.model import ModelConfig
 from megapipe.model.microbatch import Microbatch
+from tests.extras.reference.transformers_models import FAMILIES, SEQ, VOCAB, build
 from tests.model.grids import make_stage
-from tests.reference.transformers_models import FAMILIES, SEQ, VOCAB, build
 
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"

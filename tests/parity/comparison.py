@@ -9,14 +9,14 @@ import torch
 
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch
-from megapipe.planner.resolve import resolve
-from megapipe.planner.run_plan import RunPlan
+from megapipe.extras.verify.batches import random_batches
+from megapipe.extras.verify.compare import Difference
+from megapipe.extras.verify.parity import ParityStep, compare_with_oracle
+from megapipe.extras.verify.tolerance import FP64
+from megapipe.extras.verify.weights import drawn_slices
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 from megapipe.train.step import Rates
-from megapipe.verify.batches import random_batches
-from megapipe.verify.compare import Difference
-from megapipe.verify.parity import ParityStep, compare_with_oracle
-from megapipe.verify.tolerance import FP64
-from megapipe.verify.weights import drawn_slices
 from tests.harness import RankFailure, RankPool
 from tests.parity.configuration import configuration
 from tests.parity.options import Grid, world_of

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.planner.resolve import resolve
+from megapipe.extras.verify.batches import random_batches, share_of
+from megapipe.extras.verify.weights import drawn_slices
+from megapipe.plan.resolve import resolve
 from megapipe.train.step import Rates, TrainStep
-from megapipe.verify.batches import random_batches, share_of
-from megapipe.verify.weights import drawn_slices
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.configuration import configuration

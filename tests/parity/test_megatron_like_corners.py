@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Microbatches
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
-from megapipe.planner.resolve import resolve
+from megapipe.extras.verify.batches import random_batches, share_of
+from megapipe.extras.verify.oracle import Oracle
+from megapipe.extras.verify.weights import drawn_slices, whole_weights
+from megapipe.plan.resolve import resolve
 from megapipe.train.step import Rates, TrainStep
-from megapipe.verify.batches import random_batches, share_of
-from megapipe.verify.oracle import Oracle
-from megapipe.verify.weights import drawn_slices, whole_weights
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.configuration import configuration

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.pipeline.copies import StreamCopies
+from megapipe.gpu.copies import StreamCopies
 from tests.pipeline.current_stream import CurrentStream
 
 

@@ -14,9 +14,9 @@ from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
+from megapipe.gpu.streams import StageStreams
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.pipeline.streams import StageStreams
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.build import build_lowered, build_schedule
 from megapipe.schedule.lower import lower

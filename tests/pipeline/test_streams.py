@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.pipeline.streams import StageStreams
+from megapipe.gpu.streams import StageStreams
 from megapipe.schedule.build import build_lowered
 from tests.pipeline.current_stream import CurrentStream
 from tests.pipeline.test_engine import run_lowered

@@ -16,7 +16,7 @@ import megapipe.tensor_parallel.chunked_gemm as chunked_gemm
 import megapipe.tensor_parallel.gemms as gemms
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
-from megapipe.planner.comm_chunks import CommChunks
+from megapipe.plan.comm_chunks import CommChunks
 from megapipe.tensor_parallel.chunked_gemm import chunk_slices, gathered_product, summed_product
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

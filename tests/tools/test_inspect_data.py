@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe.build.datasets import build_data
+from megapipe.assembly.datasets import build_data
 from megapipe.checkpoint.attempt import Extras
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.data.indexed_file import IndexedFile, IndexedWriter

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.planner.hardware import read_hardware
-from megapipe.planner.step_time import predict_step
+from megapipe.plan.hardware import read_hardware
+from megapipe.plan.step_time import predict_step
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.planner.resolve import resolve
+from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import TrainStep
 

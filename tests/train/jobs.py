@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megapipe.cli.pretrain import main
 from megapipe.config.load import load_config
-from megapipe.convert import own
 from megapipe.environment import read_environment
-from megapipe.planner.resolve import resolve
+from megapipe.extras.cli.pretrain import main
+from megapipe.extras.convert import own
+from megapipe.plan.resolve import resolve
 from megapipe.train import run as run_module
 from megapipe.train.run import pretrain
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.checkpoint import CheckpointConfig
@@ -16,7 +16,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.planner.resolve import resolve
+from megapipe.plan.resolve import resolve
 from megapipe.sharding.boxes import pieces
 
 

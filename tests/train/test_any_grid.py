@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.compare import compare
 from megapipe.checkpoint.disk import Disk
@@ -22,7 +22,7 @@ from megapipe.checkpoint.retention import KEEP_ALL
 from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.yaml_file import to_yaml
-from megapipe.planner.resolve import resolve
+from megapipe.plan.resolve import resolve
 from megapipe.topology import GROUP_NAMES, Topology
 from megapipe.train.persistence import boxes_to_save, load, save
 from megapipe.train.schedules import Schedules

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.planner.report import plan_text
-from megapipe.planner.resolve import resolve
+from megapipe.plan.report import plan_text
+from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
 from tests.train.runs import tiny
 from tests.train.test_resume import interrupted, straight

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.checkpoint.folder import steps_in
 from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.train.step import TrainStep

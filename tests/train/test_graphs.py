@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import Machines
+from megapipe.assembly.machines import Machines
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import DocumentRules
-from megapipe.planner.resolve import resolve
+from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel import chunked_loss, cross_entropy, embedding
 from megapipe.train.fault_search import search
 from megapipe.train.faults import OutputWatch

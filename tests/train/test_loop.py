@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.build.microbatches import to_microbatch
+from megapipe.assembly.microbatches import to_microbatch
 from megapipe.data.loader import Loader
 from megapipe.environment import child_environment
+from megapipe.extras.verify.batches import random_batches
 from megapipe.model.block import Block
 from megapipe.train.faults import OutputWatch
 from megapipe.train.step import TrainStep
-from megapipe.verify.batches import random_batches
 from tests.harness import REPOSITORY, RankPool
 from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
 from tests.train.runs import machines_of

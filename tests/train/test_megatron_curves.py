@@ -13,8 +13,8 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.train.step import Rates
+from tests.extras.reference.megatron_curves import Curve, load_curve
 from tests.harness import run_ranks
-from tests.reference.megatron_curves import Curve, load_curve
 from tests.train.grids import machines_of, step_microbatches, trainer
 
 GPT2 = {

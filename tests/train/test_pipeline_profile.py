@@ -15,16 +15,16 @@ import torch
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.ping import round_trips
 from megapipe.comm.trace import Tracer
-from megapipe.measured.clock import RoundTrip, reading
-from megapipe.measured.difference import add
-from megapipe.measured.profile import profiles_in, read_profile, trace_path
-from megapipe.measured.summary import profile_text, summarize
+from megapipe.extras.report.beside import beside
+from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
-from megapipe.pipeline.device_clock import EventClock
+from megapipe.profile.clock import RoundTrip, reading
+from megapipe.profile.difference import add
+from megapipe.profile.profile import profiles_in, read_profile, trace_path
+from megapipe.profile.summary import profile_text, summarize
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.pipeline_profile import PipelineProfiler
-from megapipe.visualize.beside import beside
 from tests.harness import RankPool
 from tests.pipeline.fake_device import FakeDevice
 from tests.train.grids import machines_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.config.yaml_file import to_yaml
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.train.asynchronous_step import step_of

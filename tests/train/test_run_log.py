@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megapipe import __version__
 from megapipe.config.load import from_yaml
-from megapipe.report.folder import read_run
-from megapipe.report.page import page
+from megapipe.extras.report.folder import read_run
+from megapipe.extras.report.page import page
 from megapipe.train.run_log import RunLog
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank, lines_of

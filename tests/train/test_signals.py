@@ -84,7 +84,7 @@ def test_all_ranks_leave_and_a_resumed_run_ends_as_if_there_had_been_no_signal(
 
 SAVES_SLOWLY = """
 import sys, time
-from megapipe.cli.pretrain import main
+from megapipe.extras.cli.pretrain import main
 from megapipe.train.saving import Saves
 
 def save(self, state):

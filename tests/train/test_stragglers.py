@@ -14,11 +14,11 @@ import torch
 
 from megapipe.comm.channels import Channel
 from megapipe.data.synthetic import SyntheticDataset
+from megapipe.gpu.device_clock import EventClock
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host
 from megapipe.monitor.record import Wait
-from megapipe.pipeline.device_clock import EventClock
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import stragglers
 from megapipe.train.stragglers import StragglerLog, transit

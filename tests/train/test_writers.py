@@ -15,8 +15,8 @@ import torch
 from megapipe.comm.trace import Tracer
 from megapipe.config.load import load_config
 from megapipe.environment import read_environment
-from megapipe.pipeline.device_clock import EventClock
-from megapipe.planner.resolve import resolve
+from megapipe.gpu.device_clock import EventClock
+from megapipe.plan.resolve import resolve
 from megapipe.train.metrics import EvaluationMetrics
 from megapipe.train.run import pretrain
 from megapipe.train.timers import Timers, action_seconds

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from gpu_bench.plain import PlainLlama
 from gpu_bench.shapes import CLIP, LR, WEIGHT_DECAY, Shape, configuration
-from megapipe.build.machines import Machines
-from megapipe.build.microbatches import Keys, Microbatches
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
-from megapipe.convert.names import LLAMA_ROWS, place
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.planner.resolve import resolve
+from megapipe.extras.convert.names import LLAMA_ROWS, place
+from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import TrainStep
 

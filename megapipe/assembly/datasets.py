@@ -1,0 +1,104 @@
+"""The data sets a plan needs, with their loaders: how many samples are asked of each split follows from the run's length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.config.config import Config
+from megapipe.data.batch import DocumentRules
+from megapipe.data.build_datasets import DatasetRequest, build_datasets
+from megapipe.data.loader import Loader
+from megapipe.plan.run_plan import RunPlan
+from megapipe.tokenizers.build import build_tokenizer
+from megapipe.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Loaders by split, None where the run asks nothing of it."""
+
+    train: Loader | None
+    valid: Loader | None
+    test: Loader | None
+    tokenizer: Tokenizer | None
+
+    def close(self) -> None:
+        for loader in (self.train, self.valid, self.test):
+            if loader is not None:
+                loader.close()
+
+
+def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | None:
+    """The tokenizer that the data section names; None if it names none.
+
+    is_resolved: model.vocab_size is the tokenizer's own by now; NullTokenizer has one token more than it was given.
+    Raises ConfigError, DataError.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.tokenizer_type is None:
+        return None
+    if data.tokenizer_type == "NullTokenizer" and is_resolved and vocab_size is not None:
+        vocab_size -= 1
+    return build_tokenizer(
+        data.tokenizer_type,
+        data.tokenizer_model,
+        vocab_size=vocab_size,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+    )
+
+
+def num_samples(plan: RunPlan) -> tuple[int, int, int]:
+    """(train, validation, test) samples over the whole run, by Megatron's rule."""
+    training = plan.config.training
+    assert (
+        training.train_iters is not None
+        and training.train_samples is not None
+        and training.global_batch_size is not None
+    )
+    evaluation = training.eval_iters * training.global_batch_size
+    train = 0 if training.skip_train else training.train_samples
+    return train, num_evaluations(plan) * evaluation, evaluation
+
+
+def num_evaluations(plan: RunPlan) -> int:
+    """Validations of the whole run: every eval_interval steps, and one at the end."""
+    training = plan.config.training
+    assert training.train_iters is not None
+    return training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
+
+
+def dataset_request(plan: RunPlan) -> DatasetRequest:
+    """What the run asks of its files."""
+    config, data = plan.config, plan.config.data
+    return DatasetRequest(
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        num_samples=num_samples(plan),
+        data_path=data.data_path,
+        split=data.split,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_cache_path=data.data_cache_path,
+        mock_data=data.mock_data,
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def build_data(plan: RunPlan) -> RunData:
+    """Open the files, build the indices and start the loaders. Raises ConfigError, DataError."""
+    data = plan.config.data
+    tokenizer = tokenizer_of(plan.config, is_resolved=True)
+    datasets = build_datasets(dataset_request(plan))
+    rules = DocumentRules(
+        None if tokenizer is None else tokenizer.eod,
+        data.reset_position_ids,
+        data.reset_attention_mask,
+        data.eod_mask_loss,
+    )
+    train, valid, test = (
+        None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)
+        for name, dataset in (("train", datasets.train), ("validation", datasets.valid), ("test", datasets.test))
+    )
+    return RunData(train, valid, test, tokenizer)

@@ -1,0 +1,148 @@
+"""Seconds of embedding, layers and head of a configuration on this rank, at the shapes of the run: forward, backward and its two halves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.assembly.forward_machines import ForwardMachines
+from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
+from megapipe.comm.groups import ProcessGroups
+from megapipe.config.config import Config
+from megapipe.config.offload import OffloadConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.gpu.device_clock import device_clock
+from megapipe.model.microbatch import Microbatch
+from megapipe.plan.layer_costs import PartCost
+from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.partition import from_counts
+from megapipe.schedule.placement import loop
+from megapipe.tensor_parallel.random import DropoutKey
+
+NUM_LAYERS = 2  # that are timed together, so that one layer's weights are not all that the caches hold
+EMBEDDING, LAYERS, HEAD = range(3)  # the stages of the plan that is measured
+FEWEST, MOST = 3, 200  # repetitions of one measurement, after one that warms up
+
+
+def one_pipeline_rank(config: Config, world_size: int) -> Config:
+    """The configuration with few layers and without a pipeline, on so many ranks: what the parts are made and timed for."""
+    parallel = dataclasses.replace(
+        config.parallel,
+        pipeline_model_parallel_size=1,
+        num_virtual_stages_per_pipeline_rank=None,
+        num_layers_per_virtual_pipeline_stage=None,
+        pipeline_model_parallel_layout=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        microbatch_group_size_per_virtual_pipeline_stage=None,
+        pipeline_schedule="auto",
+        pipeline_memory_limit=None,
+        pipeline_balance="auto",
+        pipeline_layer_times=None,
+        pipeline_rank_speeds=None,
+        pipeline_rank_memory=None,
+    )
+    dp = max(1, world_size // parallel.tensor_model_parallel_size)
+    training = dataclasses.replace(
+        config.training, global_batch_size=config.training.micro_batch_size * dp, rampup_batch_size=None
+    )
+    optimizer = dataclasses.replace(config.optimizer, optimizer_post_validation=False)
+    model = dataclasses.replace(config.model, num_layers=NUM_LAYERS)
+    offload = OffloadConfig()  # copies run under other layers
+    return dataclasses.replace(
+        config, model=model, parallel=parallel, training=training, optimizer=optimizer, offload=offload
+    )
+
+
+def profile_parts(
+    plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float
+) -> tuple[PartCost, PartCost, PartCost]:
+    """(embedding, one layer, head), on the slowest rank of the world. plan: of `one_pipeline_rank`. seconds: for each of some ten figures.
+
+    With full recompute a layer is timed without it and with it; the difference is its replay. Called by all ranks alike.
+    """
+    full = plan.config.recompute.recompute_granularity == "full"
+    plain = RecomputeConfig() if full else plan.config.recompute
+    parts = _Parts(_in_parts(plan, plain), groups, device, seconds)
+    embedding, layers, head = parts.cost(EMBEDDING), parts.cost(LAYERS), parts.cost(HEAD)
+    if full:
+        recomputed = _Parts(_in_parts(plan, plan.config.recompute), groups, device, seconds).cost(LAYERS)
+        layers = dataclasses.replace(layers, replay=max(0.0, recomputed.backward - layers.backward))
+    return embedding, _scaled(layers, 1.0 / NUM_LAYERS), head
+
+
+def _scaled(cost: PartCost, factor: float) -> PartCost:
+    return PartCost(**{name: value * factor for name, value in dataclasses.asdict(cost).items()})
+
+
+def _in_parts(plan: RunPlan, recompute: RecomputeConfig) -> RunPlan:
+    """Embedding, layers and head as three stages of the one rank."""
+    config = dataclasses.replace(plan.config, recompute=recompute)
+    cut = from_counts([0, NUM_LAYERS, 0], NUM_LAYERS)
+    return dataclasses.replace(plan, config=config, placement=loop(1, 3), partition=cut, schedule_name="interleaved")
+
+
+class _Parts:
+    """The three stages with their parameters, and tensors to run them on."""
+
+    def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> None:
+        self._machines = ForwardMachines(plan, groups, device, trains=True)
+        self._world, self._clock, self._seconds = groups.world, device_clock(device), seconds
+        model, training = plan.config.model, plan.config.training
+        assert model.vocab_size is not None
+        shape = training.micro_batch_size, model.seq_length
+        generator = torch.Generator().manual_seed(training.seed)
+        tokens, labels = (torch.randint(model.vocab_size, shape, generator=generator).to(device) for _ in range(2))
+        self._microbatch = Microbatch(tokens, labels, dropout_key=DropoutKey(training.seed, 0, 0))
+        (message,) = self._machines.message(0)
+        self._hidden = torch.randn(message.shape, generator=generator).to(device, message.dtype)
+
+    def cost(self, stage: int) -> PartCost:
+        """Medians, of the slowest rank."""
+        whole = self._medians((lambda: self._forward(stage), lambda: self._backward(stage, "backward")))
+        halves = self._medians(
+            (
+                lambda: self._forward(stage),
+                lambda: self._backward(stage, "backward_input"),
+                lambda: self._machines.runners[stage].backward_weight(0),
+            )
+        )
+        return PartCost(forward=whole[0], backward=whole[1], inputs=halves[1], weights=halves[2])
+
+    def _forward(self, stage: int) -> None:
+        inputs = () if stage == EMBEDDING else (self._hidden,)
+        self._machines.runners[stage].forward(0, inputs, self._microbatch, _objective if stage == HEAD else None)
+
+    def _backward(self, stage: int, how: str) -> None:
+        gradients: tuple[Tensor | None, ...] = (None,) if stage == HEAD else (self._hidden,)
+        getattr(self._machines.runners[stage], how)(0, gradients)
+
+    def _medians(self, steps: tuple[Callable[[], None], ...]) -> list[float]:
+        """Of each step, run one after the other again and again. All ranks run equally often, for tensor parallelism meets inside."""
+        self._timed(steps, 1)
+        once = sum(self._timed(steps, 1)[0])
+        times = max(FEWEST, min(MOST, int(self._seconds / max(once, 1e-9))))
+        times = broadcast_object(times, self._world)
+        barrier(self._world)
+        own = [median(column) for column in zip(*self._timed(steps, times), strict=True)]
+        return [max(column) for column in zip(*gather_objects(own, self._world), strict=True)]
+
+    def _timed(self, steps: tuple[Callable[[], None], ...], times: int) -> list[list[float]]:
+        """Of each step, each time. A GPU is waited for when all is launched: its queue stays full, as in training."""
+        clock, moments = self._clock, [self._clock.mark()]
+        for _ in range(times):
+            for step in steps:
+                step()
+                moments.append(clock.mark())
+        seconds = [clock.seconds(begin, end) for begin, end in pairwise(moments)]
+        return [seconds[first : first + len(steps)] for first in range(0, len(seconds), len(steps))]
+
+
+def _objective(output: Any, _: Any) -> tuple[Tensor, Tensor]:
+    return output.loss_sum, output.loss_sum.detach()

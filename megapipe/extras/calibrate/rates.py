@@ -1,0 +1,202 @@
+"""What this rank's device reaches: GEMMs in each precision and by their smallest size, fused attention, and kernels that move memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapipe.extras.calibrate.stopwatch import FEWEST_CALLS, Stopwatch
+from megapipe.model.core_attention import fused_attention
+from megapipe.plan.hardware import FP8
+from megapipe.tensor_parallel.fp8 import E4M3, Rounded, multiply, why_no_fp8
+
+Key = TypeVar("Key")
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+GEMM_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+WIDENING = 4  # outputs of the measured linear by its inputs: that of linear_fc1
+BACKWARD_OF_ATTENTION = 2.5  # in forwards, as the planner counts a fused kernel
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """first_gemm: of the square GEMMs, which double from it. tokens: fewest of a linear. attention: (seq, batch, heads, head_dim).
+    moved_bytes: of each tensor that is copied and added; pointwise: (tokens, width)."""
+
+    first_gemm: int
+    tokens: int
+    attention: tuple[int, int, int, int]
+    moved_bytes: int
+    pointwise: tuple[int, int]
+
+
+SIZES = {
+    "cpu": Sizes(256, 1024, (512, 2, 4, 64), 1 << 26, (1024, 1024)),
+    "cuda": Sizes(1024, 4096, (4096, 1, 16, 128), 1 << 30, (8192, 8192)),
+}
+# shares of the seconds that the device's measurements may take
+PEAKS, SHARES, ATTENTION, MEMORY, POINTWISE = 0.35, 0.40, 0.07, 0.09, 0.09
+
+
+@dataclass(frozen=True)
+class Rates:
+    """flops: by configuration dtype, and of "fp8" where a GPU has it, of the fastest GEMM. gemms: smallest size -> FLOP/s of a linear's
+    forward and both halves of its backward. attention: FLOP/s of forward and backward, causal counted half. memory, pointwise: bytes a
+    second, read and written. All but `flops` in one dtype."""
+
+    flops: Mapping[str, float]
+    gemms: Mapping[int, float]
+    attention: float
+    memory: float
+    pointwise: float
+
+
+def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
+    """On this rank alone. dtype: of training. seconds: about what it takes; slow devices measure fewer sizes."""
+    sizes, kind = SIZES[stopwatch.device.type], TORCH_DTYPES[dtype]
+    bench = _Bench(sizes, kind, stopwatch)
+    gemms = bench.linears(SHARES * seconds)
+    peaks = {
+        name: square_gemms(of, stopwatch, PEAKS * seconds / len(TORCH_DTYPES)) for name, of in TORCH_DTYPES.items()
+    }
+    flops = {name: rate for name, rate in peaks.items() if rate is not None}
+    if stopwatch.device.type == "cuda" and why_no_fp8(stopwatch.device) is None:
+        flops[FP8] = fp8_gemms(stopwatch, PEAKS * seconds / len(TORCH_DTYPES))
+    flops[dtype] = max(flops[dtype], *gemms.values())  # a share is of the best that was seen
+    return Rates(
+        flops,
+        gemms,
+        bench.attention(ATTENTION * seconds),
+        bench.memory(MEMORY * seconds),
+        bench.pointwise(POINTWISE * seconds),
+    )
+
+
+def slowest(found: Sequence[Rates]) -> Rates:
+    """Of several ranks: a step waits for the slowest. Of sizes and dtypes those that all have."""
+    return Rates(
+        _least([rates.flops for rates in found]),
+        _least([rates.gemms for rates in found]),
+        *(min(getattr(rates, name) for rates in found) for name in ("attention", "memory", "pointwise")),
+    )
+
+
+def _least(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    return {key: min(rates[key] for rates in found) for key in found[0] if all(key in rates for rates in found)}
+
+
+def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float) -> float | None:
+    """FLOP/s of the fastest square GEMM; None where the device has none in this dtype."""
+
+    def make(size: int) -> Callable[[], object]:
+        return _call(torch.mm, *(torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2)))
+
+    try:
+        return _fastest(make, stopwatch, budget_seconds)
+    except RuntimeError as error:
+        if "not implemented" not in str(error):
+            raise
+        return None
+
+
+def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
+    """FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as a linear's forward has it."""
+
+    def make(size: int) -> Callable[[], object]:
+        a, b = (Rounded.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
+        return lambda: multiply(a, b, torch.bfloat16, fast=True)
+
+    return _fastest(make, stopwatch, budget_seconds)
+
+
+def _fastest(make: Callable[[int], Callable[[], object]], stopwatch: Stopwatch, budget_seconds: float) -> float:
+    """FLOP/s of the fastest product of two square matrices, sizes doubled while time allows. make: size -> what multiplies."""
+    size, best, deadline = SIZES[stopwatch.device.type].first_gemm, 0.0, time.perf_counter() + budget_seconds
+    while True:
+        seconds = stopwatch.seconds(make(size), budget_seconds / 8)
+        best = max(best, 2.0 * size**3 / seconds)
+        size *= 2
+        if size > GEMM_SIZES[-1] or time.perf_counter() + 8 * seconds * FEWEST_CALLS > deadline:
+            return best
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+class _Bench:
+    """Kernels of a layer in one dtype."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, stopwatch: Stopwatch) -> None:
+        self._sizes, self._dtype, self._stopwatch = sizes, dtype, stopwatch
+
+    def linears(self, budget_seconds: float) -> dict[int, float]:
+        """FLOP/s by smallest size, ascending while time allows; at least of two sizes."""
+        found: dict[int, float] = {}
+        deadline = time.perf_counter() + budget_seconds
+        for size in GEMM_SIZES:
+            flops = 2.0 * max(size, self._sizes.tokens) * size * WIDENING * size * 3
+            if len(found) > 1 and time.perf_counter() + FEWEST_CALLS * flops / max(found.values()) > deadline:
+                break
+            found[size] = flops / self._linear_seconds(size, budget_seconds / len(GEMM_SIZES))
+        return found
+
+    def _linear_seconds(self, size: int, budget_seconds: float) -> float:
+        """Forward, input gradient and weight gradient, in the layouts of memory that a linear has them in."""
+        tokens = max(size, self._sizes.tokens)
+        x, weight, grad = (
+            self._random(tokens, size),
+            self._random(WIDENING * size, size),
+            self._random(tokens, WIDENING * size),
+        )
+        calls = (_call(F.linear, x, weight), _call(torch.mm, grad, weight), _call(torch.mm, grad.t(), x))
+        return sum(self._stopwatch.seconds(call, budget_seconds / len(calls)) for call in calls)
+
+    def attention(self, budget_seconds: float) -> float:
+        """FLOP/s of training's own fused attention, forward and backward; what a causal mask hides is not counted."""
+        seq, batch, heads, head_dim = self._sizes.attention
+        q = self._random(seq, batch, heads, 1, head_dim).requires_grad_()
+        k, v = (self._random(seq, batch, heads, 1, head_dim).requires_grad_() for _ in range(2))
+        grad = self._random(seq, batch, heads * head_dim)
+
+        def run() -> None:
+            torch.autograd.grad(fused_attention(q, k, v, None, head_dim**-0.5), (q, k, v), grad)
+
+        forward = 4.0 * seq * batch * (seq / 2) * heads * head_dim
+        return (1 + BACKWARD_OF_ATTENTION) * forward / self._stopwatch.seconds(run, budget_seconds)
+
+    def memory(self, budget_seconds: float) -> float:
+        """Bytes a second, read and written, of a copy and an addition of large tensors."""
+        count = self._sizes.moved_bytes // 4
+        a, b, c = (torch.ones(count, device=self._stopwatch.device) for _ in range(3))
+        copy = self._stopwatch.seconds(lambda: c.copy_(a), budget_seconds / 2)
+        add = self._stopwatch.seconds(lambda: torch.add(a, b, out=c), budget_seconds / 2)
+        return (2 + 3) * self._sizes.moved_bytes / (copy + add)
+
+    def pointwise(self, budget_seconds: float) -> float:
+        """Bytes a second that norm, activation and residual addition, forward and backward, must read and write."""
+        shape = self._sizes.pointwise
+        x, grad = self._random(*shape).requires_grad_(), self._random(*shape)
+        weight, bias = (self._random(shape[1]).requires_grad_() for _ in range(2))
+
+        def norm() -> None:
+            torch.autograd.grad(F.layer_norm(x, shape[1:], weight, bias), (x, weight, bias), grad)
+
+        def activation() -> None:
+            torch.autograd.grad(F.gelu(x, approximate="tanh"), x, grad)
+
+        with torch.no_grad():
+            seconds = self._stopwatch.seconds(_call(torch.add, x, grad), budget_seconds / 3)
+        seconds += self._stopwatch.seconds(norm, budget_seconds / 3) + self._stopwatch.seconds(
+            activation, budget_seconds / 3
+        )
+        passes = 3 + 2 * (2 + 3)  # addition; forward: in, out; backward: input, gradient, gradient of the input
+        return passes * x.numel() * x.element_size() / seconds
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self._stopwatch.device).to(self._dtype)

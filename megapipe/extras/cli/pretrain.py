@@ -1,0 +1,110 @@
+"""`pretrain_gpt.py`: flags and YAML -> plan -> training, or one of the questions --print-config, --plan, --dry-run, --verify-grid.
+
+Everything that can be refused is refused before torch is imported and any process group is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.configuration import checkpoint_config
+from megapipe.config.config import Config
+from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
+from megapipe.config.megatron_flags import differences_line
+from megapipe.environment import Environment, read_environment
+from megapipe.errors import ConfigError
+from megapipe.extras.cli.failure import end_at_once, guarded
+from megapipe.extras.cli.orphan import end_with_launcher
+from megapipe.plan.report import plan_text
+from megapipe.plan.resolve import resolve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run pretraining on this rank; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        found = read_environment()
+    except ConfigError as error:  # who we are is not known, so everybody speaks
+        print(f"this cannot run: {error}", file=sys.stderr)
+        return error.exit_code
+    end_with_launcher(found)
+    code = guarded(lambda: _pretrain(arguments, found), found.global_rank, found.world_size)
+    if code and found.is_distributed:
+        end_at_once(code)
+    return code
+
+
+def _pretrain(arguments: list[str], environment: Environment) -> int:
+    loaded = load_config(arguments)
+    if loaded.config.checkpoint.use_checkpoint_args:
+        loaded = _with_model_of_checkpoint(loaded)
+    if loaded.requests.print_config:
+        if environment.global_rank == 0:
+            print(_config_text(loaded, *_world(loaded, environment)), end="")
+        return 0
+    if loaded.requests.dry_run and environment.is_distributed:
+        raise ConfigError(
+            "--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks there will be"
+        )
+    plan = resolve(with_vocabulary(loaded.config), *_world(loaded, environment))
+    if environment.global_rank == 0:
+        print("\n".join([*loaded.remarks, plan_text(plan), f"  flags    {differences_line()}"]), flush=True)
+    if loaded.requests.plan:
+        return 0
+    if loaded.requests.dry_run:
+        from megapipe.extras.dry_run.run import dry_run
+
+        return dry_run(plan, loaded.requests.rank)
+    if loaded.requests.verify_grid is not None:
+        from megapipe.extras.verify.run import verify
+
+        return verify(plan, environment, loaded.requests.verify_grid)
+    from megapipe.extras.cli.samples import print_samples
+    from megapipe.train.run import pretrain
+
+    return pretrain(plan, environment, loaded.text(plan.config), print_samples, loaded.remarks)
+
+
+def _world(loaded: LoadedConfig, environment: Environment) -> tuple[int, int | None]:
+    """Ranks, and ranks of a node (None: all): those that were started, or with --world-size those that are only planned."""
+    if loaded.requests.world_size is not None:
+        return loaded.requests.world_size, loaded.requests.ranks_per_node
+    return environment.world_size, environment.local_world_size
+
+
+def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | None) -> str:
+    """The configuration with what it comes to on this many ranks; on a number of ranks that does not fit, as it was asked for."""
+    try:
+        return loaded.text(resolve(with_vocabulary(loaded.config), world_size, ranks_per_node).config)
+    except ConfigError:
+        return loaded.text()
+
+
+def with_vocabulary(config: Config) -> Config:
+    """The configuration with the tokenizer's vocabulary size where none is given. Raises ConfigError if the two disagree."""
+    tokenizer = tokenizer_of(config)
+    if tokenizer is None:
+        return config
+    given = config.model.vocab_size
+    if config.data.tokenizer_type == "NullTokenizer":  # made from --vocab-size, and has one token more
+        given = None
+    if given is not None and given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer {config.data.tokenizer_model}; "
+            "leave it out"
+        )
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)
+    )
+
+
+def _with_model_of_checkpoint(loaded: LoadedConfig) -> LoadedConfig:
+    root = loaded.config.checkpoint.load
+    if root is None:
+        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint: say which with --load DIR")
+    saved, folder = checkpoint_config(Path(root), loaded.config.checkpoint.ckpt_step)
+    return with_checkpoint_model(loaded, saved, str(folder))

@@ -1,0 +1,183 @@
+"""`count_rank`: one rank of a planned world, its real machines on the meta device, one step through its row of the schedule."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.comm.groups import ProcessGroups, paper_process_groups
+from megapipe.comm.paper import Ledger
+from megapipe.comm.trace import Tracer
+from megapipe.data.batch import Batch
+from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.meta import OnPaper
+from megapipe.extras.dry_run.window import microbatches_to_run
+from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.sharding.spec import ParamSpec
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.faults import OutputWatch
+from megapipe.train.step import Rates
+
+META = torch.device("meta")
+STATE = ("weights", "gradients", "optimizer", "rollback")
+PER_MICROBATCH = (
+    "tp",
+    "pp",
+    "cp",
+    "kv",
+)  # groups in which every microbatch sends the same; the others speak once a step
+RATES = Rates(1e-3, 0.1)  # of no consequence where there are no values
+
+ReadBatch = Callable[[int, int], Batch]  # (dp_rank, microbatch number) -> the first step's microbatch
+
+
+@dataclass(frozen=True)
+class RankCount:
+    """What one rank holds and sends in a step.
+
+    items: bytes at the peak: STATE, and 'step', all else. peak_action: "3B5", the action of the row during which the peak came; '' after
+    the row. before_action: bytes of the step at that action's start. num_run: microbatches run. ledger: of the whole step; None for
+    real ranks.
+    """
+
+    global_rank: int
+    items: Mapping[str, int]
+    peak_action: str
+    before_action: int
+    num_run: int
+    seconds: float
+    ledger: Ledger | None = None
+
+    @property
+    def peak(self) -> int:
+        return sum(self.items.values())
+
+
+def count_rank(
+    plan: RunPlan, global_rank: int, read: ReadBatch, device: str = "cuda", *, in_full: bool = False
+) -> RankCount:
+    """One step of this rank with tensors that have no values. device: whose kernels are taken, 'cuda' or 'cpu'.
+
+    Of a long step as many microbatches are run as show all its situations (`window`), unless in_full; what was sent is counted up to the
+    whole step.
+    """
+    full = plan.batch.full // plan.batch.samples_per_microbatch
+    pp_rank = plan.topology.coordinates(global_rank).pp_rank
+    count = full if in_full else microbatches_to_run(plan, pp_rank)
+    ledger, live = Ledger(), LiveBytes()
+    ledger.observe = lambda tensor: live.name([tensor], "messages")
+    with OnPaper(device), live:
+        groups = paper_process_groups(plan.topology, global_rank, ledger)
+        found, watch = count_step(plan, groups, META, live, read, _empty, count, ledger)
+    if count != full:
+        watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank])
+    return found
+
+
+def count_step(
+    plan: RunPlan,
+    groups: ProcessGroups,
+    device: torch.device,
+    live: LiveBytes,
+    read: ReadBatch,
+    draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None,
+    num_microbatches: int | None = None,
+    ledger: Ledger | None = None,
+) -> tuple[RankCount, ActionWatch]:
+    """Build the machines and take the first step; called inside `live`, on paper as with real ranks.
+
+    draw_slice: initial values, those of training if None. num_microbatches: those of the full global batch if None.
+    """
+    started = time.perf_counter()
+    watch = ActionWatch(live, ledger)
+    machines = Machines(plan, groups, device, draw_slice, watch)
+    name_state(machines, live)
+    live.label = "step"
+    count = num_microbatches or plan.batch.full // plan.batch.samples_per_microbatch
+    dp_rank = machines.coordinates.dp_rank
+    keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
+    microbatches = Microbatches(count, lambda k: read(dp_rank, k), keys, device)
+    outputs = OutputWatch(machines) if plan.config.training.check_for_nan_in_loss_and_grad else None
+    live.begin()
+    step_of(machines, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)
+    machines.finish_parameters()
+    watch.finish()
+    del outputs
+    items = {item: live.at_peak.get(item, 0) for item in STATE}
+    state = sum(items.values())
+    items["step"] = live.peak - state
+    seconds = time.perf_counter() - started
+    rank = groups.world.global_rank
+    return RankCount(rank, items, watch.peak_action, max(watch.before_action - state, 0), count, seconds, ledger), watch
+
+
+def name_state(machines: Machines, live: LiveBytes) -> None:
+    """Tell weights, gradients and what the optimizer keeps from all else; the host's memory is not counted."""
+    if machines.offload is not None:
+        pool = machines.offload.pool
+        pool.allocate = partial(live.elsewhere, pool.allocate)
+    buffers = [buffer for held in machines.buffers.values() for buffer in held.buffers]
+    live.name((version for buffer in buffers for version in buffer.versions), "weights")
+    live.name((buffer.gradients for buffer in buffers), "gradients")
+    for item, tensors in machines.optimizer.held().items():
+        live.name(tensors, item)
+
+
+def _empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+    return torch.empty(spec.local_shape(tp_rank, tp), device=META)
+
+
+class ActionWatch(Tracer):
+    """In the place of the tracer: at which action of the row the peak came, what lived when it began, and what each action sent."""
+
+    def __init__(self, live: LiveBytes, ledger: Ledger | None = None) -> None:
+        super().__init__()
+        self._live, self._ledger = live, ledger
+        self._level = self._at_start = 0
+        self._has_risen = False
+        self.peak_action, self.before_action = "", 0
+        self._sent_before = Ledger()
+        self._sent_by: dict[tuple[int, Op], Ledger] = {}  # the last action of each kind
+        self.settle = self._mark
+        live.at_new_peak = self._rise
+
+    def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
+        if kind == "action":
+            if self._has_risen:
+                self.peak_action, self.before_action = name, self._at_start
+            if self._ledger is not None:
+                action = parse_action(name)
+                self._sent_by[action.stage, action.op] = self._ledger.since(self._sent_before)
+                self._sent_before = self._ledger.copy()
+        if kind in ("action", "row"):
+            self._has_risen = False
+
+    def finish(self) -> None:
+        """The step is over: a peak after the row belongs to no action."""
+        if self._has_risen:
+            self.peak_action, self.before_action = "", self._level
+
+    def extend(self, run: Sequence[Action], whole: Sequence[Action]) -> None:
+        """Count up what was sent in a shorter row to a longer one: every further action sends what the last of its kind has sent."""
+        assert self._ledger is not None
+        missing = Counter((action.stage, action.op) for action in whole)
+        missing.subtract((action.stage, action.op) for action in run)
+        for kind, count in missing.items():
+            if count and kind in self._sent_by:
+                self._ledger.add(self._sent_by[kind], count, PER_MICROBATCH)
+
+    def _rise(self) -> None:
+        self._has_risen = True
+
+    def _mark(self) -> None:
+        """Called before and after every action, when the engine asks for the time."""
+        self._at_start, self._level = self._level, self._live.now

@@ -1,0 +1,95 @@
+"""ReferenceConfig: the shape of the reference GPT, field by field under Megatron's names. Used by all of megapipe/extras/reference."""
+
+from dataclasses import dataclass
+
+POSITIONS = ("learned_absolute", "rope", "none")
+ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """A GPT with every size resolved: nothing is derived from another field here, so nothing is derived differently from elsewhere.
+
+    Raises ValueError, naming the field, for an unknown name or for sizes that don't fit together.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int  # width after the activation; a gated linear_fc1 has twice as many rows
+    num_attention_heads: int
+    num_query_groups: int  # heads: multi-head, 1: multi-query, between: grouped-query attention
+    kv_channels: int  # size of one head
+    seq_length: int  # longest sequence that forward accepts
+    max_position_embeddings: int  # rows of the learned position table
+    vocab_size: int  # ids that exist
+    padded_vocab_size: int  # rows of the embedding and of the head; those from vocab_size on have no part in the loss
+
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0  # the first kv_channels * rotary_percent channels of a head are rotated
+    rope_scaling_type: str = "none"
+    rope_scaling_factor: float = 8.0
+    rope_low_freq_factor: float = 1.0  # llama3
+    rope_high_freq_factor: float = 4.0  # llama3
+    rope_original_max_position_embeddings: int = 8192  # llama3, yarn
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False  # the scale is weight + 1, in every norm of the model
+    qk_layernorm: bool = False  # a norm over each head of q and k, before the rotation
+
+    activation: str = "gelu"
+    add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
+    add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
+    untie_embeddings_and_output_weights: bool = False
+
+    window_size: int | None = None  # a query at i sees the keys i - window_size + 1 .. i
+    attn_logit_softcapping: float | None = None  # scores -> cap * tanh(scores / cap)
+    final_logit_softcapping: float | None = None
+    softmax_scale: float | None = None  # None: 1 / sqrt(kv_channels)
+
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0  # coefficient of logsumexp(logits)^2
+
+    def __post_init__(self) -> None:
+        for field, allowed in _NAMES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_query_groups {self.num_query_groups} does not divide num_attention_heads {self.num_attention_heads}"
+            )
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+        if self.position_embedding_type == "rope" and (
+            self.rotary_channels % 2 or not 0 < self.rotary_channels <= self.kv_channels
+        ):
+            raise ValueError(
+                f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is {self.rotary_channels} channels; "
+                "rotary positions turn pairs of channels: the number is even, above 0 and at most kv_channels"
+            )
+
+    @property
+    def rotary_channels(self) -> int:
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in GATED_ACTIVATIONS
+
+
+_NAMES = {
+    "position_embedding_type": POSITIONS,
+    "rope_scaling_type": ROPE_SCALINGS,
+    "normalization": NORMALIZATIONS,
+    "activation": ACTIVATIONS,
+}

@@ -1,0 +1,266 @@
+"""ReferenceGPT: the GPT that all grids are compared with, in one process and plain PyTorch.
+
+Parameters carry Megatron's names and layouts, full tensors. Shapes: b batch, s sequence, h hidden_size, n num_attention_heads,
+g num_query_groups, c kv_channels.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megapipe.extras.reference.config import ReferenceConfig
+from megapipe.extras.reference.loss import token_losses
+from megapipe.extras.reference.rotary import cos_sin, rotate
+
+# (layer, site, shape) -> mask already divided by 1 - p, or None for no dropout there.
+#   site "embedding"         layer -1        [b, s, h]
+#   site "attention_probs"   layer 0, 1, ..  [b, n, s, s]
+#   site "attention_output"                  [b, s, h]
+#   site "mlp_output"                        [b, s, h]
+DropoutMasks = Callable[[int, str, tuple[int, ...]], Tensor | None]
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums and tables: fp32 for half types, the dtype itself otherwise, so fp64 is never rounded."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class ReferenceGPT(nn.Module):
+    """Embedding, pre-norm blocks, final norm, head. Weights are NaN until load_state_dict or draw_weights, so none is forgotten unseen."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.decoder = Decoder(config)
+        if config.untie_embeddings_and_output_weights:
+            self.output_layer = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(torch.nan)
+
+    @torch.no_grad()
+    def draw_weights(self, seed: int, std: float = 0.15) -> None:
+        """Draw every parameter, norms and biases too: at their usual 1 and 0 a forgotten one would not be seen."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            norm_scale = "layernorm.weight" in name and not self.config.layernorm_zero_centered_gamma
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std
+            parameter.copy_(noise + 1.0 if norm_scale else noise)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_masks: DropoutMasks | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """tokens, labels, loss_mask: [b, s]. Returns the sum of the losses where loss_mask is 1 (weighted by it), and the sum of loss_mask.
+
+        position_ids: [b, s], 0 .. s-1 if None. document_ids: [b, s]; a query sees only keys of its own document. Without dropout_masks
+        there is no dropout, whatever the configured rates (the caller owns all randomness).
+        """
+        logits = self.logits(tokens, position_ids, document_ids, dropout_masks)
+        losses = token_losses(self.config, logits, labels)
+        loss_mask = loss_mask.to(losses.dtype)
+        return (losses * loss_mask).sum(), loss_mask.sum()
+
+    def logits(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_masks: DropoutMasks | None = None,
+    ) -> Tensor:
+        """[b, s, vocab_size], at least fp32. Padded rows of the head are cut off, so no softmax sees them."""
+        config = self.config
+        if tokens.shape[1] > config.seq_length:
+            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {config.seq_length}")
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        hidden = self.embedding(tokens, position_ids, dropout_masks)
+        hidden = self.decoder(hidden, position_ids, visible_keys(config, tokens, document_ids), dropout_masks)
+        head = (
+            self.output_layer.weight
+            if config.untie_embeddings_and_output_weights
+            else self.embedding.word_embeddings.weight
+        )
+        logits = F.linear(hidden, head)[..., : config.vocab_size]
+        return soft_cap(logits.to(at_least_fp32(logits.dtype)), config.final_logit_softcapping)
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embeddings = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, dropout_masks: DropoutMasks | None) -> Tensor:
+        hidden = self.word_embeddings(tokens)
+        if self.config.position_embedding_type == "learned_absolute":
+            hidden = hidden + self.position_embeddings(position_ids)
+        return dropout(hidden, self.config.hidden_dropout, dropout_masks, -1, "embedding")
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.final_layernorm = Norm(config, config.hidden_size)
+
+    def forward(
+        self, hidden: Tensor, position_ids: Tensor, visible: Tensor, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
+        rotary = None
+        if self.config.position_embedding_type == "rope":
+            rotary = cos_sin(self.config, position_ids, at_least_fp32(hidden.dtype))
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, visible, dropout_masks)
+        return self.final_layernorm(hidden)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ReferenceConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        self.input_layernorm = Norm(config, config.hidden_size)
+        self.self_attention = SelfAttention(config, layer)
+        self.pre_mlp_layernorm = Norm(config, config.hidden_size)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
+        rate = self.config.hidden_dropout
+        update = self.self_attention(self.input_layernorm(hidden), rotary, visible, dropout_masks)
+        hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "attention_output")
+        update = self.mlp(self.pre_mlp_layernorm(hidden))
+        return hidden + dropout(update, rate, dropout_masks, self.layer, "mlp_output")
+
+
+class SelfAttention(nn.Module):
+    """Softmax attention, written out. linear_qkv's rows are, per query group, [q_0 .. q_{n/g-1}, k, v], each kv_channels rows."""
+
+    def __init__(self, config: ReferenceConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        self.linear_qkv = nn.Linear(
+            config.hidden_size, (heads + 2 * groups) * channels, bias=config.add_bias_linear or config.add_qkv_bias
+        )
+        self.linear_proj = nn.Linear(heads * channels, config.hidden_size, bias=config.add_bias_linear)
+        if config.qk_layernorm:
+            self.q_layernorm = Norm(config, channels)
+            self.k_layernorm = Norm(config, channels)
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, visible: Tensor, dropout_masks: DropoutMasks | None
+    ) -> Tensor:
+        config = self.config
+        batch, seq, _ = hidden.shape
+        queries_per_group = config.num_attention_heads // config.num_query_groups
+        qkv = self.linear_qkv(hidden).view(
+            batch, seq, config.num_query_groups, queries_per_group + 2, config.kv_channels
+        )
+        q = qkv[:, :, :, :-2].flatten(2, 3)  # [b, s, n, c]
+        k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]  # [b, s, g, c]
+        if config.qk_layernorm:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
+
+        scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
+        scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
+        scores = scores.to(at_least_fp32(scores.dtype)).masked_fill(~visible, -torch.inf)
+        probs = dropout(
+            scores.softmax(dim=-1).to(v.dtype), config.attention_dropout, dropout_masks, self.layer, "attention_probs"
+        )
+        context = torch.einsum("bnqk,bknc->bqnc", probs, v)
+        return self.linear_proj(context.flatten(2, 3))
+
+
+class MLP(nn.Module):
+    """linear_fc2(activation(linear_fc1(x))). A gated linear_fc1 has the rows [gate; up] and the activation is act(gate) * up."""
+
+    def __init__(self, config: ReferenceConfig) -> None:
+        super().__init__()
+        self.gated, self.activation = config.gated, ACTIVATIONS[config.activation]
+        width = config.ffn_hidden_size
+        self.linear_fc1 = nn.Linear(
+            config.hidden_size, 2 * width if config.gated else width, bias=config.add_bias_linear
+        )
+        self.linear_fc2 = nn.Linear(width, config.hidden_size, bias=config.add_bias_linear)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.linear_fc1(hidden)
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            return self.linear_fc2(self.activation(gate) * up)
+        return self.linear_fc2(self.activation(inner))
+
+
+class Norm(nn.Module):
+    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim, in at least fp32. A zero-centred weight scales by weight + 1."""
+
+    def __init__(self, config: ReferenceConfig, size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(size))
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.empty(size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = hidden.to(at_least_fp32(hidden.dtype))
+        scale = self.weight.to(x.dtype)
+        if self.config.layernorm_zero_centered_gamma:
+            scale = scale + 1.0
+        if self.config.normalization == "LayerNorm":
+            x = x - x.mean(dim=-1, keepdim=True)
+        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.config.norm_epsilon) * scale
+        if self.config.normalization == "LayerNorm":
+            x = x + self.bias.to(x.dtype)
+        return x.to(hidden.dtype)
+
+
+def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Which key (last dim) each query sees: itself and earlier ones, within the window and the document. Booleans, [1 or b, 1, s, s]."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    distance = index[:, None] - index  # [query, key]
+    visible = distance >= 0
+    if config.window_size is not None:
+        visible = visible & (distance < config.window_size)
+    visible = visible[None, None]
+    if document_ids is not None:
+        visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+    return visible
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def dropout(x: Tensor, rate: float, dropout_masks: DropoutMasks | None, layer: int, site: str) -> Tensor:
+    """x times the mask that dropout_masks gives for this place; x itself at rate 0 or without a mask."""
+    mask = dropout_masks(layer, site, tuple(x.shape)) if dropout_masks is not None and rate > 0.0 else None
+    return x if mask is None else x * mask.to(x.dtype)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
+}

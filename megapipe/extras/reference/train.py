@@ -1,0 +1,108 @@
+"""One plain training step and its optimizer: what the parallel step has to equal. Used by tests and by verify."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.extras.reference.gpt import at_least_fp32
+
+# Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask and, if wanted, position_ids, document_ids, dropout_masks.
+Microbatch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float  # the number whose gradient was taken
+    grad_norm: float  # L2 over all parameters, before clipping
+    grads: dict[str, Tensor]  # by parameter name, before clipping
+
+
+def reference_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[Microbatch],
+    per_token_loss: bool,
+    clip_grad: float,
+    lr: float,
+    decoupled_lr: float | None = None,
+) -> StepResult:
+    """One optimizer step over a global batch, given as the microbatches of all data-parallel ranks, each of equal weight.
+
+    The loss is the mean over a microbatch's tokens (those with loss_mask; at least 1), then over microbatches; with per_token_loss the
+    sum over all microbatches divided by all their tokens. clip_grad 0: no clipping. lr, decoupled_lr: this step's rates (see set_lr).
+    """
+    set_lr(optimizer, lr, decoupled_lr)
+    optimizer.zero_grad(set_to_none=True)
+    total_tokens = sum(microbatch["loss_mask"].sum().item() for microbatch in microbatches)
+    loss = 0.0
+    for microbatch in microbatches:
+        loss_sum, num_tokens = model(**microbatch)
+        denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
+        share = loss_sum / denominator
+        share.backward()
+        loss += share.item()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    norm = clip_gradients(model, clip_grad)
+    optimizer.step()
+    return StepResult(loss, norm, grads)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0. Returns the norm before."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = (
+        torch.stack([torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]).norm().item()
+    )
+    coefficient = max_norm / (norm + 1e-6)
+    if max_norm > 0.0 and coefficient < 1.0:
+        for grad in grads:
+            grad.mul_(coefficient)
+    return norm
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str,
+    *,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    momentum: float = 0.9,
+    decay_norms_and_biases: bool = False,
+) -> torch.optim.Optimizer:
+    """torch.optim.AdamW ("adamw", decay decoupled) or torch.optim.SGD ("sgd", decay added to the gradient), one tensor after the other."""
+    groups = parameter_groups(model, weight_decay, decay_norms_and_biases)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=False, fused=False)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=momentum, foreach=False, fused=False)
+    raise ValueError(f"optimizer {name!r} is not known to the reference; it is one of adamw, sgd")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
+    """One group a parameter, with its "name", its "weight_decay" (0 for 1-D and bias parameters unless asked) and "decoupled".
+
+    "decoupled" is true for the word embedding and the head, whose rate may be another one.
+    """
+    groups = []
+    for name, parameter in model.named_parameters():
+        decays = decay_norms_and_biases or not (parameter.ndim == 1 or name.endswith(".bias"))
+        decoupled = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        groups.append(
+            {
+                "params": [parameter],
+                "name": name,
+                "weight_decay": weight_decay if decays else 0.0,
+                "decoupled": decoupled,
+            }
+        )
+    return groups
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, decoupled_lr: float | None = None) -> None:
+    """Set every group's rate to lr; that of the word embedding and the head to decoupled_lr if it is given."""
+    for group in optimizer.param_groups:
+        group["lr"] = decoupled_lr if decoupled_lr is not None and group["decoupled"] else lr

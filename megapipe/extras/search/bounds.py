@@ -1,0 +1,272 @@
+"""What no plan of a layout can go below, in seconds and in bytes, found without a plan: so that a search simulates few of its layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.search.layout import Layout
+from megapipe.plan.activations import ELEMENT_BYTES, stage_bytes
+from megapipe.plan.cut import cut_key, cut_layers
+from megapipe.plan.fp8 import Casts, fp8_layers
+from megapipe.plan.hardware import Hardware
+from megapipe.plan.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
+from megapipe.plan.resolve import resolve_model
+from megapipe.plan.shelf import Shelf
+from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.generate.shape import Shape
+from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.model_specs import model_specs
+
+SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
+FILLS = 2  # of the pipeline: after as many microbatches a schedule keeps about all that it ever keeps
+
+
+@dataclass(frozen=True)
+class Bound:
+    """seconds, bytes of the fullest rank."""
+
+    seconds: float
+    least_bytes: float
+
+
+class _Waits(NamedTuple):
+    """Of a pipeline rank, what its time depends on."""
+
+    stages_before: int  # that a microbatch passes before it comes here
+    layers_before: int
+    layers: int
+    heads: int  # 1 with the output layer
+
+
+class _Holds(NamedTuple):
+    """Of a pipeline rank, what its memory depends on."""
+
+    layers: int
+    heads: int
+    embeddings: int
+    live_layers: int  # layers x microbatches kept at once, at least
+
+
+Cut = tuple[int, tuple[int, ...], tuple[int, ...]]  # ranks, the rank of each stage, layers of each stage
+Numbers = TypeVar("Numbers", bound=tuple[int, ...])
+
+
+class _Times(NamedTuple):
+    """Of one microbatch: F, I, and a backward whole or in halves, of a layer and of the head; bytes kept."""
+
+    forward: float
+    inputs: float
+    both: float
+    head_forward: float
+    head_inputs: float
+    head_both: float
+    layer_bytes: int
+    head_bytes: int
+    message: float
+
+
+class _Model(NamedTuple):
+    """Elements on one tp rank, at least."""
+
+    config: ModelConfig
+    layer_elements: float
+    embedding_elements: float
+    head_elements: float
+
+
+class Bounds:
+    """Bounds of a configuration's layouts; what many of them share is worked out once."""
+
+    def __init__(self, config: Config, world_size: int, hardware: Hardware, shelf: Shelf | None = None) -> None:
+        self._config, self._world_size, self._hardware = config, world_size, hardware
+        self._shelf = shelf or Shelf()
+
+    def of(self, layout: Layout) -> Bound | None:
+        """None where the model or the cut is refused, or where cutting evenly is cutting by cost.
+
+        Time: a rank starts when the first microbatch has passed the stages before it, and the last gradient passes them after it has
+        ended; between, it computes all its microbatches. Memory: state of a rank, and what its first forwards keep before a backward.
+        """
+        model = self._model(layout.tp)
+        cut = None if model is None else self._cut(model.config, layout)
+        if (
+            model is None
+            or cut is None
+            or (layout.cut != "cost" and cut == self._cut(model.config, dataclasses.replace(layout, cut="cost")))
+        ):
+            return None
+        batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
+        assert batch is not None
+        count = batch // dp // layout.micro_batch_size
+        times, few = self._times(model.config, layout), min(count, FILLS * layout.pp)
+        waits = self._shelf.once(("waits", layout.schedule, cut), lambda: _undominated(_waits(cut)))
+        holds = self._shelf.once(
+            ("holds", layout.schedule, cut, few), lambda: _undominated(_holds(cut, layout.schedule, few))
+        )
+        least, optimizer = self._bytes(model, layout, holds, times)
+        return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
+
+    def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
+        """Until the last backward."""
+        is_split, waits = layout.schedule in SPLIT_SCHEDULES, not self._config.optimizer.optimizer_post_validation
+        longest = 0.0
+        for rank in ranks:
+            forward = rank.layers * times.forward + rank.heads * times.head_forward
+            work = forward + rank.layers * times.both + rank.heads * times.head_both
+            hops = rank.stages_before * times.message
+            if is_split:  # weight gradients may come last, while the input gradients go on
+                short = forward + rank.layers * times.inputs + rank.heads * times.head_inputs
+                before, both_ways = (
+                    rank.layers_before * times.forward + hops,
+                    rank.layers_before * (times.forward + times.inputs),
+                )
+                longest = max(longest, waits * before + count * work, waits * (both_ways + 2 * hops) + count * short)
+            else:
+                both_ways = rank.layers_before * (times.forward + times.both) + 2 * hops
+                longest = max(longest, waits * both_ways + count * work)
+        return longest
+
+    def _bytes(self, model: _Model, layout: Layout, ranks: tuple[_Holds, ...], times: _Times) -> tuple[float, float]:
+        """(bytes of the fullest rank, seconds of the optimizer)."""
+        shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
+        per_element = self._bytes_of_an_element(shards)
+        least = most = 0.0
+        for rank in ranks:
+            elements = (
+                rank.layers * model.layer_elements
+                + rank.embeddings * model.embedding_elements
+                + rank.heads * model.head_elements
+            )
+            # with several stages on a rank the head may keep nothing while most layers are kept
+            kept = rank.live_layers * times.layer_bytes + (rank.heads * times.head_bytes if layout.chunks == 1 else 0)
+            least = max(least, elements * per_element + kept)
+            most = max(most, elements)
+        return least, most / shards * (OPTIMIZER_BYTES + NORM_BYTES) / self._hardware.memory_bytes_per_second
+
+    def _bytes_of_an_element(self, shards: int) -> float:
+        optimizer, element = self._config.optimizer, ELEMENT_BYTES[self._config.precision.dtype]
+        wide = max(element, 4)
+        moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
+        return element + wide + (moments + (element != wide)) * wide / shards
+
+    def _model(self, tp: int) -> _Model | None:
+        return self._shelf.once(("model", tp), lambda: self._make_model(tp))
+
+    def _make_model(self, tp: int) -> _Model | None:
+        try:
+            model = resolve_model(dataclasses.replace(self._config.model, padded_vocab_size=None), tp)
+        except ConfigError:
+            return None
+        elements: Counter[str | int] = Counter()
+        for spec in model_specs(model, tp > 1):
+            elements[spec.owner] += math.prod(spec.shape)
+        return _Model(model, elements[0] / tp, elements["embedding"] / tp, elements["head"] / tp)
+
+    def _cut(self, model: ModelConfig, layout: Layout) -> Cut | None:
+        """None where it is refused."""
+        pp, chunks, place = layout.pp, layout.chunks, SCHEDULES[layout.schedule].place
+
+        def make() -> Cut | None:
+            placement, parallel = place(pp, chunks), layout.applied_to(self._config).parallel
+            key = "cut", placement, model, cut_key(parallel)  # as `resolve` has it
+            try:
+                partition = self._shelf.once(key, lambda: cut_layers(model, parallel, placement))
+            except ConfigError:
+                return None
+            return pp, placement.rank_of_stage, partition.layer_counts
+
+        # the head weighs what its padding with tp makes it weigh
+        return self._shelf.once(("stages", place, pp, chunks, layout.cut, model.padded_vocab_size), make)
+
+    def _times(self, model: ModelConfig, layout: Layout) -> _Times:
+        sliced, split = layout.sequence_parallel and layout.tp > 1, layout.schedule in SPLIT_SCHEDULES
+        key = "times", layout.tp, sliced, split, layout.micro_batch_size, layout.recompute
+        return self._shelf.once(
+            key, lambda: self._make_times(model, layout.tp, sliced, split, layout.micro_batch_size, layout.recompute)
+        )
+
+    def _make_times(
+        self, model: ModelConfig, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig
+    ) -> _Times:
+        hardware = self._hardware
+        fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
+        tp_link = dataclasses.replace(
+            fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds)
+        )
+        tensors = Tensors.asked(self._config, model, tp, sliced, size)
+        head = head_seconds(tensors, hardware, tp_link)
+        kinds = [layer_seconds(each, recompute, hardware, tp_link) for each in self._kinds_of_layers(tensors)]
+        kept = [
+            sum(stage_bytes(model, tensors.sizes, stage, recompute).values())
+            for stage in (StageLayers(0, 1, False, False), StageLayers(0, 1, False, True))
+        ]
+
+        def both(each: OpSeconds) -> float:
+            return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
+
+        message = tensors.sizes.hidden_states / tp_link.bytes_per_second + tp_link.latency_seconds
+        forward, inputs, backward = (min(map(of, kinds)) for of in (lambda k: k.of(Op.F), lambda k: k.of(Op.I), both))
+        return _Times(
+            forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message
+        )
+
+    def _kinds_of_layers(self, tensors: Tensors) -> list[Tensors]:
+        """In fp8, without, or both."""
+        casts, num_layers = Casts.of(self._config), self._config.model.num_layers
+        in_fp8 = len(fp8_layers(self._config.precision, num_layers))
+        kinds = [] if casts is None or not in_fp8 else [dataclasses.replace(tensors, casts=casts)]
+        return [*kinds, tensors] if in_fp8 < num_layers else kinds
+
+
+def _waits(cut: Cut) -> list[_Waits]:
+    pp, ranks, counts = cut
+    return [
+        _Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank))
+        for rank in range(pp)
+    ]
+
+
+def _holds(cut: Cut, schedule: str, count: int) -> list[_Holds]:
+    pp, ranks, counts = cut
+    rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
+    return [
+        _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), _live_layers(row, counts))
+        for rank, row in enumerate(rows)
+    ]
+
+
+def _layers(cut: Cut, rank: int) -> int:
+    return sum(layers for holder, layers in zip(cut[1], cut[2], strict=True) if holder == rank)
+
+
+def _live_layers(row: Sequence[Action], layers: tuple[int, ...]) -> int:
+    """The most that a row keeps between forwards and input gradients."""
+    live = peak = 0
+    for stage, op, _ in row:
+        if op is Op.F:
+            live += layers[stage]
+            peak = max(peak, live)
+        elif op in (Op.B, Op.I):
+            live -= layers[stage]
+    return peak
+
+
+def _undominated(ranks: list[Numbers]) -> tuple[Numbers, ...]:
+    """Those that no other is at least equal to in everything."""
+    distinct = sorted(set(ranks), reverse=True)
+    return tuple(
+        rank
+        for place, rank in enumerate(distinct)
+        if not any(all(a >= b for a, b in zip(other, rank, strict=True)) for other in distinct[:place])
+    )

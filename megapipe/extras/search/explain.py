@@ -1,0 +1,124 @@
+"""What a field of the configuration costs: a plan resolved with its alternatives, by the planner's own model of memory and time."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megapipe.config.config import Config
+from megapipe.config.fields import ConfigField, value_of
+from megapipe.config.values import out_of_bounds, value_text
+from megapipe.errors import MegapipeError
+from megapipe.plan.bubble import expected_bubble
+from megapipe.plan.hardware import Hardware
+from megapipe.plan.memory import all_rank_memory
+from megapipe.plan.resolve import resolve
+from megapipe.plan.step_time import predict_step
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a configuration. rank_bytes: of each pp_rank. seconds: of a step; None where the hardware has no rate for the dtype."""
+
+    rank_bytes: tuple[int, ...]
+    seconds: float | None
+    bubble_share: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A value of the field, as text, and what it comes to: a cost, or why it is refused."""
+
+    value: str
+    is_current: bool
+    cost: Cost | str
+
+
+def cost_of(config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware) -> Cost | str:
+    """The cost of a configuration, or the reason why it cannot run."""
+    try:
+        plan = resolve(config, world_size, ranks_per_node)
+        bubble = expected_bubble(plan, plan.batch.full // plan.batch.samples_per_microbatch).share
+        memory = tuple(rank.total for rank in all_rank_memory(plan))
+    except MegapipeError as error:
+        return str(error)
+    try:
+        return Cost(memory, predict_step(plan, hardware).seconds, bubble)
+    except MegapipeError:
+        return Cost(memory, None, bubble)
+
+
+def alternatives(
+    field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
+) -> list[Alternative]:
+    """The field's value in the configuration, then others."""
+    current = value_of(config, field)
+    found = [Alternative(value_text(current), True, cost_of(config, world_size, ranks_per_node, hardware))]
+    for value in other_values(field, current):
+        section = dataclasses.replace(getattr(config, field.section), **{field.name: value})
+        changed = dataclasses.replace(config, **{field.section: section})
+        found.append(Alternative(value_text(value), False, cost_of(changed, world_size, ranks_per_node, hardware)))
+    return found
+
+
+def other_values(field: ConfigField, current: Any) -> list[Any]:
+    """Values worth comparing with: the other choices; half and double of a number; on and off. [] for texts that may be anything."""
+    option, kind = field.option, field.kind
+    if kind.scalar is bool:
+        return [not current]
+    if option.choices:
+        values: list[Any] = [(choice,) if kind.many else choice for choice in option.choices]
+        return [
+            *([None] if kind.optional and current is not None else []),
+            *(value for value in values if value != current),
+        ]
+    if kind.many or kind.scalar is str:
+        return []
+    if current is None:
+        candidates: list[Any] = [kind.scalar(1), kind.scalar(2)]
+    elif kind.scalar is int:
+        candidates = [current // 2, current * 2]
+    else:
+        candidates = [current / 2, current * 2]
+    return [value for value in dict.fromkeys(candidates) if value != current and not out_of_bounds(option, value)]
+
+
+def has_effect(found: list[Alternative]) -> bool:
+    """Some value changes what the model of memory and time says."""
+    return len({alternative.cost for alternative in found if isinstance(alternative.cost, Cost)}) > 1
+
+
+@cache
+def papers() -> dict[str, str]:
+    """Flag -> where what it does was published."""
+    with Path(__file__).with_name("papers.csv").open(encoding="utf-8", newline="") as file:
+        return {row["flag"]: row["paper"] for row in csv.DictReader(file)}
+
+
+def readers(field: ConfigField) -> list[str]:
+    """The rooms whose source reads the field; a name of one word, which other things may have, only together with its section."""
+    package = Path(__file__).resolve().parents[2]
+    named, alone = rf"{field.section}\.{field.name}\b", rf"\.{field.name}\b"
+    for pattern in (alone,) if "_" in field.name else (named, alone):
+        rooms = sorted({room for room, source in _sources(package) if re.search(pattern, source)})
+        if rooms:
+            return rooms
+    return []
+
+
+@cache
+def _sources(package: Path) -> list[tuple[str, str]]:
+    return list(_read_sources(package))
+
+
+def _read_sources(package: Path) -> Iterator[tuple[str, str]]:
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room not in ("config", "cli", "reference"):
+            yield room, path.read_text(encoding="utf-8")

@@ -1,0 +1,153 @@
+"""What a search varies, and every layout that the sizes of a model, a batch and a cluster allow.
+
+Not varied: overlaps (--overlap-grad-reduce, --overlap-param-gather, --overlap-p2p-communication) are on, for they cost no memory and by
+the model of `step_time` never slow a step; gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1 where steps end
+with a barrier, and keep more; DualPipe gains only by what its pairs overlap, which is not predicted; context parallelism; cuts by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.config.config import Config
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.rules.wording import divisors
+from megapipe.plan.activations import is_explicit
+from megapipe.plan.hardware import Hardware
+
+# schedules a search tries: (name, chunks a rank); chunks of 0: every number that divides the layers among all stages
+SCHEDULES_TRIED = (("1f1b", 1), ("interleaved", 0), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2))
+MOST_CHUNKS = 8
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+RECOMPUTES = (
+    RecomputeConfig(),
+    RecomputeConfig("selective", recompute_modules=("core_attn",)),
+    RecomputeConfig("selective", recompute_modules=("layernorm", "activation")),
+    RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
+    RecomputeConfig("full", "uniform", 1),
+)
+CUTS = (
+    "cost",
+    "even",
+    "ends",
+)  # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One of a search's choices. cut: one of CUTS."""
+
+    tp: int
+    pp: int
+    chunks: int
+    schedule: str
+    micro_batch_size: int
+    recompute: RecomputeConfig
+    sequence_parallel: bool = True  # where there is tp
+    distributed_optimizer: bool = True
+    cut: str = "cost"
+
+    def applied_to(self, config: Config) -> Config:
+        """The configuration with this layout; what it says of cuts and groups by hand is left to be derived."""
+        parallel = dataclasses.replace(
+            config.parallel,
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            num_virtual_stages_per_pipeline_rank=self.chunks if self.schedule == "interleaved" else None,
+            num_layers_per_virtual_pipeline_stage=None,
+            pipeline_model_parallel_layout=None,
+            decoder_first_pipeline_num_layers=None,
+            decoder_last_pipeline_num_layers=None,
+            account_for_embedding_in_pipeline_split=self.cut == "ends",
+            account_for_loss_in_pipeline_split=self.cut == "ends",
+            pipeline_balance="cost" if self.cut == "ends" else self.cut,
+            pipeline_layer_times=None,  # measured for one layout
+            microbatch_group_size_per_virtual_pipeline_stage=None,
+            pipeline_schedule=self.schedule,
+            pipeline_memory_limit=None,
+            sequence_parallel=self.sequence_parallel and self.tp > 1,
+            use_distributed_optimizer=self.distributed_optimizer,
+            overlap_grad_reduce=True,
+            overlap_param_gather=self.distributed_optimizer,
+            overlap_p2p_comm=True,
+        )
+        training = dataclasses.replace(config.training, micro_batch_size=self.micro_batch_size)
+        return dataclasses.replace(config, parallel=parallel, training=training, recompute=self.recompute)
+
+    def __str__(self) -> str:
+        return f"{self.grid}, {self.schedule}, microbatch {self.micro_batch_size}, {', '.join(self.options)}"
+
+    @property
+    def grid(self) -> str:
+        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"tp {self.tp} x pp {self.pp}{chunks}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What is recomputed, and what differs from the usual."""
+        return (
+            recompute_text(self.recompute),
+            *(["no sequence parallelism"] if self.tp > 1 and not self.sequence_parallel else []),
+            *([] if self.distributed_optimizer else ["no distributed optimizer"]),
+            *({"even": ["layers cut evenly"], "ends": ["cut evenly, both ends counted as layers"]}.get(self.cut, [])),
+        )
+
+
+def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Layout]:
+    """All that the sizes allow; some are refused later."""
+    model, batch = config.model, config.training.global_batch_size
+    assert batch is not None
+    recomputes = [recompute for recompute in RECOMPUTES if is_explicit(model) or not _is_of_attention(recompute)]
+    for tp, pp in _grids(config, world_size, hardware):
+        dp = world_size // tp // pp
+        sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
+        for schedule, chunks in _schedules(model.num_layers, pp):
+            for cut in CUTS if pp > 1 else CUTS[:1]:
+                for sliced in (True, False) if tp > 1 else (False,):
+                    for sharded in (True, False) if dp > 1 else (False,):
+                        for size in sizes:
+                            for recompute in recomputes:
+                                yield Layout(tp, pp, chunks, schedule, size, recompute, sliced, sharded, cut)
+
+
+def _grids(config: Config, world_size: int, hardware: Hardware) -> Iterator[tuple[int, int]]:
+    """(tp, pp), tp within a node unless more is allowed by name."""
+    widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
+    batch = config.training.global_batch_size
+    assert batch is not None
+    for tp in divisors(widest):
+        if world_size % tp or config.model.num_attention_heads % tp:
+            continue
+        for pp in divisors(world_size // tp):
+            if pp <= config.model.num_layers and batch % (world_size // tp // pp) == 0:
+                yield tp, pp
+
+
+def _is_of_attention(recompute: RecomputeConfig) -> bool:
+    """Fused kernels keep next to nothing of core attention."""
+    return recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
+
+
+def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name, chunks in SCHEDULES_TRIED:
+        if chunks:
+            if pp * chunks <= num_layers:
+                yield name, chunks
+            continue
+        for count in range(2, MOST_CHUNKS + 1):
+            if pp * count <= num_layers + 2 and any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2)):
+                yield name, count
+
+
+def recompute_text(recompute: RecomputeConfig) -> str:
+    """'no recompute', 'full recompute' (but for attention), or 'recompute' with the modules."""
+    if recompute.recompute_granularity is None:
+        return "no recompute"
+    if recompute.recompute_granularity == "full":
+        return "full recompute but for attention" if recompute.recompute_keep_attention else "full recompute"
+    return "recompute " + "+".join(recompute.recompute_modules)

@@ -1,0 +1,141 @@
+"""What a search is for: the fastest step on all accelerators, the fewest accelerators, or the cheapest tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError
+from megapipe.extras.search.layout import Layout
+from megapipe.extras.search.search import Found, search
+from megapipe.plan.hardware import Hardware
+from megapipe.plan.resolve import resolve_model
+from megapipe.sharding.model_specs import model_specs
+
+OBJECTIVES = ("time", "gpus", "cost")
+LEAST_BYTES = 4  # of a parameter on some rank: weight and gradient, at 2 bytes each
+SECONDS_OF_AN_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """kind: one of OBJECTIVES. tokens_per_second: that 'gpus' and 'cost' have to reach. price_per_hour: of one accelerator, for 'cost'."""
+
+    kind: str = "time"
+    tokens_per_second: float | None = None
+    price_per_hour: float | None = None
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A number of accelerators with what was found on it. cost: of a billion tokens; None without a price."""
+
+    num_gpus: int
+    found: Found = field(repr=False)
+    cost: float | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The best by an objective, and all numbers of accelerators that were tried, ascending."""
+
+    best: Sized
+    tried: tuple[Sized, ...]
+
+
+def choose(
+    config: Config,
+    most: int,
+    hardware: Hardware,
+    objective: Objective,
+    pinned: Callable[[Layout], bool] = lambda _: True,
+) -> Chosen:
+    """The best of up to `most` accelerators. Raises ConfigError where nothing fits or reaches tokens_per_second.
+
+    'gpus' is found by bisection, which takes for granted that what can be done on some whole nodes can be done on more. 'cost' looks at
+    `most`, half of it and so on.
+    """
+    sizes = Sizes(config, most, hardware, objective, pinned)
+    if objective.kind == "time":
+        only = sizes.of(most)
+        assert only is not None
+        return Chosen(only, (only,))
+    best = _fewest(sizes) if objective.kind == "gpus" else _cheapest(sizes)
+    if best is None:
+        reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
+        raise ConfigError(f"no layout on up to {most} {hardware.name} fits{reach}; take more of them, or others")
+    return Chosen(best, tuple(sized for _, sized in sorted(sizes.tried.items()) if sized is not None))
+
+
+class Sizes:
+    """Searches on different numbers of accelerators, each made once."""
+
+    def __init__(
+        self, config: Config, most: int, hardware: Hardware, objective: Objective, pinned: Callable[[Layout], bool]
+    ) -> None:
+        self._config, self._hardware, self._objective, self._pinned = config, hardware, objective, pinned
+        self.most = most
+        self.tried: dict[int, Sized | None] = {}
+
+    def of(self, num_gpus: int) -> Sized | None:
+        """None where nothing fits or is legal ('time' raises what is wrong)."""
+        if num_gpus not in self.tried:
+            try:
+                found = search(self._config, num_gpus, self._hardware, self._pinned)
+            except ConfigError:
+                if self._objective.kind == "time":
+                    raise
+                self.tried[num_gpus] = None
+            else:
+                self.tried[num_gpus] = Sized(num_gpus, found, self._cost(num_gpus, found))
+        return self.tried[num_gpus]
+
+    def is_enough(self, num_gpus: int) -> bool:
+        sized = self.of(num_gpus)
+        if sized is None or not sized.found.best:
+            return False
+        wanted = self._objective.tokens_per_second
+        return wanted is None or sized.found.best[0].time.tokens_per_second >= wanted
+
+    def candidates(self) -> list[int]:
+        """Parts of a node that divide it, and whole nodes, from the fewest that could hold the model."""
+        node = self._hardware.ranks_per_node
+        numbers = [n for n in range(1, min(node, self.most) + 1) if node % n == 0] + list(
+            range(2 * node, self.most + 1, node)
+        )
+        return [n for n in numbers if n >= self._least()] or [self.most]
+
+    def _least(self) -> int:
+        elements = sum(math.prod(spec.shape) for spec in model_specs(resolve_model(self._config.model, 1), False))
+        return math.ceil(elements * LEAST_BYTES / self._hardware.usable_bytes)
+
+    def _cost(self, num_gpus: int, found: Found) -> float | None:
+        if self._objective.price_per_hour is None or not found.best:
+            return None
+        return (
+            num_gpus * self._objective.price_per_hour / SECONDS_OF_AN_HOUR / found.best[0].time.tokens_per_second * 1e9
+        )
+
+
+def _fewest(sizes: Sizes) -> Sized | None:
+    numbers = sizes.candidates()
+    if not sizes.is_enough(numbers[-1]):
+        return None
+    low, high = 0, len(numbers) - 1  # numbers[high] is enough
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sizes.is_enough(numbers[middle]) else (middle + 1, high)
+    return sizes.of(numbers[high])
+
+
+def _cheapest(sizes: Sizes) -> Sized | None:
+    numbers, number = [], sizes.most
+    while number >= sizes.candidates()[0]:
+        numbers.append(number)
+        number //= 2
+    enough = [
+        sized for n in numbers if sizes.is_enough(n) and (sized := sizes.of(n)) is not None and sized.cost is not None
+    ]
+    return min(enough, key=lambda sized: sized.cost or math.inf, default=None)

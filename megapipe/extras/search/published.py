@@ -1,0 +1,199 @@
+"""Runs that others have published, to hold predictions against: what ran, how long a step took, where it stands.
+
+    narayanan   Narayanan et al. 2021 (arXiv:2104.04473), table 1: GPT models of 1.7 to 1,008 billion parameters on A100-80, TFLOP/s by
+                their equation (3), which counts attention in full and the recomputed forward. Full recompute, interleaved schedule
+                with scatter/gather. The table gives neither chunks nor microbatch: assumed are 2 chunks (3 where 2 do not divide
+                the layers) and a microbatch of 1, of 4 without a pipeline.
+    korthikanti Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: seconds of an iteration on A100-80 with full recompute, and
+                with sequence parallelism and selective recompute of core attention; one data-parallel replica.
+    llama       Dubey et al. 2024 (arXiv:2407.21783), table 4: Llama-3 405B on H100, TFLOP/s of a GPU. Not said are how attention is counted
+                (causal assumed), the chunks (8 assumed: a layer a stage) and what is recomputed (nothing assumed). The row with context
+                parallelism is left out.
+
+Model FLOPs and layouts are theirs, kernels are not: Megatron-LM fuses scale, mask and softmax, for example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.precision import PrecisionConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.plan.flops import step_flops
+from megapipe.plan.hardware import TERA, Hardware, hardware_named
+from megapipe.plan.layer_time import OpSeconds, Tensors, layer_seconds
+from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step
+
+FULL = RecomputeConfig("full", "uniform", 1)
+CORE_ATTENTION = RecomputeConfig("selective", recompute_modules=("core_attn",))
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One row of a table. seconds: of a step, published or worked out from TFLOP/s by the paper's own formula."""
+
+    source: str
+    name: str
+    gpu: str
+    num_gpus: int
+    config: Config = field(repr=False)
+    seconds: float
+
+    def plan(self) -> RunPlan:
+        return resolve(self.config, self.num_gpus, 8)
+
+    def predicted_seconds(self, hardware: Hardware | None = None) -> float:
+        """hardware: in place of the table's row."""
+        return predict_step(self.plan(), hardware or hardware_named(self.gpu)).seconds
+
+
+def published_runs() -> tuple[PublishedRun, ...]:
+    """Every row, in the order of the papers."""
+    return (*_narayanan(), *_korthikanti(), *_llama())
+
+
+def gpt(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelConfig:
+    """The GPT models of both papers: sequences of 2,048 tokens, a vocabulary of 51,200."""
+    return ModelConfig(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        seq_length=2048,
+        vocab_size=51200,
+    )
+
+
+# heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
+NARAYANAN: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
+    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),
+    "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
+    "7.5B": (32, 4096, 36, 4, 1, 128, 512, 142),
+    "18.4B": (48, 6144, 40, 8, 1, 256, 1024, 135),
+    "39.1B": (64, 8192, 48, 8, 2, 512, 1536, 138),
+    "76.1B": (80, 10240, 60, 8, 4, 1024, 1792, 140),
+    "145.6B": (96, 12288, 80, 8, 8, 1536, 2304, 148),
+    "310.1B": (128, 16384, 96, 8, 16, 1920, 2160, 155),
+    "529.6B": (128, 20480, 105, 8, 35, 2520, 2520, 163),
+    "1008B": (160, 25600, 128, 8, 64, 3072, 3072, 163),
+}
+
+
+def narayanan_flops(model: ModelConfig, batch: int) -> float:
+    """Equation (3): 96 B s l h^2 (1 + s / 6h + V / 16lh), of a step with full recompute."""
+    assert model.vocab_size
+    s, h, layers, vocabulary = model.seq_length, model.hidden_size, model.num_layers, model.vocab_size
+    return 96.0 * batch * s * layers * h * h * (1.0 + s / (6.0 * h) + vocabulary / (16.0 * layers * h))
+
+
+def _narayanan() -> tuple[PublishedRun, ...]:
+    runs = []
+    for name, (heads, hidden, layers, tp, pp, gpus, batch, tflops) in NARAYANAN.items():
+        model = gpt(layers, hidden, heads)
+        chunks = 1 if pp == 1 else 2 if layers % (2 * pp) == 0 else 3
+        config = _config(model, tp, pp, chunks, batch, 4 if pp == 1 else 1, FULL, sliced=False)
+        runs.append(
+            PublishedRun(
+                "narayanan", name, "a100-80", gpus, config, narayanan_flops(model, batch) / gpus / (tflops * TERA)
+            )
+        )
+    return tuple(runs)
+
+
+# heads, hidden, layers, pp, chunks, batch, microbatch; seconds with full recompute, with sequence parallelism and selective recompute; tp 8
+KORTHIKANTI: dict[str, tuple[int, int, int, int, int, int, int, float, float]] = {
+    "22B": (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
+    "175B": (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
+    "530B": (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83),
+    "1T": (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
+}
+
+
+def _korthikanti() -> tuple[PublishedRun, ...]:
+    runs = []
+    for name, (heads, hidden, layers, pp, chunks, batch, micro, full, selective) in KORTHIKANTI.items():
+        model, gpus = gpt(layers, hidden, heads), 8 * pp
+        for what, recompute, sliced, seconds in (
+            ("full", FULL, False, full),
+            ("selective, sp", CORE_ATTENTION, True, selective),
+        ):
+            config = _config(model, 8, pp, chunks, batch, micro, recompute, sliced)
+            runs.append(PublishedRun("korthikanti", f"{name} {what}", "a100-80", gpus, config, seconds))
+    return tuple(runs)
+
+
+LLAMA = {"405B on 8,192": (8192, 430), "405B on 16,384": (16384, 400)}  # GPUs, TFLOP/s a GPU
+LLAMA_BATCH = 2048  # sequences of 8,192 tokens: 16 million tokens
+
+
+def _llama() -> tuple[PublishedRun, ...]:
+    model = ModelConfig(
+        num_layers=126,
+        hidden_size=16384,
+        ffn_hidden_size=53248,
+        num_attention_heads=128,
+        num_query_groups=8,
+        seq_length=8192,
+        vocab_size=128256,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    runs = []
+    for name, (gpus, tflops) in LLAMA.items():
+        config = _config(model, 8, 16, 1, LLAMA_BATCH, 1, RecomputeConfig(), sliced=True)
+        parallel = dataclasses.replace(
+            config.parallel,
+            num_virtual_stages_per_pipeline_rank=None,
+            pipeline_model_parallel_layout="E|(t|)*126L",
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
+        flops = step_flops(resolve_model(model, 8), LLAMA_BATCH, causal=True)
+        config = dataclasses.replace(config, parallel=parallel, precision=PrecisionConfig(dtype="bf16"))
+        runs.append(PublishedRun("llama", name, "h100", gpus, config, flops / gpus / (tflops * TERA)))
+    return tuple(runs)
+
+
+def _config(
+    model: ModelConfig, tp: int, pp: int, chunks: int, batch: int, micro: int, recompute: RecomputeConfig, sliced: bool
+) -> Config:
+    return Config(
+        model=model,
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
+            sequence_parallel=sliced,
+        ),
+        training=TrainingConfig(micro_batch_size=micro, global_batch_size=batch),
+        recompute=recompute,
+        precision=PrecisionConfig(dtype="fp16"),
+    )
+
+
+# Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model, tp 8, microbatch 4: forward, backward
+LAYER_OF_22B: dict[str, tuple[RecomputeConfig, bool, float, float]] = {
+    "no recompute": (RecomputeConfig(), False, 7.7, 11.9),
+    "sequence parallel": (RecomputeConfig(), True, 7.2, 11.8),
+    "full recompute": (FULL, False, 7.7, 19.5),
+    "selective recompute": (CORE_ATTENTION, False, 7.7, 13.2),
+    "selective, sequence parallel": (CORE_ATTENTION, True, 7.2, 13.1),
+}
+
+
+def layer_of_22b(recompute: RecomputeConfig, sliced: bool, hardware: Hardware) -> OpSeconds:
+    """The prediction for a row of table 4."""
+    model = resolve_model(gpt(48, 6144, 64), 8)
+    return layer_seconds(Tensors.of(model, 8, sliced, 4, "fp16"), recompute, hardware, hardware.node)

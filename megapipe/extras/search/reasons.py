@@ -1,0 +1,209 @@
+"""Why a layout wins, and what is odd about another, in words made of the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.search.layout import recompute_text
+from megapipe.extras.search.search import Candidate, Found, predict_plan
+from megapipe.plan.hardware import GIB, Hardware
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+
+BUBBLE_WORTH_A_WORD = 0.10  # of the step
+MESSAGES_WORTH_A_WORD = 0.10
+BUBBLE_WANTED = 0.05
+SMALLER = 2  # times as few ranks in a copy of the model are worth a word
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def reasons(found: Found, hardware: Hardware) -> tuple[str, ...]:
+    """Of the winner; () if nothing fits."""
+    if not found.best:
+        return ()
+    winner = found.best[0]
+    return (
+        *_pipeline(found, hardware),
+        *_recompute(winner, hardware),
+        *fill_the_pipeline(winner),
+        *_messages(winner, hardware),
+    )
+
+
+def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
+    winner = found.best[0]
+    layout = winner.layout
+    if layout.pp == 1:
+        alone = f"tp {layout.tp} alone" if layout.tp > 1 else "data parallelism alone"
+        place = "one node" if layout.tp > 1 else "one device"
+        rival = next((each for each in found.best if each.layout.pp > 1), found.rival)
+        costs = ""
+        if rival is not None:
+            costs = (
+                f"; the best with a pipeline, {rival.layout.grid}, {rival.layout.schedule}, has {rival.time.bubble_share:.1%} of bubble "
+                f"and takes {rival.time.seconds / winner.time.seconds - 1:.1%} longer"
+            )
+        yield f"a copy of the model fits {place}: {alone}{costs}"
+        return
+    shorter = [pp for pp in found.least_bytes if pp < layout.pp]
+    if not shorter:
+        return
+    most = max(shorter)
+    least = found.least_bytes[most]
+    rival = next((each for each in found.best if each.layout.pp < layout.pp), None)
+    if min(found.least_bytes[pp] for pp in shorter) > hardware.usable_bytes:
+        best_of_them = min(found.least_bytes[pp] for pp in shorter)
+        yield f"pp {layout.pp} is the shortest pipeline that fits: with a shorter one a rank needs {gib(best_of_them)} or more"
+    elif rival is not None:
+        yield (
+            f"pp {layout.pp}: the best with fewer, {rival.layout.grid}, {rival.layout.schedule}, takes "
+            f"{rival.time.seconds / winner.time.seconds - 1:.1%} longer"
+        )
+    else:
+        yield f"pp {layout.pp}: with pp {most} a rank needs {gib(least)} or more, and what fits there is slower than the ten best"
+
+
+def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
+    """What it would be without."""
+    layout = winner.layout
+    if layout.recompute.recompute_granularity is None:
+        return
+    bare = dataclasses.replace(layout, recompute=RecomputeConfig())
+    plan = winner.plan
+    try:
+        without = predict_plan(
+            bare, dataclasses.replace(plan, config=dataclasses.replace(plan.config, recompute=bare.recompute)), hardware
+        )
+    except ConfigError:
+        return
+    rank = max(without.memory, key=lambda each: each.total)
+    if rank.total > hardware.usable_bytes:
+        yield (
+            f"{recompute_text(layout.recompute)}: without, a step would take {without.time.seconds:.3g} s, but pp_rank "
+            f"{rank.pp_rank} needs {gib(rank.total)} of {gib(hardware.usable_bytes)}"
+        )
+
+
+def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
+    """How to have less of a large bubble: more microbatches, or chunks where the layers divide."""
+    layout, bubble = candidate.layout, candidate.time.bubble_share
+    if layout.pp == 1 or bubble <= BUBBLE_WORTH_A_WORD:
+        return
+    batch, model = candidate.plan.batch, candidate.plan.config.model
+    count = batch.full // batch.samples_per_microbatch
+    wanted = math.ceil(count * (bubble / (1 - bubble)) / (BUBBLE_WANTED / (1 - BUBBLE_WANTED)) / layout.pp) * layout.pp
+    chunked = next((n for n in range(layout.chunks + 1, 9) if model.num_layers % (layout.pp * n) == 0), None)
+    chunks = f", or use {chunked} chunks" if chunked and layout.schedule in ("1f1b", "interleaved") else ""
+    yield (
+        f"{bubble:.1%} of the step is bubble: {count} microbatches feed {layout.pp} pipeline ranks; raise the microbatches to {wanted} "
+        f"(--global-batch-size {wanted * batch.samples_per_microbatch}){chunks}"
+    )
+
+
+def _messages(candidate: Candidate, hardware: Hardware) -> Iterator[str]:
+    share = candidate.time.parts["tp"] / candidate.time.seconds
+    if share > MESSAGES_WORTH_A_WORD:
+        yield f"{share:.1%} of the step is tensor-parallel messages in the computation's way; smaller tp is slower or does not fit"
+    for part, what in (("reduce", "reductions of gradients"), ("gather", "gathers of parameters")):
+        share = candidate.time.parts[part] / candidate.time.seconds
+        if share > MESSAGES_WORTH_A_WORD:
+            yield f"{share:.1%} of the step is {what} between replicas that nothing hides; a larger --global-batch-size would"
+
+
+def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware) -> tuple[str, ...]:
+    """What is upside down or left out in the layout of a configuration."""
+    return (
+        *_inverted(configured, hardware),
+        *_fed(configured),
+        *_copies(configured, winner),
+        *_switched_off(configured, hardware),
+    )
+
+
+def _inverted(configured: Candidate, hardware: Hardware) -> Iterator[str]:
+    plan, t = configured.plan, configured.plan.topology
+    if t.tp > 1 and plan.crosses_nodes("tp"):
+        share = configured.time.parts["tp"] / configured.time.seconds
+        inside = [name for name in ("pp", "dp") if t.size(name) > 1 and not plan.crosses_nodes(name)]
+        turned = f" while {' and '.join(inside)} stay inside: the axes are inverted" if inside else ""
+        yield (
+            f"tp {t.tp} crosses nodes of {hardware.ranks_per_node}{turned}; its messages stand in every layer ({share:.0%} of the step): "
+            f"put tp first in --rank-order and keep it at {hardware.ranks_per_node} or less"
+        )
+    elif t.pp > 1 and t.dp > 1 and plan.crosses_nodes("replicas") and not plan.crosses_nodes("pp"):
+        yield (
+            f"pp {t.pp} stays inside a node while gradients cross nodes (--rank-order {t.order}): a pipeline sends little and is what "
+            "should cross; --rank-order tp-cp-dp-pp"
+        )
+
+
+def _fed(configured: Candidate) -> Iterator[str]:
+    batch, pp = configured.plan.batch, configured.plan.topology.pp
+    count = batch.full // batch.samples_per_microbatch
+    if count < pp:
+        yield f"{count} microbatches cannot fill a pipeline of {pp} ranks: some always wait; raise --global-batch-size or lower pp"
+    else:
+        yield from fill_the_pipeline(configured)
+
+
+def _copies(configured: Candidate, winner: Candidate | None) -> Iterator[str]:
+    """More ranks in each copy of the model than are needed."""
+    if winner is None:
+        return
+    mine, theirs = configured.layout, winner.layout
+    if mine.tp * mine.pp >= SMALLER * theirs.tp * theirs.pp:
+        t = configured.plan.topology
+        yield (
+            f"a copy of the model lies on {mine.tp * mine.pp} ranks where {theirs.tp * theirs.pp} do ({theirs.grid}): dp could be "
+            f"{t.world_size // theirs.tp // theirs.pp} instead of {t.dp}"
+        )
+
+
+def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
+    """Options whose other setting is better by the model."""
+    plan = configured.plan
+    parallel = plan.config.parallel
+    kernels, precision = plan.config.kernels, plan.config.precision
+    others: list[tuple[str, dict[str, bool]]] = []
+    if precision.fp8_format is not None and kernels.transformer_impl == "local" and not kernels.compile_pointwise:
+        others.append(("--compile-pointwise", {"compile_pointwise": True}))
+    if plan.topology.tp > 1 and not parallel.sequence_parallel:
+        others.append(("--sequence-parallel", {"sequence_parallel": True}))
+    if plan.topology.dp > 1 and not parallel.use_distributed_optimizer:
+        others.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
+    if plan.topology.dp > 1 and not parallel.overlap_grad_reduce:
+        others.append(("--overlap-grad-reduce", {"overlap_grad_reduce": True}))
+    for flag, changes in others:
+        try:
+            other = predict_plan(configured.layout, _replanned(configured, changes, hardware), hardware)
+        except ConfigError:
+            continue
+        if other.peak_bytes <= configured.peak_bytes and other.time.seconds < configured.time.seconds * 0.995:
+            yield (
+                f"{flag} is off: with it a step takes {other.time.seconds:.3g} s instead of {configured.time.seconds:.3g}, and the fullest "
+                f"rank needs {gib(other.peak_bytes)} instead of {gib(configured.peak_bytes)}"
+            )
+        elif configured.peak_bytes > hardware.usable_bytes >= other.peak_bytes:
+            yield f"{flag} is off: with it the fullest rank needs {gib(other.peak_bytes)} and fits"
+
+
+def _replanned(candidate: Candidate, changes: dict[str, bool], hardware: Hardware) -> RunPlan:
+    """The plan with other options of the parallel or the kernels section. Raises ConfigError."""
+    config, t = candidate.plan.config, candidate.plan.topology
+    for name, is_on in changes.items():
+        section = "kernels" if hasattr(config.kernels, name) else "parallel"
+        changed_section = dataclasses.replace(getattr(config, section), **{name: is_on})
+        config = dataclasses.replace(config, **{section: changed_section})
+    training = dataclasses.replace(config.training, train_iters=None, train_samples=None)
+    optimizer = dataclasses.replace(
+        config.optimizer, lr_decay_iters=None, lr_warmup_samples=0, lr_wsd_decay_samples=None
+    )
+    changed = dataclasses.replace(config, training=training, optimizer=optimizer)
+    return resolve(changed, t.world_size, hardware.ranks_per_node)

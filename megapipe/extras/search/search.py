@@ -1,0 +1,191 @@
+"""The search for a layout: every legal one of a configuration on a number of accelerators, the fastest first, with what each takes in time
+and memory and why near misses fell out.
+
+A candidate is a configuration that training resolves, too; nothing is predicted that `resolve` refuses. Candidates are tried in order of a
+lower bound of their time, and the search ends when no bound left is below the times of the best: what it returns is the best by the model
+of `step_time`, not by a heuristic.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError
+from megapipe.extras.search.bounds import Bound, Bounds
+from megapipe.extras.search.layout import Layout, layouts
+from megapipe.extras.search.short_step import ShortSteps
+from megapipe.plan.hardware import Hardware
+from megapipe.plan.memory import RankMemory, all_rank_memory
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.shelf import Shelf
+from megapipe.plan.step_time import StepTime, predict_step
+
+MOST_MISSES = 3
+NEAR_MISS = 1.25  # of the memory there is: above it a layout is not worth a word
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its prediction. plan: as training would make it."""
+
+    layout: Layout
+    plan: RunPlan = field(repr=False)
+    time: StepTime = field(repr=False)
+    memory: tuple[RankMemory, ...] = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return max(rank.total for rank in self.memory)
+
+
+@dataclass(frozen=True)
+class Found:
+    """best: the fastest that fit, fastest first. misses: faster than the best that fits, but too large, fastest first.
+
+    rival: of the other kind, where the fastest and all of `best` have no pipeline: the fastest with one. least_bytes: for each pp what the
+    fullest rank needs at the least, whatever else is chosen. num_tried: layouts whose bound was worked out; num_predicted: those that
+    were simulated.
+    """
+
+    best: tuple[Candidate, ...]
+    misses: tuple[Candidate, ...]
+    num_tried: int
+    num_predicted: int
+    rival: Candidate | None = None
+    least_bytes: Mapping[int, float] = field(default_factory=dict)
+
+
+def search(
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    pinned: Callable[[Layout], bool] = lambda _: True,
+    num_best: int = 10,
+) -> Found:
+    """The `num_best` fastest layouts of `config` on `world_size` accelerators.
+
+    config: with the vocabulary's and the global batch size. pinned: layouts to look at; by default all. Raises ConfigError without a global
+    batch size, if not one layout is legal, and if none nearly fits.
+    """
+    if config.training.global_batch_size is None:
+        raise ConfigError(
+            "--global-batch-size is missing: how many sequences a step takes decides how much parallelism can be fed"
+        )
+    walk = _Walk(config, world_size, hardware, num_best)
+    bounds = Bounds(config, world_size, hardware, walk.shelf)
+    wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
+    bounded = sorted(
+        ((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds
+    )
+    walk.along(bounded)
+    if not walk.best and not walk.too_large:
+        least = min((bound.least_bytes for bound, _ in bounded), default=None)
+        raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, least))
+    found = sorted((walk.in_full(layout) for _, layout in walk.best), key=lambda each: each.time.seconds)
+    misses = walk.misses(found[0].time.seconds if found else math.inf)
+    rival = None
+    if found and all(each.layout.pp == 1 for each in found):
+        piped = _Walk(config, world_size, hardware, 1, walk)
+        piped.along([(bound, layout) for bound, layout in bounded if layout.pp > 1])
+        rival = next((piped.in_full(layout) for _, layout in piped.best), None)
+    least_bytes: dict[int, float] = {}
+    for bound, layout in bounded:
+        least_bytes[layout.pp] = min(bound.least_bytes, least_bytes.get(layout.pp, math.inf))
+    return Found(tuple(found), misses, len(bounded), walk.num_predicted, rival, least_bytes)
+
+
+class _Walk:
+    """What a search has found so far."""
+
+    def __init__(
+        self, config: Config, world_size: int, hardware: Hardware, num_best: int, before: _Walk | None = None
+    ) -> None:
+        self._config, self._world_size, self._hardware, self._num_best = config, world_size, hardware, num_best
+        self._steps: ShortSteps = before._steps if before else ShortSteps(config, world_size, hardware)
+        self.shelf = self._steps.shelf
+        self.best: list[tuple[float, Layout]] = []
+        self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
+        self.num_predicted, self.refused = 0, ""
+
+    @property
+    def slowest(self) -> float:
+        """What a layout has to be faster than."""
+        return self.best[-1][0] if len(self.best) == self._num_best else math.inf
+
+    def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
+        """bounded: in order of their seconds."""
+        for bound, layout in bounded:
+            if bound.seconds >= self.slowest:
+                break
+            self.look_at(bound, layout)
+
+    def look_at(self, bound: Bound, layout: Layout) -> None:
+        usable = self._hardware.usable_bytes
+        if bound.least_bytes > usable:
+            if bound.least_bytes <= NEAR_MISS * usable:
+                self.too_large.append((bound.seconds, layout))
+            return
+        try:
+            seconds, need = self._steps.of(layout, self.slowest, usable)
+        except ConfigError as error:
+            self.refused = f"{layout}: {error}"
+            return
+        self.num_predicted += 1
+        if need > usable:
+            if need <= NEAR_MISS * usable:
+                self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
+        elif seconds < self.slowest:
+            bisect.insort(self.best, (seconds, layout), key=lambda pair: pair[0])
+            del self.best[self._num_best :]
+
+    def in_full(self, layout: Layout) -> Candidate:
+        return predict(self._config, layout, self._world_size, self._hardware, self.shelf)
+
+    def misses(self, fastest: float) -> tuple[Candidate, ...]:
+        """The fastest of those that are too large by little, if faster than `fastest`."""
+        most, found = int(NEAR_MISS * self._hardware.usable_bytes), list[tuple[float, Layout]]()
+        for bound, layout in sorted(self.too_large, key=lambda pair: pair[0]):
+            slowest = min(fastest, found[MOST_MISSES - 1][0] if len(found) >= MOST_MISSES else math.inf)
+            if bound >= slowest:
+                break
+            try:
+                seconds, need = self._steps.of(layout, slowest, most)
+            except ConfigError:
+                continue
+            self.num_predicted += 1
+            if seconds < slowest and need <= most:
+                bisect.insort(found, (seconds, layout), key=lambda pair: pair[0])
+        return tuple(self.in_full(layout) for _, layout in found[:MOST_MISSES])
+
+
+def predict(
+    config: Config, layout: Layout, world_size: int, hardware: Hardware, shelf: Shelf | None = None
+) -> Candidate:
+    """One layout in full. shelf: of a search. Raises ConfigError if training would refuse it."""
+    plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node, shelf)
+    return predict_plan(layout, plan, hardware)
+
+
+def predict_plan(layout: Layout, plan: RunPlan, hardware: Hardware) -> Candidate:
+    """A plan in full; layout: what it came from."""
+    return Candidate(layout, plan, predict_step(plan, hardware), all_rank_memory(plan))
+
+
+def _nothing_found(config: Config, world_size: int, hardware: Hardware, refused: str, least: float | None) -> str:
+    if refused:
+        return f"no layout on {world_size} {hardware.name} is legal; the last one tried: {refused}"
+    if least is None:
+        return (
+            f"no layout on {world_size} {hardware.name}: --global-batch-size {config.training.global_batch_size} must be a multiple of the "
+            "data parallel size, whatever tensor and pipeline parallel size are chosen, and flags must leave a choice; change one of them"
+        )
+    return (
+        f"the model does not fit on {world_size} {hardware.name}: any layout needs {least / 2**30:.1f} GiB or more of the "
+        f"{hardware.usable_bytes / 2**30:.1f} GiB of each that can be used; take more of them, or others"
+    )

@@ -1,0 +1,89 @@
+"""A converted model against transformers' own on the same tokens: how far apart are their logits?"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.groups import Group
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.extras.convert.snapshot import Snapshot, unpadded
+from megapipe.model.init import replace_parameter
+from megapipe.model.microbatch import Microbatch
+from megapipe.model.stage import GPTStage
+from megapipe.schedule.partition import StageLayers
+
+BATCH, LONGEST = 2, 128
+TOLERANCE = 1e-4  # of the largest logit, in fp32: sums of thousands of products taken in another order
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """largest_difference: of any two logits. largest_logit: of transformers' model. same_choice: share of positions with one argmax."""
+
+    largest_difference: float
+    largest_logit: float
+    same_choice: float
+    num_tokens: int
+
+    @property
+    def agree(self) -> bool:
+        return self.largest_difference <= TOLERANCE * max(self.largest_logit, 1.0)
+
+    def __str__(self) -> str:
+        verdict = "the models agree" if self.agree else "THE MODELS DIFFER"
+        return (
+            f"{verdict}: largest logit difference {self.largest_difference:.3g} over {self.num_tokens} tokens in fp32 (largest logit "
+            f"{self.largest_logit:.3g}), the same choice at {self.same_choice:.1%} of positions"
+        )
+
+
+def can_check() -> bool:
+    """transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def compare(snapshot: Snapshot, folder: Path, seed: int = 1) -> Comparison:
+    """A Snapshot's model and that of a Hugging Face folder on random tokens, one after the other, both in fp32 on the CPU."""
+    model = snapshot.config.model
+    assert model.vocab_size is not None
+    length = min(LONGEST, unpadded(model).max_position_embeddings or LONGEST)
+    tokens = torch.randint(model.vocab_size, (BATCH, length), generator=torch.Generator().manual_seed(seed))
+    theirs = hugging_face_logits(folder, tokens)
+    ours = stage_logits(snapshot, tokens)
+    same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
+    return Comparison((ours - theirs).abs().max().item(), theirs.abs().max().item(), same, tokens.numel())
+
+
+@torch.no_grad()
+def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
+    """[b, s, V] by the model that trains: the one stage of a grid of one rank, without a process group."""
+    config = unpadded(snapshot.config.model)
+    layers = StageLayers(0, config.num_layers, True, True)
+    stage = GPTStage(
+        config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()
+    )
+    weights = snapshot.weights
+    for name, parameter in list(stage.named_parameters()):
+        values = weights[name].detach().float()
+        replace_parameter(stage, parameter, nn.Parameter(values, requires_grad=False))
+    logits = stage(Microbatch(tokens), return_logits=True)
+    assert isinstance(logits, Tensor)
+    return logits.transpose(0, 1)
+
+
+@torch.no_grad()
+def hugging_face_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """[b, s, V] by transformers with its own attention in fp32."""
+    import transformers
+
+    automatic: Any = transformers.AutoModelForCausalLM
+    model = automatic.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").eval()
+    logits: Tensor = model(tokens, use_cache=False).logits
+    return logits

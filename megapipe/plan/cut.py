@@ -1,0 +1,60 @@
+"""Which layers each stage gets: by hand (layout string, first and last stage), in equal numbers, or balanced by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.errors import ConfigError
+from megapipe.plan.flops import head_forward_flops, layer_forward_flops
+from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, parse_layout
+from megapipe.schedule.placement import Placement
+
+
+def cut_key(parallel: ParallelConfig) -> tuple[Hashable, ...]:
+    """All of the section that a cut depends on."""
+    return (
+        parallel.pipeline_model_parallel_layout,
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+        parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+        parallel.pipeline_balance,
+        parallel.num_layers_per_virtual_pipeline_stage,
+    )
+
+
+def is_by_hand(parallel: ParallelConfig) -> bool:
+    """Flags say which layers a rank gets, or how many."""
+    return (
+        parallel.pipeline_model_parallel_layout is not None
+        or parallel.decoder_first_pipeline_num_layers is not None
+        or parallel.decoder_last_pipeline_num_layers is not None
+        or parallel.account_for_embedding_in_pipeline_split
+        or parallel.account_for_loss_in_pipeline_split
+        or parallel.num_layers_per_virtual_pipeline_stage is not None
+    )
+
+
+def cut_layers(model: ModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition:
+    """The cut that `parallel` asks for; no layer is ever dropped.
+
+    By hand with a layout string; in equal numbers where first, last, embedding or loss are accounted for, or with
+    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss weigh what they cost. What
+    `balance` makes of it for the other values of --pipeline-balance needs a plan.
+    """
+    num_stages, pp = placement.num_stages, placement.num_ranks
+    if parallel.pipeline_model_parallel_layout is not None:
+        return parse_layout(parallel.pipeline_model_parallel_layout, model.num_layers, num_stages)
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    embedding, loss = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    if is_by_hand(parallel) or parallel.pipeline_balance == "even":
+        return cut_evenly(model.num_layers, placement.rank_of_stage, first, last, embedding, loss)
+    if model.num_layers < num_stages:
+        raise ConfigError(
+            f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = {num_stages} stages; "
+            "use fewer stages, or write --pipeline-model-parallel-layout, in which a stage may be empty"
+        )
+    layer = layer_forward_flops(model, causal=False)
+    return cut_by_cost([layer] * model.num_layers, 0.0, head_forward_flops(model), num_stages)

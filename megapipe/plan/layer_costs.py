@@ -1,0 +1,110 @@
+"""What embedding, layers and head cost on one rank for one microbatch: relative, from FLOPs, or in measured seconds (`measured_layers`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.plan.flops import head_forward_flops, layer_forward_flops, replayed_flops
+from megapipe.schedule.action import Op
+from megapipe.schedule.partition import StageLayers
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """Of F, B, I and W. backward: whole, inputs and weights: its halves. replay: of a forward that a backward (or I) does again where the
+    part is recomputed as a whole."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    replay: float = 0.0
+
+    def __add__(self, other: PartCost) -> PartCost:
+        return PartCost(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.inputs + other.inputs,
+            self.weights + other.weights,
+            self.replay + other.replay,
+        )
+
+    def __mul__(self, count: int) -> PartCost:
+        return PartCost(
+            self.forward * count, self.backward * count, self.inputs * count, self.weights * count, self.replay * count
+        )
+
+    def of(self, op: Op) -> float:
+        """Replays, which a sum over layers has counted, included."""
+        costs = {
+            Op.F: self.forward,
+            Op.B: self.backward + self.replay,
+            Op.I: self.inputs + self.replay,
+            Op.W: self.weights,
+        }
+        return costs[op]
+
+    def step(self, splits_backward: bool) -> float:
+        """Of everything that one microbatch needs."""
+        return self.of(Op.F) + (self.of(Op.I) + self.of(Op.W) if splits_backward else self.of(Op.B))
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """layers: one entry for each layer of the model. recompute: of the run: which layers of a stage are made again."""
+
+    embedding: PartCost
+    layers: tuple[PartCost, ...]
+    head: PartCost
+    recompute: RecomputeConfig
+
+    @cached_property
+    def layers_alike(self) -> bool:
+        return len(set(self.layers)) < 2
+
+    def of_stage(self, stage: StageLayers) -> PartCost:
+        """All that a stage holds."""
+        total = self._alike(stage) if self.layers_alike else self._summed(stage)
+        if stage.has_embedding:
+            total += self.embedding
+        return total + self.head if stage.has_head else total
+
+    def _alike(self, stage: StageLayers) -> PartCost:
+        if not stage.num_layers:
+            return PartCost()
+        total = self.layers[0] * stage.num_layers
+        return replace(total, replay=self.layers[0].replay * self._num_recomputed(stage.num_layers))
+
+    def _summed(self, stage: StageLayers) -> PartCost:
+        first, end = stage.first_layer, stage.last_layer_exclusive
+        replayed = first + self._num_recomputed(stage.num_layers)
+        with_replays, without = self._sums
+        return with_replays[replayed] + with_replays[first] * -1 + without[end] + without[replayed] * -1
+
+    def _num_recomputed(self, num_layers: int) -> int:
+        if self.recompute.recompute_granularity != "full":
+            return 0
+        if self.recompute.recompute_method == "block":
+            return min(self.recompute.recompute_num_layers or 1, num_layers)
+        return num_layers
+
+    @cached_property
+    def _sums(self) -> tuple[list[PartCost], list[PartCost]]:
+        """Over the first n layers, recomputed and not."""
+        plain = [replace(layer, replay=0.0) for layer in self.layers]
+        return list(accumulate(self.layers, initial=PartCost())), list(accumulate(plain, initial=PartCost()))
+
+
+def flop_costs(model: ModelConfig, recompute: RecomputeConfig) -> LayerCosts:
+    """Relative costs: forward FLOPs (full attention), a backward twice as much, half of it W; the embedding none. model: resolved."""
+
+    def part(flops: float, replay: float = 0.0) -> PartCost:
+        return PartCost(flops, 2.0 * flops, flops, flops, replay)
+
+    again = replayed_flops(model, recompute, causal=False) if recompute.recompute_granularity == "full" else 0.0
+    layer = part(layer_forward_flops(model, causal=False), again)
+    return LayerCosts(PartCost(), (layer,) * model.num_layers, part(head_forward_flops(model)), recompute)

@@ -1,0 +1,335 @@
+"""Bytes that each pipeline rank needs for a training step, item by item. All ranks of one pp_rank need the same.
+
+    weights       flat parameter buffers, padding included; with an asynchronous schedule one for each version that is needed at once
+    gradients     flat main-gradient buffers, fp32 (fp64)
+    fp8 weights   two 8-bit copies of each weight of the linears that multiply in fp8, from the first forward of a step to the next step
+    optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard; with
+                  --optimizer-cpu-offload none, for they lie in the host's memory
+    rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
+    activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
+    recompute     what one replay in the backward makes again, where the peak is
+    temporaries   what else that backward makes and frees: gradients on their way, gathered sequences, weight gradients in fp32
+    graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
+    messages      hidden states and gradients that have come too early or are being sent, at that peak
+    reduction     bf16 copies of gradients on the wire (--grad-reduce-in-bf16), when activations have gone: what they need beyond the peak
+    tables        attention masks and rotary tables that all microbatches share
+    microbatches  tokens, labels and what belongs to them, of the whole step
+
+In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is on the device, and
+what --optimizer-cpu-offload does of the optimizer.
+
+CUDA's kernels are assumed unless the configuration says --device cpu. Not counted: the workspace of the kernel that
+runs, the allocator's slack, the CUDA context.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from megapipe.plan.activations import (
+    ELEMENT_BYTES,
+    Documents,
+    LocalSizes,
+    deferred_bytes,
+    is_explicit,
+    replay_bytes,
+    rotary_table_bytes,
+    shared_mask_bytes,
+    stage_bytes,
+)
+from megapipe.plan.comm_chunks import comm_chunks
+from megapipe.plan.fp8 import LinearBytes, copies_bytes
+from megapipe.plan.graph_memory import graph_bytes
+from megapipe.plan.offload import (
+    GroupBytes,
+    Storage,
+    away_in_row,
+    group_sizes,
+    group_storages,
+    groups_of,
+    row_moves,
+    stage_group_bytes,
+    stage_groups,
+)
+from megapipe.plan.residence import Inside, Residence, inside_of_backward
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.temporaries import Backward, temporary_bytes
+from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.partition import StageLayers
+from megapipe.schedule.placement import Placement
+
+BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
+TOKEN_BYTES = 16  # token and label, int64
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a step at which all that comes and goes is largest. live: stage -> microbatches between F and B or W; action: which
+    then runs; inside_bytes: what it makes and frees again."""
+
+    activation_bytes: int
+    message_bytes: int
+    live: Mapping[int, int]
+    inside_bytes: int = 0
+    action: Action | None = None
+
+    @property
+    def total(self) -> int:
+        return self.activation_bytes + self.message_bytes + self.inside_bytes
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes by item, in the order of the module's table; items of no bytes are there too. live: as in `Peak`.
+    host: in the host's memory, only what is there."""
+
+    pp_rank: int
+    items: Mapping[str, int]
+    live: Mapping[int, int]
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+    @property
+    def live_microbatches(self) -> float:
+        """At the peak, in microbatches of all stages of the rank."""
+        return sum(self.live.values()) / max(len(self.live), 1)
+
+
+def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
+    """Every item of one rank, for a step at the full global batch size."""
+    model, recompute, documents, sizes = (
+        plan.config.model,
+        plan.config.recompute,
+        Documents.of(plan.config.data),
+        local_sizes(plan),
+    )
+    stages = plan.placement.stages_of(pp_rank)
+    num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
+    kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
+    waiting = {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages}
+    inside = {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()}
+    residence, host = _offloaded(plan, pp_rank, num_microbatches, kept)
+    row = plan.schedule(num_microbatches).rows[pp_rank]
+    peak = peak_of_row(
+        row, pp_rank, plan.placement, kept, waiting, sizes.hidden_states, plan.send_depth, inside, residence
+    )
+    graphs, reusable, beside = 0, peak.total, max(kept.values())
+    if plan.config.gpu.cuda_graph_impl != "none":
+        slots, last, splits = plan.num_slots(pp_rank), plan.placement.num_stages - 1, plan.splits_backward
+        held = graph_bytes(slots, last, kept, waiting, inside, sizes.hidden_states, splits)
+        graphs, reusable, beside = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
+    replay = 0
+    if peak.action is not None and peak.action.op in (Op.B, Op.I):
+        replay = replay_bytes(model, sizes, plan.partition.layer_counts[peak.action.stage], recompute, documents)
+        replay = min(replay, peak.inside_bytes)
+    items = {
+        **_state(plan, stages, plan.num_weight_versions(pp_rank)),
+        "fp8 weights": copies_bytes(plan.config, sizes, [plan.partition.stages[stage] for stage in stages]),
+        "activations": peak.activation_bytes,
+        "recompute": replay,
+        "temporaries": peak.inside_bytes - replay,
+        "graphs": graphs,
+        "messages": peak.message_bytes,
+        "reduction": max(0, _reduction(plan, stages, beside) - reusable),
+        "tables": len(stages) * _tables(plan, sizes, documents),
+        "microbatches": num_microbatches * sizes.tokens * _token_bytes(documents),
+    }
+    if plan.config.optimizer.optimizer_cpu_offload:
+        host["optimizer"] = _optimizer(plan, stages, plan.num_weight_versions(pp_rank))
+    return RankMemory(pp_rank, items, peak.live, host)
+
+
+def runs_on_cuda(plan: RunPlan) -> bool:
+    """Whose kernels the memory is told for: CUDA's, unless the configuration asks for CPUs."""
+    return plan.config.training.device != "cpu"
+
+
+def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
+    """`rank_memory` of every pp_rank."""
+    return tuple(rank_memory(plan, pp_rank) for pp_rank in range(plan.topology.pp))
+
+
+def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
+    """What a stage keeps from the forward to the backward of one microbatch, its input included, by what is kept."""
+    layers, config, documents = plan.partition.stages[stage], plan.config, Documents.of(plan.config.data)
+    found = stage_bytes(config.model, local_sizes(plan), layers, config.recompute, documents)
+    copies = _attention_copies(plan, layers.num_layers, documents)
+    return found | {"attention output copied": copies} if copies else found
+
+
+def _attention_copies(plan: RunPlan, num_layers: int, documents: Documents) -> int:
+    """CUDA's memory-efficient kernel, which takes fp32 and masks, leaves its output of several query groups in another order than the next
+    linear takes it: it is kept twice."""
+    sizes, model, recompute = local_sizes(plan), plan.config.model, plan.config.recompute
+    is_masked = bool(documents.attention_mask or shared_mask_bytes(model, sizes, documents))
+    shares = sizes.heads > sizes.groups > 1 and not (documents.attention_mask and sizes.batch > 1)
+    is_made_again = recompute.recompute_granularity == "full" or (
+        recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
+    )
+    is_efficient = (
+        runs_on_cuda(plan) and not is_explicit(model) and (plan.config.precision.dtype == "fp32" or is_masked)
+    )
+    return num_layers * sizes.query if is_efficient and shares and not is_made_again else 0
+
+
+def local_sizes(plan: RunPlan) -> LocalSizes:
+    """Sizes of one microbatch on any rank of the plan."""
+    config = plan.config
+    sliced, size = config.parallel.sequence_parallel, config.training.micro_batch_size
+    return LocalSizes.asked(config, config.model, plan.topology.tp, sliced, size)
+
+
+def peak_of_row(
+    row: Iterable[Action],
+    pp_rank: int,
+    placement: Placement,
+    activation_bytes: Mapping[int, int],  # of a (stage, microbatch) from F to B or I, for each stage of the rank
+    waiting_bytes: Mapping[int, int],  # between I and W
+    message_bytes: int,
+    sends_in_flight: int,  # the most of one channel
+    inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
+    residence: Residence | None = None,  # what is offloaded meanwhile
+) -> Peak:
+    """Walk over one row of a lowered training schedule.
+
+    A message that comes is there from the moment its receive is posted: an activation until F, where it becomes the kept input of its
+    stage; a gradient until its B or I is done. Between two stages of one rank it is there from the moment it is made. One that goes is
+    held until it is known to have arrived: of each channel the last `sends_in_flight`.
+    """
+    live = Counter(dict.fromkeys(activation_bytes, 0))
+    sent: Counter[tuple[int, Op]] = Counter()
+    last = placement.num_stages - 1
+    come = kept = 0  # messages here and not used up; bytes for backwards
+    peak = Peak(0, 0, dict(live))
+
+    def is_here(stage: int, microbatch: int | None) -> bool:
+        return 0 <= stage <= last and placement.rank_of(stage, microbatch or 0) == pp_rank
+
+    for stage, op, microbatch in row:
+        if op is Op.F:
+            come += is_here(stage + 1, microbatch) - (stage > 0)
+            live[stage] += 1
+            kept += activation_bytes[stage]
+        elif op in (Op.B, Op.I):
+            come += is_here(stage - 1, microbatch)
+        elif op in RECV_OPS:
+            come += 1
+        elif op in SEND_OPS:
+            sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
+        messages = (come + sum(sent.values())) * message_bytes
+        inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
+        levels = ((0, inside),) if residence is None else residence.levels(Action(stage, op, microbatch), inside)
+        for less, made in levels:
+            if kept - less + messages + made > peak.total:
+                peak = Peak(kept - less, messages, dict(live), made, Action(stage, op, microbatch))
+        if op in (Op.B, Op.I):
+            come -= stage < last
+            kept -= activation_bytes[stage]
+        if op is Op.I:
+            kept += waiting_bytes[stage]
+        elif op is Op.W:
+            kept -= waiting_bytes[stage]
+        live[stage] -= op in (Op.B, Op.W)
+    return peak
+
+
+def _backward(plan: RunPlan, stage: int) -> Backward:
+    config = plan.config
+    gathers = config.parallel.sequence_parallel and plan.topology.tp > 1
+    layers, documents = plan.partition.stages[stage], Documents.of(config.data)
+    chunks, is_cuda = comm_chunks(config.parallel).gather, runs_on_cuda(plan)
+    fp8 = LinearBytes.of(config, layers, is_cuda)
+    return Backward(
+        config.model, local_sizes(plan), layers, config.recompute, documents, is_cuda, gathers, chunks, fp8=fp8
+    )
+
+
+def _offloaded(
+    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
+) -> tuple[Residence | None, dict[str, int]]:
+    """What is on the device when, and bytes in the host's memory; (None, none) where no activations are offloaded."""
+    if not plan.config.offload.cpu_offloading_num_layers:
+        return None, {}
+    held = plan.placement.stages_of(pp_rank)
+    stages, groups = (
+        {stage: stage_groups(plan, stage) for stage in held},
+        {stage: offloaded_groups(plan, stage) for stage in held},
+    )
+    away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups)
+    inside = {}
+    for stage in held:
+        sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
+        inside[stage, Op.F] = Inside(_backward(plan, stage).loss_blocks)
+        for op in (Op.B, Op.I):
+            inside[stage, op] = inside_of_backward(_backward(plan, stage), sizes, splits=op is Op.I)
+    return Residence(stages, groups, kept, away.at, inside), {"activations": away.host_bytes}
+
+
+def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
+    """What each group of a stage's layers keeps and moves for one microbatch. layers: other ones than the plan's."""
+    layers = layers or plan.partition.stages[stage]
+    config, documents, sizes = plan.config, Documents.of(plan.config.data), local_sizes(plan)
+    storages = group_storages(config.model, sizes, config.recompute, layers.num_layers, documents)
+    if _attention_copies(plan, 1, documents):
+        copy = Storage(sizes.query, sizes.element)
+        storages = [[*group, copy] for group in storages]
+    return stage_group_bytes(
+        storages, groups_of(config, layers).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding
+    )
+
+
+def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:
+    """Masters and moments of this rank's shard, wherever they lie."""
+    optimizer, element = plan.config.optimizer, ELEMENT_BYTES[plan.config.precision.dtype]
+    wide = max(element, 4)
+    moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
+    has_own_master = element != wide or num_versions > 1
+    return _shard(plan, stages) * (moments + has_own_master) * wide
+
+
+def _shard(plan: RunPlan, stages: Iterable[int]) -> int:
+    """Elements of this rank's shard of its stages' parameters."""
+    return sum(layout.numel // layout.num_shards for stage in stages for layout in plan.buffers(stage, 0))
+
+
+def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:
+    """Weights, gradients, optimizer."""
+    element = ELEMENT_BYTES[plan.config.precision.dtype]
+    wide = max(element, 4)
+    optimizer = plan.config.optimizer
+    moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
+    layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
+    elements = sum(layout.numel for layout in layouts)
+    slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
+    kept = 2 + moments if optimizer.optimizer_post_validation else 0
+    return {
+        "weights": num_versions * (elements * element + slack),
+        "gradients": elements * wide + slack,
+        "optimizer": 0 if optimizer.optimizer_cpu_offload else _optimizer(plan, stages, num_versions),
+        "rollback": _shard(plan, stages) * kept * wide,
+    }
+
+
+def _reduction(plan: RunPlan, stages: Iterable[int], beside: int) -> int:
+    """Copies of all gradients; where reductions overlap with the backward, beside the last microbatch's activations of a stage: beside."""
+    if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.num_replicas == 1:
+        return 0
+    copies = 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))
+    return copies + (beside if plan.config.parallel.overlap_grad_reduce else 0)
+
+
+def _tables(plan: RunPlan, sizes: LocalSizes, documents: Documents) -> int:
+    """Of one stage."""
+    model = plan.config.model
+    return shared_mask_bytes(model, sizes, documents) + (
+        0 if documents.position_ids else rotary_table_bytes(model, sizes)
+    )
+
+
+def _token_bytes(documents: Documents) -> int:
+    return TOKEN_BYTES + 8 * documents.position_ids + 8 * documents.attention_mask + 4 * documents.loss_mask

@@ -1,0 +1,131 @@
+"""Bytes of a pipeline rank by the number of layers on each of its stages: `memory` for cuts that are being looked for.
+
+The same terms as `memory.rank_memory`, from the rows of the schedule and a layer's parameters and activations; padding of buffers, messages
+and what one backward makes and frees are taken from a plan with some cut. Of offloaded activations two layers are taken to be on the
+device: right within some 13 %. `planner.cut` asks `rank_memory` about the cut that it chooses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megapipe.plan.activations import Documents, deferred_bytes, stage_bytes
+from megapipe.plan.memory import RankMemory, local_sizes, offloaded_groups, rank_memory
+from megapipe.plan.offload import USUAL_UNITS_ON_DEVICE, GroupBytes
+from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.partition import StageLayers
+from megapipe.sharding.buffers import layout_buffers
+from megapipe.sharding.model_specs import specs_of_stage
+
+STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
+FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")  # hardly another with another cut
+
+
+class RankBytes:
+    """draft: a plan with any cut of the run's layers into its stages."""
+
+    def __init__(self, draft: RunPlan) -> None:
+        self._draft = draft
+        self._count = draft.batch.full // draft.batch.samples_per_microbatch
+        self._ranks: dict[int, RankMemory] = {}
+        self._elements: dict[int, tuple[int, int]] = {}
+        self._moments: dict[int, tuple[dict[int, tuple[int, int]], ...]] = {}
+        self._stages: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def of(self, pp_rank: int, layers: Sequence[int]) -> float:
+        """layers: on each stage of the rank, in model order."""
+        held = dict(zip(self._draft.placement.stages_of(pp_rank), layers, strict=True))
+        parts = {stage: self._parts(stage, count) for stage, count in held.items()}
+        peak = max(
+            sum(live * parts[stage][0] + waiting * parts[stage][1] for stage, (live, waiting) in moment.items())
+            for moment in self._moments_of(pp_rank)
+        )
+        fixed = sum(size for item, size in self._reference(pp_rank).items.items() if item in FIXED)
+        state = sum(self._state(pp_rank, stage, count) for stage, count in held.items())
+        return state + peak + fixed + self._moving(held)
+
+    def _parts(self, stage: int, count: int) -> tuple[int, int]:
+        """(kept from F to B, kept from I to W) of a stage with so many layers."""
+        if (stage, count) not in self._stages:
+            plan, last = self._draft, self._draft.placement.num_stages - 1
+            model, recompute, documents, sizes = (
+                plan.config.model,
+                plan.config.recompute,
+                Documents.of(plan.config.data),
+                local_sizes(plan),
+            )
+            layers = StageLayers(0, count, stage == 0, stage == last)
+            moved = sum(group.moved for group in self._groups(stage, count))
+            self._stages[stage, count] = (
+                sum(stage_bytes(model, sizes, layers, recompute, documents).values()) - moved,
+                deferred_bytes(model, sizes, layers, recompute),
+            )
+        return self._stages[stage, count]
+
+    def _groups(self, stage: int, count: int) -> tuple[GroupBytes, ...]:
+        """Of a stage with so many layers; none where nothing is offloaded."""
+        if not self._draft.config.offload.cpu_offloading_num_layers:
+            return ()
+        last = self._draft.placement.num_stages - 1
+        return offloaded_groups(self._draft, stage, StageLayers(0, count, stage == 0, stage == last))
+
+    def _moving(self, held: Mapping[int, int]) -> int:
+        """What of the offloaded activations is on the device where the peak is."""
+        moved = [group.moved for stage, count in held.items() for group in self._groups(stage, count)]
+        return USUAL_UNITS_ON_DEVICE * max(moved, default=0)
+
+    def _reference(self, pp_rank: int) -> RankMemory:
+        if pp_rank not in self._ranks:
+            self._ranks[pp_rank] = rank_memory(self._draft, pp_rank)
+        return self._ranks[pp_rank]
+
+    def _state(self, pp_rank: int, stage: int, count: int) -> float:
+        """Weights and what belongs to them: linear in the layers."""
+        one, two = self._elements_of(stage)
+        plan, items = self._draft, self._reference(pp_rank).items
+        held = sum(layout.numel for s in plan.placement.stages_of(pp_rank) for layout in plan.buffers(s, 0))
+        return (one + (count - 1) * (two - one)) / held * sum(items[item] for item in STATE)
+
+    def _elements_of(self, stage: int) -> tuple[int, int]:
+        """Parameters of a stage with one layer and with two, on one rank, padding included."""
+        if stage not in self._elements:
+            plan, last = self._draft, self._draft.placement.num_stages - 1
+            bucket = plan.config.parallel.ddp_bucket_size
+            assert bucket is not None
+            counts = []
+            for count in (1, 2):
+                specs = specs_of_stage(plan.specs, range(count), stage == 0, stage == last, plan.tied_across_ranks)
+                layouts = layout_buffers(specs, 0, plan.topology.tp, plan.num_optimizer_shards, bucket, plan.tied_kind)
+                counts.append(sum(layout.numel for layout in layouts))
+            self._elements[stage] = counts[0], counts[1]
+        return self._elements[stage]
+
+    def _moments_of(self, pp_rank: int) -> tuple[dict[int, tuple[int, int]], ...]:
+        """stage -> (microbatches from F to B or I, from I to W), at the moments of a step that no other one exceeds in all."""
+        if pp_rank not in self._moments:
+            row = self._draft.schedule(self._count).rows[pp_rank]
+            self._moments[pp_rank] = _largest_moments(row, self._draft.placement.stages_of(pp_rank))
+        return self._moments[pp_rank]
+
+
+def _largest_moments(row: Sequence[Action], stages: Sequence[int]) -> tuple[dict[int, tuple[int, int]], ...]:
+    live, waiting = Counter(dict.fromkeys(stages, 0)), Counter(dict.fromkeys(stages, 0))
+    seen: set[tuple[int, ...]] = set()
+    for stage, op, _ in row:
+        if op is Op.F:
+            live[stage] += 1
+            seen.add((*(live[s] for s in stages), *(waiting[s] for s in stages)))
+        elif op in (Op.B, Op.I):
+            live[stage] -= 1
+            waiting[stage] += op is Op.I
+        elif op is Op.W:
+            waiting[stage] -= 1
+    largest = [moment for moment in seen if not any(_exceeds(other, moment) for other in seen)]
+    half = len(stages)
+    return tuple({stage: (moment[at], moment[half + at]) for at, stage in enumerate(stages)} for moment in largest)
+
+
+def _exceeds(other: Sequence[int], moment: Sequence[int]) -> bool:
+    return other != moment and all(more >= less for more, less in zip(other, moment, strict=True))

@@ -1,0 +1,233 @@
+"""Config and a number of ranks -> RunPlan, or one ConfigError that names the rule and a way out.
+
+Everything that depends on more than one section, or on the world, is decided here: derived sizes, the grid, the cut of the layers, the
+batch, the length of the run. Rules inside a section stand in `config.rules`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.rules.check import check
+from megapipe.config.rules.wording import divisors
+from megapipe.config.training import TrainingConfig
+from megapipe.data.build_datasets import DEFAULT_SPLIT
+from megapipe.errors import ConfigError
+from megapipe.plan.balance import balanced_cut
+from megapipe.plan.batch import BatchSchedule, batch_schedule
+from megapipe.plan.chunks import group_size, memory_limit, schedule_and_chunks
+from megapipe.plan.cut import cut_key, cut_layers
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.shelf import Shelf
+from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.placement import Placement
+from megapipe.sharding.audit import audit_slices, audit_stages
+from megapipe.sharding.model_specs import model_specs
+from megapipe.topology import Topology
+
+
+def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, shelf: Shelf | None = None) -> RunPlan:
+    """The plan of a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
+
+    config.model.vocab_size must be known (the tokenizer's). shelf: shared with other plans, as in a search. Raises ConfigError for
+    everything that cannot be run.
+    """
+    check(config)
+    model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
+    schedule_name, chunks = schedule_and_chunks(config.parallel, model.num_layers)
+    placement = SCHEDULES[schedule_name].place(config.parallel.pipeline_model_parallel_size, chunks)
+    topology = _topology(config.parallel, model, world_size, ranks_per_node, placement)
+    training, batch = _batch(config.training, topology)
+    parallel = _parallel(config.parallel, topology, schedule_name, chunks)
+    shelf = shelf or Shelf()
+    partition = shelf.once(("cut", placement, model, cut_key(parallel)), lambda: cut_layers(model, parallel, placement))
+    specs = model_specs(model, parallel.sequence_parallel and topology.tp > 1)
+    optimizer = _optimizer(config.optimizer, training, batch)
+    data = config.data
+    if data.data_path is not None and data.split is None:
+        data = dataclasses.replace(data, split=DEFAULT_SPLIT)
+    resolved = dataclasses.replace(
+        config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
+    )
+    draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
+    _check_counts(draft)
+    plan = _balanced(draft)
+    plan.shelf.once(
+        ("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp)
+    )
+    audit_stages(specs, dict(enumerate(plan.stage_specs)))
+    _check_post_validation(plan)
+    _make_schedules(plan)
+    return plan
+
+
+def _balanced(draft: RunPlan) -> RunPlan:
+    """The plan with its layers cut as --pipeline-balance says."""
+    config, batch = draft.config, draft.batch
+    asked = config.model, config.recompute, config.parallel, config.precision, config.optimizer, config.data
+    key = ("balanced", *asked, draft.topology, batch.full, batch.samples_per_microbatch)
+    return dataclasses.replace(draft, partition=draft.shelf.once(key, lambda: balanced_cut(draft)))
+
+
+def vary(plan: RunPlan, config: Config) -> RunPlan:
+    """The plan that `resolve` makes of a configuration which differs from the plan's in training and recompute alone.
+
+    What stays is taken from the plan: grid, parameters and their audits. Raises ConfigError as `resolve` does.
+    """
+    check(config)
+    training, batch = _batch(config.training, plan.topology)
+    optimizer = _optimizer(config.optimizer, training, batch)
+    resolved = dataclasses.replace(plan.config, training=training, optimizer=optimizer, recompute=config.recompute)
+    draft = dataclasses.replace(plan, config=resolved, batch=batch)
+    _check_counts(draft)
+    varied = _balanced(draft)
+    _check_post_validation(varied)
+    _make_schedules(varied)
+    return varied
+
+
+def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
+    """Fill in the sizes that follow from others."""
+    if model.vocab_size is None:
+        raise ConfigError(
+            "the size of the vocabulary is not known: give --vocab-size, or --tokenizer-type and --tokenizer-model"
+        )
+    multiple = model.make_vocab_size_divisible_by * tp
+    kv_channels = model.head_size()
+    filled = dataclasses.replace(
+        model,
+        padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
+        ffn_hidden_size=model.feed_forward_size(),
+        num_query_groups=model.query_groups(),
+        kv_channels=kv_channels,
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        softmax_scale=model.softmax_scale or 1.0 / math.sqrt(kv_channels),
+    )
+    _check_query_groups(filled, tp)
+    return filled
+
+
+def _check_query_groups(model: ModelConfig, tp: int) -> None:
+    groups = model.query_groups()
+    if groups % tp and tp % groups:
+        ways = ", ".join(str(n) for n in divisors(model.num_attention_heads) if groups % n == 0 or n % groups == 0)
+        raise ConfigError(
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each rank holds whole "
+            f"key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+        )
+
+
+def _check_post_validation(plan: RunPlan) -> None:
+    if not plan.config.optimizer.optimizer_post_validation:
+        return
+    if plan.placement.second_direction is not None or not SCHEDULES[plan.schedule_name].is_synchronous:
+        raise ConfigError(
+            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one direction, which "
+            f"--pipeline-schedule {plan.schedule_name} is not; leave the flag out, or choose zb-h2 or zb-v"
+        )
+    if plan.tied_across_ranks:
+        raise ConfigError(
+            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update needs the last "
+            "one's gradient, which is the barrier again; add --untie-embeddings-and-output-weights, choose a schedule on a V (both ends "
+            "on one rank), or leave the flag out"
+        )
+
+
+def _topology(
+    parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None, placement: Placement
+) -> Topology:
+    tp, groups = parallel.tensor_model_parallel_size, model.num_query_groups
+    assert groups
+    return Topology.of_world(
+        world_size,
+        tp=tp,
+        cp=parallel.context_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        order=parallel.rank_order,
+        ranks_per_node=ranks_per_node,
+        allow_tp_across_nodes=parallel.allow_tp_across_nodes,
+        kv_replicas=max(1, tp // groups),
+        mirrored_pipeline=placement.second_direction is not None,
+    )
+
+
+def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig, BatchSchedule]:
+    """Global batch and length of the run, each given either way, in both units."""
+    ranks_per_replica = topology.tp * topology.cp * topology.pp
+    batch = batch_schedule(
+        training.global_batch_size,
+        training.micro_batch_size,
+        topology.dp,
+        training.rampup_batch_size,
+        ranks_per_replica,
+    )
+    iters, samples = training.train_iters, training.train_samples
+    if iters is None and samples is not None:
+        iters = batch.steps_for(samples)
+        if iters == 0:
+            raise ConfigError(f"--train-samples {samples} is less than one step of {batch.sizes[0]} sequences")
+    elif iters is not None:
+        samples = batch.samples_after(iters)
+    return dataclasses.replace(training, global_batch_size=batch.full, train_iters=iters, train_samples=samples), batch
+
+
+def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, chunks: int) -> ParallelConfig:
+    return dataclasses.replace(
+        parallel,
+        num_virtual_stages_per_pipeline_rank=chunks,
+        microbatch_group_size_per_virtual_pipeline_stage=group_size(parallel, schedule_name),
+        pipeline_memory_limit=memory_limit(parallel, schedule_name),
+        ddp_bucket_size=parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
+    )
+
+
+def _check_counts(plan: RunPlan) -> None:
+    """A ramp-up changes the number of microbatches: the schedule must be able to run every value."""
+    counts, batch, training = SCHEDULES[plan.schedule_name].counts, plan.batch, plan.config.training
+    for size in batch.sizes:
+        count = size // batch.samples_per_microbatch
+        trouble, near = counts(plan.topology.pp, count) if counts else ("", ())
+        if trouble:
+            flag = (
+                "--global-batch-size"
+                if size == batch.full
+                else f"--rampup-batch-size {batch.start} {batch.increment} reaches"
+            )
+            ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
+            raise ConfigError(
+                f"--pipeline-schedule {plan.schedule_name} {trouble}; {flag} {size}, {count} microbatch(es) of "
+                f"{training.micro_batch_size} x dp {plan.topology.dp}: use {ways} instead"
+            )
+
+
+def _make_schedules(plan: RunPlan) -> None:
+    """Of every number of microbatches of the run."""
+    for size in plan.batch.sizes:
+        plan.schedule(size // plan.batch.samples_per_microbatch)
+
+
+def _optimizer(optimizer: OptimizerConfig, training: TrainingConfig, batch: BatchSchedule) -> OptimizerConfig:
+    """Decay lengths in samples, whichever unit they were given in; ramps of weight decay with both ends."""
+    return dataclasses.replace(
+        optimizer,
+        lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
+        lr_decay_samples=optimizer.lr_decay_samples
+        or _samples(optimizer.lr_decay_iters, training.train_samples, batch),
+        start_weight_decay=optimizer.weight_decay
+        if optimizer.start_weight_decay is None
+        else optimizer.start_weight_decay,
+        end_weight_decay=optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay,
+        lr_wsd_decay_samples=optimizer.lr_wsd_decay_samples or _samples(optimizer.lr_wsd_decay_iters, None, batch),
+        lr_warmup_samples=optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch.full,
+        decoupled_lr=optimizer.lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr,
+    )
+
+
+def _samples(iterations: int | None, default: int | None, batch: BatchSchedule) -> int | None:
+    return default if iterations is None else iterations * batch.full

@@ -1,0 +1,263 @@
+"""The time of a training step before it runs: layers by `layer_time`, messages over the links they cross, and the schedule simulated with
+the stages as they are cut.
+
+A model of first order: tensor-parallel messages stand in the computation's way unless a GEMM hides them, pipeline messages run beside it,
+reductions under the backward of the last microbatch, gathers under the forward of the first. docs/planner.md says what is fitted and
+compares with published runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megapipe.plan.flops import step_flops
+from megapipe.plan.fp8 import Casts, num_fp8_layers
+from megapipe.plan.hardware import Hardware, Link
+from megapipe.plan.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
+from megapipe.plan.linears import linear_elements
+from megapipe.plan.memory import local_sizes, offloaded_groups
+from megapipe.plan.offload import group_sizes
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traffic import ALL_REDUCE, gather_bytes, message_bytes, reduction_bytes
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.simulate import Costs, Timeline, simulate
+
+OPTIMIZER_BYTES = (
+    30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
+)
+HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
+NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's prediction. seconds: of the whole step. parts: where they go on the rank that computes longest, adding up to `seconds`:
+    'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for
+    copies), 'bubble' (idle, and waits for messages),
+    'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of
+    its new weights, too).
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    tokens: int
+    model_flops: float  # of the whole step, all ranks; causal attention counted half
+    world_size: int
+    peak_flops: float
+    timeline: Timeline
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """The model's own, of one rank."""
+        return self.model_flops / self.seconds / self.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, causal attention counted half."""
+        return self.flops_per_second / self.peak_flops
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the step: idle, and waits for messages, on the rank that computes longest."""
+        return self.parts["bubble"] / self.seconds
+
+
+def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
+    """A training step at the full global batch size."""
+    model, training, dtype = plan.config.model, plan.config.training, plan.config.precision.dtype
+    assert training.global_batch_size is not None
+    count = plan.batch.full // plan.batch.samples_per_microbatch
+    stages = stage_seconds(plan, hardware)
+    timeline = simulate(plan.schedule(count), schedule_costs(plan, hardware, stages))
+    work = timeline.work_seconds
+    span, reduce = computed_and_reduced(plan, hardware, timeline)
+    parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
+    parts["bubble"] = span - sum(parts.values())
+    parts["reduce"] = reduce
+    parts |= after_the_backward(plan, hardware, stages)
+    sequences = training.global_batch_size
+    flops = step_flops(model, sequences, causal=True)
+    tokens, world_size = sequences * model.seq_length, plan.topology.world_size
+    return StepTime(sum(parts.values()), parts, tokens, flops, world_size, hardware.peak(dtype), timeline)
+
+
+def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
+    """Of each stage, for one microbatch."""
+    config, t = plan.config, plan.topology
+    tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
+    sliced, size = config.parallel.sequence_parallel and t.tp > 1, config.training.micro_batch_size
+    tensors = Tensors.asked(config, config.model, t.tp, sliced, size)
+    layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
+    casts = Casts.of(config)
+    in_fp8 = (
+        layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)
+    )
+    counts = [(stage.num_layers, num_fp8_layers(config, stage)) for stage in plan.partition.stages]
+    made = {(whole, few): layer * (whole - few) + in_fp8 * few for whole, few in set(counts)}
+    stages = (*(made[count] for count in counts[:-1]), made[counts[-1]] + head)
+    if not config.offload.cpu_offloading_num_layers:
+        return stages
+    return tuple(seconds + offload_seconds(plan, hardware, stage, layer) for stage, seconds in enumerate(stages))
+
+
+def offload_seconds(plan: RunPlan, hardware: Hardware, stage: int, layer: OpSeconds) -> OpSeconds:
+    """What a stage's computation waits for copies to the host and back, for one microbatch. Each copy runs under the computation of one
+    group of layers, and both directions at one time."""
+    forward = backward = 0.0
+    backward_op = Op.I if plan.splits_backward else Op.B
+    sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
+    for size, group in zip(sizes, offloaded_groups(plan, stage), strict=True):
+        copy = group.moved / hardware.host_bytes_per_second
+        forward += max(0.0, copy - size * layer.of(Op.F))
+        backward += max(0.0, copy - size * layer.of(backward_op))
+    return OpSeconds({"host": forward}, {"host": backward}, {})
+
+
+def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
+    """The clock for `simulate`: computation and messages. Reductions take no time here: see `computed_and_reduced`."""
+    link = hardware.network if plan.crosses_nodes("pp") else hardware.node
+    smallest = 1e-9  # a stage without layers still takes its turn
+    on_the_wire = message_bytes(plan) / link.bytes_per_second
+    seconds: dict[tuple[int, Op], float] = {}
+    for stage, of_stage in enumerate(stages):
+        for op in (Op.F, Op.B, Op.I, Op.W):
+            seconds[stage, op] = max(of_stage.of(op), smallest)
+        seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = on_the_wire
+    return Costs(
+        seconds, link.latency_seconds, overlap=plan.config.parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds
+    )
+
+
+def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
+    """(seconds until the last rank has computed, seconds that reductions add to it).
+
+    Each rank reduces its stages one after the other. With --overlap-grad-reduce a bucket is reduced once the last backward of its stage
+    has passed it, so that one bucket at least comes after; without, all of a rank comes after all of its backwards. In a step without a
+    barrier (--optimizer-post-validation) time runs from a rank's own first action.
+    """
+    posted = plan.config.optimizer.optimizer_post_validation
+    computed = reduced = 0.0
+    for rank in range(plan.topology.pp):
+        starts, ends = timeline.starts[rank], timeline.ends[rank]
+        first = starts[0] if posted else 0.0
+        last = max(ends, default=0.0)
+        if plan.config.parallel.overlap_grad_reduce:
+            free = _reduced_by_buckets(plan, hardware, timeline, rank)
+        else:
+            free = last + sum(reduction_seconds(plan, hardware, stage) for stage in plan.placement.stages_of(rank))
+        computed, reduced = max(computed, last - first), max(reduced, free - first)
+    return computed, max(0.0, reduced - computed)
+
+
+def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
+    """When a rank's last bucket is reduced. Where two ranks hold a stage (DualPipe) its buckets wait for the whole stage."""
+    free = 0.0
+    for stage, slot, last_op in reversed(
+        _reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))
+    ):
+        done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
+        buckets = (
+            1
+            if plan.topology.mirrored_pipeline
+            else max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
+        )
+        begun = done - timeline.costs.seconds[stage, last_op] / plan.rank_speeds[pp_rank] * (buckets - 1) / buckets
+        free = max(max(begun, free) + seconds, done + seconds / buckets)
+    return free
+
+
+def _reductions(row: Sequence[Action], count: int) -> list[tuple[int, int, Op]]:
+    """(stage, slot of its reduction, the backward before it), last first; found from the end of the row, where they are."""
+    slots: dict[int, int] = {}
+    found: list[tuple[int, int, Op]] = []
+    for slot in range(len(row) - 1, -1, -1):
+        stage, op, _ = row[slot]
+        if op is Op.REDUCE_GRAD:
+            slots[stage] = slot
+        elif op in (Op.B, Op.W) and stage in slots:
+            found.append((stage, slots.pop(stage), op))
+            if len(found) == count:
+                break
+    return sorted(found, key=lambda each: -each[1])
+
+
+def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
+    """Of a stage's gradients over its replicas: reduce-scatter with the distributed optimizer, else all-reduce."""
+    passes = 1 if plan.config.parallel.use_distributed_optimizer else ALL_REDUCE
+    return _replica_seconds(plan, hardware, reduction_bytes(plan, stage), passes)
+
+
+def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
+    """'optimizer', 'gather': of the rank that takes longest over each, for all wait for the norm and for the next step's first stage."""
+    ranks = range(plan.topology.pp)
+    shards = max(_shard_elements(plan, rank) for rank in ranks)
+    casts = max(_weight_cast_seconds(plan, hardware, rank) for rank in ranks)
+    return {
+        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second + casts,
+        "gather": max(_exposed_gather(plan, hardware, rank, stages) for rank in ranks),
+    }
+
+
+def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tuple[OpSeconds, ...]) -> float:
+    """Of the updated parameters: what the first forwards of the rank's stages do not hide, and of those before it that it waits for."""
+    if not plan.config.parallel.use_distributed_optimizer:
+        return 0.0
+    held = plan.placement.stages_of(pp_rank)
+    total = sum(_replica_seconds(plan, hardware, gather_bytes(plan, stage)) for stage in held)
+    if not plan.config.parallel.overlap_param_gather:
+        return total
+    hidden = sum(stages[stage].of(Op.F) for stage in held)
+    buckets = sum(len(layout.buckets) for stage in held for layout in plan.buffers(stage, 0))
+    waits = sum(stages[stage].of(Op.F) for stage in range(held[0]))
+    return max(total - hidden, total / max(buckets, 1), waits) - waits
+
+
+def replica_link(plan: RunPlan, hardware: Hardware) -> Link:
+    """What a ring over the replicas of a shard runs on: between nodes each of its members in a node brings a network card of its own."""
+    if not plan.crosses_nodes("replicas"):
+        return hardware.node
+    topology = plan.topology
+    group = topology.group_of("replicas", 0)
+    together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
+    rate = min(together * hardware.network.bytes_per_second, hardware.node.bytes_per_second)
+    return Link(max(rate, hardware.network.bytes_per_second), hardware.network.latency_seconds)
+
+
+def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
+    link = plan.shelf.once(("replica link", plan.topology, hardware.name), lambda: replica_link(plan, hardware))
+    return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
+
+
+def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
+    """What one rank computes in a step, by kind."""
+    parts, speed = dict.fromkeys(("gemm", "attention", "pointwise", "tp"), 0.0), timeline.costs.rank_speeds[pp_rank]
+    ran = Counter((stage, op) for stage, op, _ in timeline.schedule.rows[pp_rank])
+    for (stage, op), times in ran.items():
+        for half in HALVES.get(op, ()):
+            for part, seconds in getattr(stages[stage], half).items():
+                parts[part] = parts.get(part, 0.0) + times * seconds / speed
+        parts["tp"] -= times * stages[stage].hidden * (op is Op.B) / speed
+    return parts
+
+
+def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
+    """Of the linears' weights to fp8, once a step."""
+    casts = Casts.of(plan.config)
+    if casts is None:
+        return 0.0
+    layers = sum(
+        num_fp8_layers(plan.config, plan.partition.stages[stage]) for stage in plan.placement.stages_of(pp_rank)
+    )
+    elements = layers * linear_elements(plan.config.model, local_sizes(plan))
+    return casts.weight_once * elements / hardware.pointwise_bytes_per_second
+
+
+def _shard_elements(plan: RunPlan, pp_rank: int) -> float:
+    layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
+    return sum(layout.numel / layout.num_shards for layout in layouts)

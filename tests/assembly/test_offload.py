@@ -1,0 +1,125 @@
+"""Training with offloaded activations: the same bits, in the memory and in the order that were planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys
+from megapipe.comm.groups import ProcessGroups, build_process_groups
+from megapipe.gpu.copies import HostPool
+from megapipe.model.microbatch import Microbatch
+from megapipe.plan.memory import rank_memory
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.step import Rates
+from tests.assembly.test_planned_memory import UNEVEN, make_plan
+from tests.harness import RankPool
+from tests.pipeline.late_copies import LateCopies
+
+PLAIN = {"cpu_offloading_num_layers": 0, "min_offloaded_tensor_size": 1048576}
+OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "device": "cpu"}
+PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 6}
+ONE_RANK: dict[str, dict[str, Any]] = {
+    "one_stage": {"num_layers": 6},
+    "two_of_six_layers": {"num_layers": 6, "cpu_offloading_num_layers": 2},
+    "large_tensors": {"num_layers": 6, "min_offloaded_tensor_size": 300},
+    "four_chunks": UNEVEN,
+    "checkpoints": {
+        "num_layers": 6,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 2,
+    }
+    | {"recompute_keep_attention": True},
+    "all_modules": {
+        "num_layers": 6,
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "layernorm", "mlp"),
+        "attention_dropout": 0.1,
+    },
+    "documents": {
+        "num_layers": 6,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "position_embedding_type": "rope",
+    }
+    | {"num_query_groups": 2, "tokenizer_type": "NullTokenizer", "vocab_size": 28},
+}
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "1f1b": PP2,
+    "interleaved": PP2 | {"num_virtual_stages_per_pipeline_rank": 3},
+    "zb-h1": PP2
+    | {
+        "pipeline_schedule": "zb-h1",
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "activation"),
+    },
+    "zb-v": PP2 | {"pipeline_schedule": "zb-v", "num_layers": 8},
+    "dualpipe": PP2 | {"pipeline_schedule": "dualpipe"},
+    "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_layers": 6},
+    "pipedream": PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
+    "post_validation": PP2 | {"optimizer_post_validation": True},
+}
+
+
+def trained(
+    rank: int, world_size: int, changes: dict[str, Any], late: bool = False, steps: int = 2
+) -> tuple[list[Tensor], int, list[Any]]:
+    """Parameters after some steps, bytes of host buffers, and what the streams did. late: copies as late as streams allow."""
+    plan = make_plan(world_size, "fp64", **changes)
+    groups = ProcessGroups.alone() if world_size == 1 else build_process_groups(plan.topology, rank, "gloo", 30)
+    machines = Machines(plan, groups, torch.device("cpu"))
+    copies = LateCopies()
+    if late:
+        assert machines.offload is not None
+        machines.offload.copies, machines.offload.pool = copies, HostPool(copies.host_memory)
+    step, count = step_of(machines), plan.batch.full // plan.batch.samples_per_microbatch
+    generator = torch.Generator().manual_seed(0)
+    documents = plan.config.data.reset_attention_mask
+    for number in range(steps):
+        keys = Keys(1, number, machines.coordinates.dp_rank, plan.topology.dp)
+        tokens = [torch.randint(28, (2, 8), generator=generator) for _ in range(count)]
+        ids = torch.tensor([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2]) if documents else None
+        at = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]]) if documents else None
+        step.run(
+            [Microbatch(each, each.clone(), None, at, ids, keys.of(k)) for k, each in enumerate(tokens)],
+            Rates(1e-2, 0.0),
+        )
+    machines.finish_parameters()
+    if machines.offload is not None:
+        assert not machines.offload._units
+        assert not machines.offload._coming
+    parameters = [buffer.parameters.clone() for held in machines.buffers.values() for buffer in held.buffers]
+    return parameters, 0 if machines.offload is None else machines.offload.pool.num_bytes, copies.cuda.log
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_rank_trains_to_the_same_bits_in_the_planned_host_memory(name: str) -> None:
+    changes = OFFLOAD | ONE_RANK[name]
+    (expected, _, _), (actual, num_bytes, log) = (
+        trained(0, 1, changes | PLAIN),
+        trained(0, 1, changes, late=True),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert num_bytes == rank_memory(make_plan(1, "fp64", **changes), 0).host["activations"] > 0
+    assert {("out", "copies", ""), ("in", "copies", ""), ("compute", "waits for", "in")} <= set(log)
+
+
+SLOW = ("1f1b", "interleaved", "pipedream", "post_validation")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in TWO_RANKS]
+)
+def test_ranks_of_a_grid_train_to_the_same_bits(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    changes, pool = OFFLOAD | TWO_RANKS[name], rank_pools(2)
+    plan = make_plan(2, "fp64", **changes)
+    expected, actual = pool.run(trained, changes | PLAIN), pool.run(trained, changes, True)
+    for rank, ((weights, num_bytes, _), (without, _, _)) in enumerate(zip(actual, expected, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(weights, without, strict=True))
+        assert num_bytes == rank_memory(plan, plan.topology.coordinates(rank).pp_rank).host["activations"]

@@ -1,0 +1,215 @@
+"""A step of real ranks takes the bytes in the plan: weights, gradients, optimizer, and the activations at the peak of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.model.microbatch import Microbatch
+from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.step import Rates
+from tests.harness import RankPool
+
+UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one_rank": (1, {}),
+    "one_rank_4_chunks": (1, UNEVEN),
+    "one_rank_4_chunks_tied": (1, UNEVEN | {"untie_embeddings_and_output_weights": False}),
+    "pp2_by_cost": (2, {"pipeline_model_parallel_size": 2}),
+    "pp2_2_chunks": (2, UNEVEN | {"pipeline_model_parallel_size": 2}),
+    "pp2_gpipe_tied": (
+        2,
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "gpipe", "untie_embeddings_and_output_weights": False},
+    ),
+    "dualpipe_tied": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe",
+            "untie_embeddings_and_output_weights": False,
+        },
+    ),
+    "dualpipe_zero1": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe",
+            "use_distributed_optimizer": True,
+            "ddp_bucket_size": 500,
+        },
+    ),
+    "dualpipe_v": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "dualpipe-v",
+            "num_virtual_stages_per_pipeline_rank": 2,
+        },
+    ),
+    "chunked_loss_tied": (1, UNEVEN | {"untie_embeddings_and_output_weights": False, "cross_entropy_chunk_size": 5}),
+    "chunked_loss_tp2_sequence_parallel": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "cross_entropy_chunk_size": 5},
+    ),
+    "pipedream": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0}),
+    "2bw_zero1": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "pipedream-2bw",
+            "clip_grad": 0.0,
+            "use_distributed_optimizer": True,
+        },
+    ),
+    "pp2_zero1_post_validation": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "use_distributed_optimizer": True,
+            "optimizer_post_validation": True,
+        },
+    ),
+    "tp2_sequence_parallel_zero1_pp2_2_chunks": (
+        8,
+        UNEVEN
+        | {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+            "ddp_bucket_size": 500,
+        },
+    ),
+}
+
+
+def make_plan(world_size: int, dtype: str, **changes: Any) -> RunPlan:
+    config = Config(
+        model=ModelConfig(
+            num_layers=4,
+            hidden_size=16,
+            num_attention_heads=4,
+            seq_length=8,
+            vocab_size=29,
+            make_vocab_size_divisible_by=4,
+            ffn_hidden_size=24,
+            hidden_dropout=0.1,
+            attention_dropout=0.0,
+            untie_embeddings_and_output_weights=True,
+        ),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=24, train_iters=10),
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    for name, value in (changes | {"dtype": dtype}).items():
+        section = next(
+            f.name
+            for f in dataclasses.fields(config)
+            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
+        )
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
+    return resolve(config, world_size)
+
+
+class LivePeak:
+    """The most bytes of distinct storages that autograd holds at once: activations, without parameters, integers and single numbers."""
+
+    def __init__(self, excluded: list[Tensor]) -> None:
+        self.most = self._now = 0
+        self._excluded = {tensor.untyped_storage().data_ptr() for tensor in excluded}
+        self._holders: Counter[int] = Counter()
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+
+    def _pack(self, tensor: Tensor) -> _Held:
+        held, storage = _Held(tensor), tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if (tensor.is_floating_point() or tensor.dtype == torch.bool) and address not in self._excluded and size > 8:
+            self._now += size * (not self._holders[address])
+            self._holders[address] += 1
+            self.most = max(self.most, self._now)
+            weakref.finalize(held, self._released, address, size)
+        return held
+
+    def _released(self, address: int, size: int) -> None:
+        self._holders[address] -= 1
+        self._now -= size * (not self._holders[address])
+
+
+class _Held:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) -> dict[str, int]:
+    """Bytes on one rank."""
+    plan = make_plan(world_size, dtype, **changes)
+    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    buffers = [buffer for stage in machines.buffers.values() for buffer in stage.buffers]
+    generator = torch.Generator().manual_seed(rank)
+    count = plan.batch.full // plan.batch.samples_per_microbatch
+    keys = Keys(1, 2, machines.coordinates.dp_rank, plan.topology.dp)
+    tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
+    microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
+    versions = [version for buffer in buffers for version in buffer.versions]
+    peak, step = LivePeak(versions), step_of(machines)
+    with peak.hooks:
+        if plan.is_synchronous:
+            step.gradients(microbatches)
+        else:
+            step.run(microbatches, Rates(1e-2, 0.0))
+    shards = machines.optimizer._shards
+    state = [
+        tensor
+        for shard in shards
+        for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
+    ]
+    return {
+        "weights": _bytes(versions),
+        "gradients": _bytes([buffer.gradients for buffer in buffers]),
+        "optimizer": _bytes(state),
+        "rollback": 0
+        if machines.optimizer._kept is None
+        else _bytes([kept for _, kept in machines.optimizer._kept._pairs]),
+        "activations": peak.most,
+    }
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_step_takes_the_bytes_in_the_plan(name: str, dtype: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, changes = GRIDS[name]
+    plan = make_plan(world_size, dtype, **changes)
+    found = rank_pools(world_size).run(measured, dtype, changes)
+    for rank, real in enumerate(found):
+        pp_rank = plan.topology.coordinates(rank).pp_rank
+        planned = dict(rank_memory(plan, pp_rank).items)
+        kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in plan.placement.stages_of(pp_rank)}
+        schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
+        peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, kept, kept, 0, 2)  # of activations alone
+        assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer", "rollback")} | {
+            "activations": peak.activation_bytes
+        }
+        coming_and_going = sum(planned[item] for item in ("activations", "messages", "recompute", "temporaries"))
+        assert planned["activations"] <= peak.activation_bytes <= coming_and_going

@@ -1,0 +1,87 @@
+"""What the ranks of a real step send over tp, pp, replicas and the embedding group is what the plan says, to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys
+from megapipe.comm import collectives
+from megapipe.comm.channels import Channel
+from megapipe.comm.groups import Group, build_process_groups
+from megapipe.model.microbatch import Microbatch
+from megapipe.plan.traffic import step_bytes
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.step import Rates
+from tests.assembly.test_planned_memory import make_plan
+from tests.harness import RankPool
+
+TP2, SP, PP2 = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
+TIED, ZERO1 = {"untie_embeddings_and_output_weights": False}, {"use_distributed_optimizer": True}
+OVERLAP = {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3}
+GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, TP2),
+    "tp2_sequence_parallel": (2, TP2 | SP),
+    "tp2_sequence_parallel_in_chunks": (2, TP2 | SP | OVERLAP),
+    "tp2_full_recompute_in_chunks": (
+        2,
+        TP2 | OVERLAP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "tp2_sequence_parallel_mlp_recompute": (
+        2,
+        TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ),
+    "pp2_tied_dp2": (4, PP2 | TIED),
+    "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
+    "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
+}
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+HIDDEN = 16
+
+
+def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float]:
+    """Bytes by group, counted where they are handed over; over tp only hidden states, which the plan counts alone."""
+    plan = make_plan(world_size, "fp32", **changes)
+    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    found: Counter[str] = Counter()
+    run, send = collectives._run, Channel.send
+
+    def counted(name: str, group: Group, tensors: tuple[Tensor, ...], *rest: Any) -> Any:
+        whole = max(tensors, key=Tensor.numel, default=None)
+        if (
+            whole is not None
+            and name in PASSES
+            and (group.name != "tp" or (whole.ndim == 3 and whole.shape[-1] == HIDDEN))
+        ):
+            found[group.name] += PASSES[name] * whole.nbytes * (group.size - 1) / group.size  # type: ignore[assignment]
+        return run(name, group, tensors, *rest)
+
+    def counted_send(channel: Channel, tensors: tuple[Tensor, ...]) -> Any:
+        found["pp"] += sum(tensor.nbytes for tensor in tensors)
+        return send(channel, tensors)
+
+    count = plan.batch.full // plan.batch.samples_per_microbatch
+    keys = Keys(1, 2, machines.coordinates.dp_rank, plan.topology.dp)
+    tokens = torch.randint(29, (count, 2, 8), generator=torch.Generator().manual_seed(rank))
+    microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
+    with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "send", counted_send):
+        step_of(machines).run(microbatches, Rates(1e-2, 0.0))
+        machines.gather.finish()
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_a_step_sends_the_bytes_in_the_plan(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, changes = GRIDS[name]
+    plan = make_plan(world_size, "fp32", **changes)
+    for rank, real in enumerate(rank_pools(world_size).run(sent, changes)):
+        planned = step_bytes(plan, plan.topology.coordinates(rank).pp_rank)
+        assert {group: real.get(group, 0) for group in planned} == planned, (rank, real)

@@ -1,0 +1,212 @@
+"""Kernels of other libraries, fp8 and compiled functions on a card: against what the CPU tests hold them to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megapipe.comm.groups import Group
+from megapipe.config.config import Config
+from megapipe.config.kernels import KernelsConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.precision import PrecisionConfig
+from megapipe.gpu.apex import Apex
+from megapipe.gpu.attention import AttentionShape
+from megapipe.gpu.choose import choose
+from megapipe.gpu.compiled import compiled
+from megapipe.gpu.transformer_engine import LinearWish, TransformerEngine
+from megapipe.model.activation import ACTIVATIONS, GRADIENTS, activation
+from megapipe.model.core_attention import fused_attention
+from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
+from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.tensor_parallel.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8Gemms,
+    Rounded,
+    emulated,
+    multiply,
+    rounded_values,
+    scale_for,
+    why_no_fp8,
+)
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from tests.train.jobs import job, lines_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+CARD = "cuda"
+
+
+def needs_fp8() -> None:
+    why = why_no_fp8(torch.device(CARD))
+    if why is not None:
+        pytest.skip(why)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype) -> Rounded:
+    scale = scale_for(x.float().abs().amax(), dtype)
+    return Rounded(rounded_values(x, scale, dtype), scale.reciprocal())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3)], ids=["e4m3", "e5m2"])
+def test_scaled_mm_is_the_emulation(dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype) -> None:
+    needs_fp8()
+    torch.manual_seed(0)
+    a, b = cast(torch.randn(512, 256, device=CARD), dtypes[0]), cast(torch.randn(384, 256, device=CARD), dtypes[1])
+    torch.testing.assert_close(multiply(a, b, out_dtype).float(), emulated(a, b, torch.float32), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_an_fp8_linear_computes_on_a_card_what_it_computes_on_a_cpu(recipe: str, compiles: bool) -> None:
+    needs_fp8()
+    torch.manual_seed(0)
+    weight, bias, x, dy = (torch.randn(*shape).bfloat16() for shape in ((96, 64), (96,), (32, 2, 64), (32, 2, 96)))
+    found = []
+    for device in ("cpu", CARD):
+        gemms = Fp8Gemms(
+            PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe),
+            compiled if compiles and device == CARD else lambda f: f,
+        )
+        layer = ColumnParallelLinear(64, 96, bias=True, tp=Group.alone("tp"), sequence_parallel=False, gemms=gemms)
+        layer.weight, layer.bias = torch.nn.Parameter(weight.to(device)), torch.nn.Parameter(bias.to(device))
+        layer.slots["weight"] = GradientSlot(torch.zeros(96, 64, device=device))
+        for _ in range(2):
+            gemms.begin(trains=True)
+            inputs = x.to(device).requires_grad_()
+            y = layer(inputs)
+            y.backward(dy.to(device))
+        found.append([t.detach().float().cpu() for t in (y, inputs.grad, layer.slots["weight"].main_grad)])
+    for cpu, card in zip(*found, strict=True):
+        torch.testing.assert_close(card, cpu, rtol=3e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_compiled_activation_is_the_activation(name: str) -> None:
+    x = torch.randn(64, 128, device=CARD)
+    results = []
+    for function in (ACTIVATIONS[name], activation(name, compiled)):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        y.square().sum().backward()
+        results.append((y.detach(), leaf.grad))
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0], ids=["plain", "cap"])
+def test_a_loss_in_chunks_is_the_loss_on_a_card(cap: float | None) -> None:
+    torch.manual_seed(0)
+    linear = ColumnParallelLinear(64, 1024, bias=False, tp=Group.alone("tp"), sequence_parallel=False)
+    linear.weight = torch.nn.Parameter(torch.randn(1024, 64, device=CARD))
+    labels, hidden = torch.randint(1000, (128, 2), device=CARD), torch.randn(128, 2, 64, device=CARD)
+    results = []
+    for size in (256, 60):
+        leaf, linear.weight.grad = hidden.clone().requires_grad_(), None
+        losses = chunked_cross_entropy(leaf, linear, labels, 1000, size, cap=cap)
+        losses.sum().backward()
+        results.append((losses.detach(), leaf.grad, linear.weight.grad))
+    if cap is None:
+        results.append(
+            (vocab_parallel_cross_entropy(linear(hidden).detach(), labels, linear.tp, 1000), *results[0][1:])
+        )
+    for others in results[1:]:
+        for one, other in zip(results[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("queries", [1, 4], ids=["heads", "grouped"])
+@pytest.mark.parametrize(("impl", "module"), [("flash", "flash_attn"), ("te", "transformer_engine.pytorch")])
+def test_attention_of_a_library_is_that_of_torch(impl: str, module: str, queries: int) -> None:
+    pytest.importorskip(module)
+    library = choose(Config(kernels=KernelsConfig(attention_impl=impl))).attention
+    assert library is not None
+    qkv = torch.randn(256, 2, 2, queries + 2, 64, device=CARD, dtype=torch.bfloat16)
+    results = []
+    for attend in (
+        library.attention(AttentionShape(0, queries, 64, 0.125, None, None, False)),
+        lambda *x: fused_attention(*x, None, 0.125),
+    ):
+        leaf = qkv.clone().requires_grad_()
+        output = attend(*leaf.split((queries, 1, 1), dim=3))
+        output.float().square().sum().backward()
+        results.append((output.detach(), leaf.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["B", "I+W"])
+def test_a_linear_of_transformer_engine_adds_to_our_main_gradient(splits: bool) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    from megapipe.tensor_parallel.weight_queue import WeightQueue
+
+    torch.manual_seed(0)
+    library, tp, queue = TransformerEngine("", "", PrecisionConfig()), Group.alone("tp"), WeightQueue()
+    layer = library.linear(LinearWish(64, 96, True, "column", tp, False, queue, splits, False))
+    weight, bias = (torch.randn(*shape, device=CARD).bfloat16() for shape in ((96, 64), (96,)))
+    layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    layer.slots = {
+        name: GradientSlot(torch.ones(shape, device=CARD)) for name, shape in (("weight", (96, 64)), ("bias", (96,)))
+    }
+    x = torch.randn(32, 2, 64, device=CARD).bfloat16().requires_grad_()
+    dy = torch.randn(32, 2, 96, device=CARD).bfloat16()
+    if splits:
+        queue.defer(0)
+    y = layer(x)
+    y.backward(dy)
+    if splits:
+        assert (layer.slots["weight"].main_grad == 1).all()
+        queue.immediate()
+        queue.run(0)
+    torch.testing.assert_close(y.detach(), torch.nn.functional.linear(x.detach(), weight, bias), rtol=2e-2, atol=2e-2)
+    expected = 1 + dy.flatten(0, 1).float().t() @ x.detach().flatten(0, 1).float()
+    torch.testing.assert_close(layer.slots["weight"].main_grad, expected, rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("impl", ["te", "apex"])
+def test_adam_of_a_library_is_that_of_torch(impl: str) -> None:
+    pytest.importorskip({"te": "transformer_engine.pytorch", "apex": "fused_weight_gradient_mlp_cuda"}[impl])
+    library = choose(Config(kernels=KernelsConfig(optimizer_impl=impl))).optimizer
+    assert library is not None
+    config, values = OptimizerConfig(), torch.randn(1000, device=CARD)
+    ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
+    plain = torch.optim.AdamW(
+        [ours], lr=1e-2, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, weight_decay=0.1
+    )
+    fused = library.adam([{"params": [theirs], "step": 0}], config)
+    fused.state[theirs] = {"exp_avg": torch.zeros(1000, device=CARD), "exp_avg_sq": torch.zeros(1000, device=CARD)}
+    for group in fused.param_groups:
+        group["lr"], group["weight_decay"] = 1e-2, 0.1
+    for _ in range(3):
+        ours.grad = theirs.grad = torch.randn(1000, device=CARD)
+        plain.step()
+        fused.step()
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_apex_adds_weight_gradients_in_the_gemm() -> None:
+    pytest.importorskip("fused_weight_gradient_mlp_cuda")
+    gradient, inputs = (torch.randn(128, width, device=CARD).bfloat16() for width in (96, 64))
+    main_grad = torch.ones(96, 64, device=CARD)
+    Apex.open().add_outer(main_grad, gradient, inputs)
+    torch.testing.assert_close(main_grad, 1 + gradient.float().t() @ inputs.float(), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--cross-entropy-chunk-size 16", "--compile-pointwise"], ids=["fp8", "chunks", "compiled"]
+)
+def test_a_job_with_fp8_trains(flags: str, tmp_path: Path) -> None:
+    needs_fp8()
+    sizes = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 --attention-dropout 0"
+    code, said = job(
+        f"{sizes} --bf16 --fp8 hybrid --device {CARD} --train-iters 20 --metrics-file {tmp_path}/m.jsonl {flags}"
+    )
+    assert code == 0, said
+    assert "torch._scaled_mm" in said
+    losses = [line["loss"] for line in lines_of(tmp_path / "m.jsonl") if line.get("kind") == "step"]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,75 @@
+"""A step's bytes on a card, as torch's allocator counts them, against the plan and against the dry run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.assembly.machines import Machines
+from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.comm.groups import ProcessGroups
+from megapipe.extras.dry_run.live_bytes import LiveBytes
+from megapipe.extras.dry_run.rank import count_rank, count_step
+from megapipe.plan.memory import rank_memory
+from megapipe.train.asynchronous_step import step_of
+from megapipe.train.step import Rates
+from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+CLOSE = 0.10
+OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
+# large enough that cuBLAS's workspace and the allocator's rounding are small beside it
+SIZE = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 32000, "micro_batch_size": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt2_bf16": {"dtype": "bf16"},
+    "llama_bf16": LLAMA | {"ffn_hidden_size": 3584, "num_query_groups": 4, "dtype": "bf16"},
+    "llama_fp32": LLAMA | {"ffn_hidden_size": 3584, "num_query_groups": 4},
+    "full_recompute": FULL | {"dtype": "bf16"},
+    "full_recompute_but_attention": FULL | {"recompute_keep_attention": True, "dtype": "bf16"},
+    "offload": OFFLOAD | {"dtype": "bf16"},
+    "offload_checkpoints": OFFLOAD | FULL | {"recompute_keep_attention": True, "dtype": "bf16"},
+    "selective_recompute": LLAMA
+    | selective("layernorm", "activation")
+    | {"ffn_hidden_size": 3584, "num_query_groups": 4, "dtype": "bf16"},
+}
+
+
+def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
+    """(bytes of the card at its peak, planned ones, bytes of the host's buffers)."""
+    plan = make_plan(1, changes | {"device": "cuda"}, SIZE)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    machines = Machines(plan, ProcessGroups.alone(), torch.device("cuda", 0))
+    read, count = read_for(plan), plan.batch.full // plan.batch.samples_per_microbatch
+    keys = Keys(1, 0, 0, 1)
+    step_of(machines).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
+    machines.finish_parameters()
+    taken = torch.cuda.max_memory_allocated() - before
+    return taken, rank_memory(plan, 0).total, 0 if machines.offload is None else machines.offload.pool.num_bytes
+
+
+def test_offloading_lowers_the_peak_as_planned() -> None:
+    (without, planned_without, _), (taken, planned, host) = (
+        peak_of_a_step({"dtype": "bf16"}),
+        peak_of_a_step(OFFLOAD | {"dtype": "bf16"}),
+    )
+    assert without - taken == pytest.approx(planned_without - planned, rel=CLOSE)
+    assert host == rank_memory(make_plan(1, OFFLOAD | {"dtype": "bf16", "device": "cuda"}, SIZE), 0).host["activations"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_card_takes_what_was_planned_and_counted(name: str) -> None:
+    plan = make_plan(1, CASES[name] | {"device": "cuda"}, SIZE)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with LiveBytes() as live:
+        seen, _ = count_step(plan, ProcessGroups.alone(), torch.device("cuda", 0), live, read_for(plan))
+    taken = torch.cuda.max_memory_allocated() - before
+    assert seen.peak == pytest.approx(taken, rel=CLOSE)
+    assert count_rank(plan, 0, read_for(plan), "cuda", in_full=True).peak == pytest.approx(taken, rel=CLOSE)
+    assert rank_memory(plan, 0).total == pytest.approx(taken, rel=CLOSE)

@@ -1,0 +1,103 @@
+"""The megapipe command: finds its subcommands, answers mistakes by the nearest name, and starts without torch."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.extras.cli.command import SUBCOMMANDS, main
+from megapipe.extras.cli.launch import threads_of_a_rank
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_has_its_door_and_stands_in_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(importlib.import_module(SUBCOMMANDS[name].module).main)
+    assert main(["--help"]) == 0
+    assert f"  {name} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("pretain", "pretrain"), ("lunch", "launch"), ("pre-process", "preprocess")],
+    ids=["pretain", "lunch", "pre-process"],
+)
+def test_an_unknown_subcommand_is_answered_by_the_nearest(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([typed]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_without_a_subcommand_it_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: megapipe SUBCOMMAND" in capsys.readouterr().out
+
+
+def test_verify_is_pretrain_with_verify_grid() -> None:
+    assert SUBCOMMANDS["verify"].module == SUBCOMMANDS["pretrain"].module
+    assert SUBCOMMANDS["verify"].prefix == ("--verify-grid",)
+
+
+def test_a_plan_for_16384_ranks_needs_no_torch() -> None:
+    config = REPOSITORY / "configs" / "llama3_405b.yaml"
+    code = (
+        "import sys; from megapipe.extras.cli.command import main; "
+        f"code = main(['plan', '--world-size', '16384', '--ranks-per-node=8', '--config', {str(config)!r}]); "
+        "assert code == 0 and 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "tp 8 x pp 16 x 8 chunks x dp 128" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-layers", "2"], "needs --world-size N"),
+        (["--world-size", "eight"], "--world-size eight"),
+        (["--world-size"], "--world-size"),
+        (["--world-size", "3", "--num-layers", "2", "--tensor-model-parallel-size", "2", "--vocab-size", "64"], "3"),
+    ],
+    ids=["no ranks", "no number", "nothing after it", "a world that does not fit"],
+)
+def test_a_plan_that_cannot_be_made_says_why(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_a_rank_gets_its_share_of_the_cores_and_at_least_one() -> None:
+    assert threads_of_a_rank(1_000_000) == 1
+    assert threads_of_a_rank(1) >= threads_of_a_rank(2) >= 1
+
+
+def test_a_tokenizer_is_trained_and_used_by_the_doors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = REPOSITORY / "megapipe" / "config"
+    model, prefix = tmp_path / "tokenizer.model", tmp_path / "tokens"
+    assert main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "500"]) == 0
+    kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
+    assert main(["preprocess", "--input", str(text), "--suffixes", ".py", "--output-prefix", str(prefix), *kind]) == 0
+    assert (
+        main(
+            [
+                "merge",
+                "--input",
+                f"{prefix}_text_document",
+                f"{prefix}_text_document",
+                "--output-prefix",
+                str(tmp_path / "two"),
+            ]
+        )
+        == 0
+    )
+    assert (tmp_path / "two.bin").stat().st_size == 2 * (tmp_path / "tokens_text_document.bin").stat().st_size
+    assert main(["train-tokenizer", "--input", str(tmp_path / "nothing"), "--output", str(model)]) == 2
+    assert "there is no such file" in capsys.readouterr().err

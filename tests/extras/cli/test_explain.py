@@ -1,0 +1,60 @@
+"""`megapipe explain`: every flag can be explained, its cost is the planner's, and a wrong name finds the right one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.flags import field_flags
+from megapipe.extras.cli.command import SUBCOMMANDS
+from megapipe.extras.cli.explain import explained, main
+from megapipe.extras.search.explain import papers
+
+PAGE = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")
+FLAGS = sorted(set(re.findall(r"`(--[a-z0-9-]+)`", PAGE)))
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 96 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 5 --bf16"
+)
+SMALL = f"{MODEL} --global-batch-size 4".split()
+LARGE = f"{MODEL} --global-batch-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 1024 --ranks-per-node 8"
+
+
+@pytest.mark.parametrize("configuration", [SMALL, LARGE.split()], ids=["one rank", "1024 ranks"])
+def test_every_flag_of_the_page_can_be_explained(configuration: list[str]) -> None:
+    assert len(FLAGS) > 600
+    silent = [flag for flag in FLAGS if len(explained(flag, configuration).splitlines()) < 2]
+    assert silent == []
+
+
+def test_the_cost_is_the_planners_and_refusals_are_told() -> None:
+    text = explained("--sequence-parallel", LARGE.split())
+    with_and_without = re.findall(r"^ +(true|false) +([\d.]+ \w+) ", text, re.MULTILINE)
+    assert {value for value, _ in with_and_without} == {"true", "false"}
+    assert with_and_without[0][1] != with_and_without[1][1]
+    assert "Korthikanti" in text and "as in Megatron-LM" in text
+    grid = ["--pipeline-model-parallel-size", "4", "--world-size", "4"]
+    assert re.search(r"8 is refused: .*pipeline", explained("--pipeline-model-parallel-size", [*SMALL, *grid]))
+
+
+def test_a_flag_without_cost_says_so_and_who_reads_it() -> None:
+    text = explained("--adam-beta1", SMALL)
+    assert "cost: none in memory or time" in text
+    assert re.search("read by: .*optimizer", text)
+
+
+def test_without_a_configuration_words_are_given_alone() -> None:
+    assert "give a configuration" in explained("--bf16", [])
+
+
+def test_a_wrong_name_finds_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--sequence-paralel"]) == 2
+    assert "did you mean --sequence-parallel?" in capsys.readouterr().err
+    assert main(["--sequence-parallel", "--num-layers", "4", "--num-attention-heads", "3"]) != 0
+
+
+def test_papers_belong_to_flags() -> None:
+    assert [flag for flag in papers() if flag not in field_flags()] == []
+    assert "explain" in SUBCOMMANDS

@@ -1,0 +1,114 @@
+"""`megapipe plan --gpus N`: text, JSON and a file to run, with flags that pin; without torch; mistakes answered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.extras.cli.plan import main
+
+MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 512 --max-position-embeddings 128 --bf16"
+WORDS = ["--gpus", "4", "--gpu", "h100", *MODEL.split(), "--global-batch-size", "8"]
+
+
+def test_the_file_it_writes_is_accepted_by_pretraining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megapipe.extras.cli.pretrain import main as pretrain
+
+    path = tmp_path / "best.yaml"
+    config = tmp_path / "given.yaml"
+    config.write_text("optimizer: {lr: 1.0e-4}\ntraining: {train_iters: 3}\ndata: {mock_data: true}\n")
+    assert main([*WORDS, "--config", str(config), "--output", str(path), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert pretrain(["--plan", "--world-size", "4", "--ranks-per-node", "8", "--config", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"tp {best['tp']} x pp {best['pp']}" in told and f"schedule {best['schedule']}" in told
+
+
+def test_a_flag_pins_and_a_file_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "given.yaml"
+    config.write_text("parallel: {tensor_model_parallel_size: 4, sequence_parallel: true}\n")
+    main([*WORDS, "--json", "--config", str(config)])
+    free = json.loads(capsys.readouterr().out)
+    assert {row["tp"] for row in free["best"]} != {4} and free["as_configured"]["tp"] == 4
+    main([*WORDS, "--json", "--tensor-model-parallel-size", "2"])
+    assert {row["tp"] for row in json.loads(capsys.readouterr().out)["best"]} == {2}
+
+
+def test_the_text_has_the_table_the_time_by_parts_and_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(WORDS) == 0
+    told = capsys.readouterr().out
+    for words in (
+        "as configured",
+        "tokens/s",
+        "causal attention",
+        "HFU",
+        "gemm",
+        "pp 0",
+        "GiB",
+        "the best: tp",
+        "why ",
+    ):
+        assert words in told
+
+
+def test_megatrons_estimate_stands_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--estimator", "megatron"]) == 0
+    assert "by Megatron" in (told := capsys.readouterr().out) and "megatron " in told
+    assert main(["--world-size", "4", *MODEL.split(), "--global-batch-size", "8", "--estimator=megatron"]) == 0
+    assert "by Megatron-LM's estimate: weights and optimizer" in capsys.readouterr().out
+
+
+def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--objective", "cost", "--price", "2.5"]) == 0
+    told = capsys.readouterr().out
+    assert "objective cost: 1 are the cheapest tokens" in told and "a billion tokens" in told
+    assert main([*WORDS, "--objective", "gpus", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_gpus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "4"], "--gpu NAME"),
+        (["--gpus", "4", "--gpu", "z9"], "z9 is not in the table"),
+        (["--gpu", "h100"], "--gpus N"),
+        (["--gpus", "4", "--gpu", "h100", "--world-size", "4"], "give one of the two"),
+        (["--gpus", "4", "--gpu", "h100", *MODEL.split()], "--global-batch-size is missing"),
+        ([*WORDS, "--objective", "speed"], "choose time, gpus, cost"),
+        ([*WORDS, "--objective", "cost"], "needs the price"),
+        ([*WORDS, "--objective", "cost", "--price", "-1"], "--price -1.0 must be above 0"),
+        ([*WORDS, "--objective", "cost", "--price", "cheap"], "invalid float value: 'cheap'"),
+        ([*WORDS, "--price", "2"], "belong to --objective gpus or cost"),
+        ([*WORDS, "--estimator", "nvidia"], "choose megapipe, megatron"),
+    ],
+    ids=[
+        "no gpu",
+        "unknown gpu",
+        "no number",
+        "both",
+        "no batch",
+        "objective",
+        "no price",
+        "negative",
+        "no number",
+        "useless",
+        "estimator",
+    ],
+)
+def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_it_imports_no_torch() -> None:
+    code = f"import sys\nfrom megapipe.extras.cli.plan import main\nassert main({WORDS!r}) == 0\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_offloading_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--cpu-offloading-num-layers", "2"]) == 2
+    assert "the search does not vary it" in capsys.readouterr().err

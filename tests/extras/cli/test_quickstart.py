@@ -1,0 +1,189 @@
+"""The quickstart's decisions: grid by hardware, flags over them, the data that is used again, how far a run goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.load import load_config
+from megapipe.errors import ConfigError
+from megapipe.extras.cli import quickstart as door
+from megapipe.extras.cli.quickstart import (
+    choose_grid,
+    gpu_grid,
+    last_validation_loss,
+    parse,
+    pretrain_arguments,
+    profile_flags,
+    quickstart,
+)
+from megapipe.extras.cli.quickstart_corpus import Prepared, prepare
+from megapipe.plan.resolve import resolve
+
+PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
+
+
+def grid(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int | None = None
+) -> tuple[int, int, int, int]:
+    """(tp, pp, chunks, dp) that the quickstart would run, resolved as a rank does it."""
+    monkeypatch.setattr(door, "count_gpus", lambda: num_gpus)
+    chosen = choose_grid(flags, ranks)
+    words = [word for path in chosen.configs for word in ("--config", str(path))]
+    loaded = load_config([*words, *chosen.flags, "--vocab-size", "2048", *flags], is_job=False)
+    plan = resolve(loaded.config, chosen.num_ranks)
+    return plan.topology.tp, plan.topology.pp, plan.num_chunks, plan.topology.dp
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [
+        (0, (2, 2, 2, 2)),
+        (1, (1, 1, 1, 1)),
+        (2, (1, 2, 2, 1)),
+        (3, (1, 2, 2, 1)),
+        (4, (2, 2, 2, 1)),
+        (8, (2, 2, 2, 2)),
+        (7, (2, 2, 2, 1)),
+    ],
+    ids=lambda value: f"{value} GPUs" if isinstance(value, int) else "x".join(map(str, value)),
+)
+def test_the_grid_fits_the_machine(num_gpus: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grid(monkeypatch, num_gpus) == expected
+
+
+def test_flags_win_over_the_grid_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grid(monkeypatch, 0, "--pipeline-model-parallel-size", "1") == (2, 1, 1, 4)
+    assert grid(monkeypatch, 0, "--tensor-model-parallel-size=1", ranks=4) == (1, 2, 2, 2)
+    assert grid(monkeypatch, 8, "--tensor-model-parallel-size", "4") == (4, 2, 2, 1)
+    assert grid(monkeypatch, 2, "--device", "cpu") == (2, 2, 2, 2)
+
+
+def test_more_ranks_than_gpus_are_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="4 ranks need as many GPUs, there are 2; add --device cpu"):
+        grid(monkeypatch, 2, "--tensor-model-parallel-size", "2")
+
+
+def test_every_number_of_gpus_gets_a_grid_that_divides_it() -> None:
+    for num_gpus in range(1, 17):
+        words = gpu_grid(num_gpus)
+        assert int(words[1]) * int(words[3]) <= num_gpus
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps 0: expected a number above 0"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--data-path", "x"], "--data-path is set by the quickstart itself; use --corpus"),
+        (["--train-iters", "5"], "--train-iters is set by the quickstart itself; use --steps"),
+        (["--hiden-size", "64"], "did you mean --hidden-size"),
+        (["--corpus", "/nothing/here"], "there is no such file or directory"),
+    ],
+    ids=["no steps", "no number", "data", "length", "misspelt", "no corpus"],
+)
+def test_wrong_options_are_answered_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "count_gpus", lambda: 0)
+    assert door.main([*arguments, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("quickstart: ") and "Traceback" not in error
+
+
+def test_own_options_and_flags_of_the_training_are_told_apart() -> None:
+    wishes, flags = parse(["--corpus", "text", "--vocab_size", "512", "--lr", "1e-3", "--", "--bf16"])
+    assert (wishes.corpus, wishes.vocab_size, flags) == ("text", 512, ["--lr", "1e-3", "--bf16"])
+
+
+def corpus_file(path: Path, first_line: str) -> Path:
+    sources = [file.read_text() for file in sorted((door.REPOSITORY / "megapipe" / "config").rglob("*.py"))]
+    path.write_text("\n\n".join([first_line, *sources]))
+    return path
+
+
+def test_data_are_made_once_and_another_text_makes_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = corpus_file(tmp_path / "text.txt", "number")
+    first = prepare(str(text), tmp_path / "out", 500, 8.0)
+    assert "== tokenizer" in capsys.readouterr().out
+    stamp = first.tokenizer.stat().st_mtime_ns
+    assert prepare(str(text), tmp_path / "out", 500, 8.0) == first
+    assert "is used again" in capsys.readouterr().out and first.tokenizer.stat().st_mtime_ns == stamp
+    others = [
+        prepare(str(text), tmp_path / "out", 510, 8.0),
+        prepare(str(corpus_file(text, "changed")), tmp_path / "out", 500, 8.0),
+    ]
+    assert len({first.folder, *(other.folder for other in others)}) == 3
+    assert first.prompts and 1.0 < first.entropy < 6.0
+
+
+def test_a_half_made_folder_is_made_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = corpus_file(tmp_path / "text.txt", "number")
+    first = prepare(str(text), tmp_path / "out", 500, 8.0)
+    (first.folder / "prepared.json").unlink()
+    first.tokenizer.write_bytes(b"half")
+    assert prepare(str(text), tmp_path / "out", 500, 8.0) == first
+    assert "== tokenizer" in capsys.readouterr().out and first.tokenizer.stat().st_size > 4
+
+
+def test_a_second_run_goes_on_for_as_many_steps_again() -> None:
+    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done=260, steps=100)
+    config = load_config(words, is_job=True).config
+    assert (config.training.train_iters, config.optimizer.lr_wsd_decay_iters) == (360, 35)
+    assert (
+        config.optimizer.override_opt_param_scheduler
+        and config.checkpoint.load == config.checkpoint.save == "f/checkpoints"
+    )
+
+
+def test_the_summary_takes_the_validation_loss_of_the_last_step(tmp_path: Path) -> None:
+    records = [
+        {"kind": "evaluation", "split": "validation", "step": 4, "loss": 5.0},
+        {"kind": "step", "step": 8, "loss": 1.0},
+        {"kind": "evaluation", "split": "test", "step": 8, "loss": 2.0},
+        {"kind": "evaluation", "split": "validation", "step": 8, "loss": 4.0},
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("\n".join(map(json.dumps, records)))
+    assert last_validation_loss(metrics, 8) == 4.0
+    assert last_validation_loss(metrics, 9) is None and last_validation_loss(tmp_path / "none", 8) is None
+
+
+def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(door, "count_gpus", lambda: 0)
+    monkeypatch.setattr("megapipe.extras.cli.launch.launch", lambda words: started.append(words) or 7)
+    text = corpus_file(tmp_path / "text.txt", "number")
+    assert (
+        quickstart(
+            ["--corpus", str(text), "--out", str(tmp_path), "--vocab-size", "500", "--steps", "3", "--lr", "1e-3"]
+        )
+        == 7
+    )
+    (words,) = started
+    assert (
+        words[:2] == ["--nproc-per-node", "8"]
+        and words[-2:] == ["--lr", "1e-3"]
+        and words[words.index("--train-iters") + 1] == "3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("done", "steps", "span"), [(0, 350, (20, 22)), (350, 350, (370, 372)), (0, 10, (8, 10)), (5, 1, (5, 6))]
+)
+def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tuple[int, int]) -> None:
+    words = profile_flags(done, steps)
+    config = load_config(
+        [*pretrain_arguments(PREPARED, Path("f/checkpoints"), [door.CPU_CONFIG], done, steps), *words]
+    ).config
+    assert config.logging.profile_pipeline
+    assert (config.logging.profile_step_start, config.logging.profile_step_end) == span
+    assert done <= span[0] < span[1] <= done + steps

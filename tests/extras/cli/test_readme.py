@@ -1,0 +1,94 @@
+"""The README keeps its word: its cheap commands run, its flags exist, its links lead somewhere, its picture is that of the tool."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.flags import REQUEST_HELP, field_flags, normalised
+from megapipe.config.megatron_flags import megatron_flags
+from megapipe.extras.cli.command import SUBCOMMANDS
+from megapipe.extras.cli.plan import plan_for
+from tools.draw_schedule import drawing
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+TESTED = re.findall(r"<!-- tested -->\n```bash\n(.*?)```", README, re.DOTALL)
+ALL_COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+FLAGS_OF_OTHERS = {
+    *("--input", "--output", "--suffixes", "--output-prefix", "--append-eod"),  # megapipe train-tokenizer, preprocess
+    *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
+    *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
+    *("--gpus", "--gpu", "--hardware"),  # megapipe plan
+    *("--nproc-per-node", "--dry-run", "--nodes"),  # torchrun, megapipe launch, sbatch
+    *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
+    *("--to", "--step"),  # megapipe convert, tools/inspect_data.py
+}
+
+
+def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
+    for name in ("configs", "tools", "megapipe", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    shell = f"set -e\nexport PYTHONPATH={REPOSITORY} OMP_NUM_THREADS=1\n"
+    shell += f'megapipe() {{ "{sys.executable}" -m megapipe "$@"; }}\npython() {{ "{sys.executable}" "$@"; }}\n'
+    assert len(TESTED) >= 4
+    ended = subprocess.run(
+        [shutil.which("bash") or "bash", "-c", shell + "\n".join(TESTED)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for text in ("tp 8 x pp 16 x 8 chunks x dp 128", "step 3/3 |", "validation loss after step 3", "num_layers: 12"):
+        assert text in ended.stdout
+    assert (tmp_path / "schedule.svg").is_file()
+
+
+def test_every_flag_it_names_exists() -> None:
+    named = {normalised(word) for word in re.findall(r"(?<![\w-])--[a-z][\w-]+", README)}
+    own = {
+        "--" + normalised(name).lstrip("-")
+        for name in (*field_flags(), *REQUEST_HELP, *megatron_flags(), *FLAGS_OF_OTHERS)
+    }
+    assert not {name for name in named if "--" + name.lstrip("-") not in own}
+
+
+def test_every_subcommand_it_uses_exists() -> None:
+    used = set(re.findall(r"(?:^|`)megapipe ([a-z-]+) ", README, re.MULTILINE)) - {"pretrains"}
+    assert used and used <= set(SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("text", [README, ARCHITECTURE], ids=["README", "architecture"])
+def test_its_links_and_paths_lead_somewhere(text: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    paths = re.findall(r"(?<![\w/])((?:configs|docs|tools|launch|tests)/[\w./-]*\w)", text)
+    assert not [path for path in [*links, *paths] if not path.startswith("http") and not (REPOSITORY / path).exists()]
+
+
+def test_the_architecture_page_names_every_room() -> None:
+    rooms = {path.stem for path in (REPOSITORY / "megapipe").iterdir() if path.is_dir() or path.suffix == ".py"}
+    rooms -= {"__init__", "__main__", "__pycache__"}
+    assert not {room for room in rooms if f"`{room}`" not in ARCHITECTURE}
+
+
+def test_the_picture_is_what_the_tool_draws_today() -> None:
+    words = [
+        "--config",
+        str(REPOSITORY / "configs" / "quickstart.yaml"),
+        "--vocab-size",
+        "2048",
+        "--global-batch-size",
+        "64",
+    ]
+    stored = (REPOSITORY / "docs" / "images" / "quickstart_schedule.svg").read_text(encoding="utf-8")
+    assert stored == drawing(plan_for(words, 8), width=1000), (
+        "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 --output docs/images/quickstart_schedule.svg "
+        "--config configs/quickstart.yaml --vocab-size 2048 --global-batch-size 64"
+    )

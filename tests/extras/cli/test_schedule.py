@@ -1,0 +1,171 @@
+"""The `megapipe schedule` command: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from megapipe.extras.cli.schedule import main
+from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.schedule import from_csv
+from tools.draw_all_schedules import pictures
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+FIXTURES = REPOSITORY / "tests" / "fixtures" / "schedules"
+
+
+def test_compare_prints_a_line_a_schedule_and_the_reasons_of_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "1f1b", "zb-v", "dualpipe", "-p", "3", "-m", "7", "--p2p", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["schedule", "stages", "makespan", "barrier"]
+    assert [line.split()[0] for line in lines[1:4]] == ["1f1b", "zb-v", "dualpipe"]
+    assert "refused" in lines[3] and "use 2 or 4" in lines[3]
+
+
+def test_compare_as_json_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "compare",
+                "1f1b",
+                "pipedream",
+                "-p",
+                "4",
+                "-m",
+                "8",
+                "--forward",
+                "1",
+                "--input-grad",
+                "0.5",
+                "--weight-grad",
+                "0.5",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["schedule"], first["makespan_seconds"], first["barrier_ratio"]) == ("1f1b", 22, 3 / 8)
+    assert second["is_synchronous"] is False
+
+
+def test_costs_come_from_a_file_of_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.csv"
+    path.write_text("forward,input_grad,weight_grad\n1,1,1\n1,1,1\n1,1,1\n3,1,1\n")
+    assert main(["compare", "1f1b", "zb-v", "-p", "2", "-m", "4", "--costs", str(path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["work_seconds"] for row in rows] == [4 * 8, 4 * 8]  # zb-v puts the heavy slice on rank 0
+    path.write_text("forward,input_grad,weight_grad\n1,1,x\n")
+    assert main(["compare", "1f1b", "-p", "1", "--costs", str(path)]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_ranks_of_unequal_speed_wait_for_the_slow_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "1f1b", "-p", "2", "-m", "8", "--rank-speeds", "1", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["work_seconds"] for rank in found["ranks"]] == [24.0, 48.0]
+    assert found["makespan_seconds"] == 48.0 + 3.0  # F, I and W of the first rank fill the pipeline
+    assert main(["simulate", "1f1b", "-p", "2", "--rank-speeds", "1"]) == 2
+    assert "a number above 0 for each of the 2 ranks" in capsys.readouterr().err
+
+
+def test_check_proves_torchs_file_and_names_every_channel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--csv", str(FIXTURES / "dualpipe-v_p2_m4.csv"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["valid"] is True
+    assert len(report["channels"]) == 4
+    assert main(["check", "1f1b", "-p", "4", "--send-depth", "0", "--receive-depth", "0"]) == 1
+    complaint = capsys.readouterr().err
+    assert "deadlock" in complaint and ">" in complaint
+
+
+def test_check_marks_the_culprit_of_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.csv"
+    path.write_text("0F0,0B0\n1B0,1F0\n")
+    assert main(["check", "--csv", str(path)]) == 1
+    assert ">1B0<" in capsys.readouterr().err
+
+
+def test_draw_writes_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, trace, rows = tmp_path / "a.svg", tmp_path / "a.json", tmp_path / "a.csv"
+    assert (
+        main(
+            [
+                "draw",
+                "zb-h1",
+                "-p",
+                "3",
+                "-m",
+                "6",
+                "--svg",
+                str(svg),
+                "--trace",
+                str(trace),
+                "--csv-out",
+                str(rows),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["written"] == [str(svg), str(trace), str(rows)]
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert from_csv(rows.read_text(), "zb-h1") == build_schedule("zb-h1", 3, 1, 6)
+    assert main(["draw", "--csv", str(rows), "--csv-out", str(rows), "--lowered"]) == 0
+    assert from_csv(rows.read_text(), "zb-h1") == build_lowered("zb-h1", 3, 1, 6)
+    assert main(["draw", "1f1b", "-p", "2", "-m", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-3].startswith("rank 0 F0 F1")
+
+
+def test_simulate_tells_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "dualpipe", "-p", "4", "-m", "8", "--pair-share", "0.7", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [rank["peak_live_chunks"] for rank in result["ranks"]] == [5] * 4
+    assert max(rank["barrier_idle_seconds"] for rank in result["ranks"]) == pytest.approx(
+        (4 / 2 - 1) * (0.7 * 3 + 2 - 3)
+    )
+    assert main(["simulate", "dualpipe", "-p", "4", "-m", "8"]) == 0
+    assert "barrier idle" in capsys.readouterr().out
+
+
+def test_a_file_in_two_directions_loads_with_its_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "two.csv"
+    assert main(["draw", "dualpipe", "-p", "4", "-m", "8", "--csv-out", str(path)]) == 0
+    assert main(["check", "--csv", str(path)]) == 1
+    assert "give the placement" in capsys.readouterr().err
+    assert main(["check", "--csv", str(path), "--placement", "two-directions"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        pytest.param(["draw"], "which schedule", id="no name"),
+        pytest.param(["draw", "1f1v"], "did you mean 1f1b", id="misspelt"),
+        pytest.param(["paint"], "there is no such command", id="command"),
+        pytest.param(["compare", "--p2p", "-1"], "at least 0", id="negative"),
+        pytest.param(["simulate", "zb-auto", "--memory-limit", "0.5"], "use 1 or more", id="no memory"),
+        pytest.param(["check", "1f1b", "--csv", "x.csv"], "use one", id="both"),
+        pytest.param(["check", "--csv", "nowhere.csv"], "nowhere.csv", id="no file"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) != 0
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_tool_and_the_command_are_one_and_neither_imports_torch() -> None:
+    code = "import sys; from tools.draw_schedule import main; main(['compare', 'gpipe', '-p', '2']); assert 'torch' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "gpipe" in ended.stdout
+
+
+def test_the_pictures_of_the_documentation_are_what_the_tool_draws_today() -> None:
+    stored = {path.name: path.read_text(encoding="utf-8") for path in (REPOSITORY / "docs" / "schedules").glob("*.svg")}
+    assert stored == pictures(), "draw them again: python tools/draw_all_schedules.py"

@@ -1,0 +1,374 @@
+"""Checkpoints that Megatron-Core 0.16.1 wrote become running jobs, tensor by tensor what Megatron itself makes of them on one rank."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.precision import PrecisionConfig
+from megapipe.errors import CheckpointError, ConfigError, MegapipeError
+from megapipe.extras.cli.convert import main
+from megapipe.extras.convert import formats, megatron_dist, megatron_legacy, megatron_write, own
+from megapipe.extras.convert.dcp_folder import read_folder
+from megapipe.extras.convert.formats import Wishes
+from megapipe.extras.convert.megatron_optimizer import read_distributed, read_plain
+from megapipe.extras.convert.megatron_settings import read_config
+from megapipe.extras.convert.megatron_write import Grid
+from megapipe.extras.convert.pickled import StandIn, load_pickled
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
+from megapipe.sharding.model_specs import model_specs
+from megapipe.train.schedules import Schedules
+from megapipe.train.state import TrainingState
+from tests.extras.convert.test_refusals import folder as hugging_face_folder
+from tests.train import jobs
+from tests.train.jobs import job
+
+ARCHIVE = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints" / "checkpoints.tar.xz"
+VOCAB = 60  # of 64 padded rows
+GPT2, LLAMA = "gpt2_pp2_vpp2", "llama_tp2_dp2_distributed_optimizer"
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what Megatron wrote; see the README beside the archive."""
+    root = tmp_path_factory.mktemp("megatron")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(root, filter="data")
+    return root
+
+
+def differing(snapshot: Snapshot, truth: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not those of `truth` (vocabulary padding aside), or that only one of the two has."""
+    found = {name: tensor.detach() for name, tensor in snapshot.tensors.items()}
+    odd = sorted(found.keys() ^ truth.keys())
+    return odd + [
+        name for name in found if name in truth and not torch.equal(found[name], truth[name][: found[name].shape[0]])
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------ reading a running job
+
+
+@pytest.mark.parametrize("kind", ["legacy", "dist"])
+@pytest.mark.parametrize("case", [GPT2, "llama_tp2_pp2"])
+def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, kind: str) -> None:
+    """pp 2 x 2 chunks in fp32, tp 2 x pp 2 with masters of bf16: Megatron resharded the same state to one rank through its torch_dist."""
+    truth = {
+        name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
+    }
+    snapshot = formats.READERS["megatron"](real / case / kind, Wishes(vocab_size=VOCAB))
+    assert differing(snapshot, truth) == []
+    assert len(snapshot.tensors) == 3 * len(model_specs(unpadded(snapshot.config.model), sequence_parallel=False))
+
+
+def test_the_flat_buffers_of_the_distributed_optimizer_are_its_reshardable_state(real: Path) -> None:
+    """tp 2 x dp 2, bf16: the legacy file keeps no names, torch_dist keeps them; both were written from one state."""
+    legacy = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB)
+    dist = megatron_dist.read(real / LLAMA / "dist_fully_reshardable", None, VOCAB)
+    assert differing(legacy, {name: tensor.detach() for name, tensor in dist.tensors.items()}) == []
+    assert {tensor.dtype for tensor in legacy.tensors.values()} == {torch.float32}
+    assert (legacy.state, legacy.config) == (dist.state, dist.config)
+    weights = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB, weights_only=True)
+    assert all(
+        torch.equal(legacy.weights[name].detach().bfloat16(), tensor.detach())
+        for name, tensor in weights.weights.items()
+    )
+
+
+def test_position_schedules_and_configuration_come_along(real: Path) -> None:
+    snapshot = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB)
+    assert TrainingState.from_dict(snapshot.state["training"]) == TrainingState(3, 24, 24 * 16, 0)
+    assert snapshot.state["optimizer"] == {
+        "num_steps": 3, "loss_scaler": {"scale": 1.0, "good_steps": 0, "overflows_left": 1}, "rule": "adam"
+    }  # fmt: skip
+    lr = Schedules.from_dict(snapshot.state["schedules"]).lr
+    assert (lr.max_lr, lr.min_lr, lr.style, lr.warmup_samples, lr.decay_samples) == (1e-3, 1e-4, "cosine", 16, 800)
+    model = snapshot.config.model
+    assert (model.num_query_groups, model.normalization, model.activation, model.vocab_size) == (
+        2,
+        "RMSNorm",
+        "swiglu",
+        VOCAB,
+    )
+    assert (snapshot.config.precision.dtype, snapshot.config.optimizer.adam_beta2, snapshot.config.training.seed) == (
+        "bf16",
+        0.95,
+        1234,
+    )
+
+
+def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([str(real / LLAMA / "legacy"), str(tmp_path / "ours"), "--vocab-size", str(VOCAB)]) == 0
+    monkeypatch.setattr(jobs, "TINY", "--mock-data --num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
+    flags = "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 --use-checkpoint-opt-param-scheduler"
+    metrics = tmp_path / "run"
+    code, said = job(f"--load {tmp_path / 'ours'} {flags} --train-iters 5 --save {metrics}")
+    assert code == 0, said
+    assert "going on after step 3, 24 samples" in said
+    saved = own.read(metrics)
+    assert TrainingState.from_dict(saved.state["training"]) == TrainingState(5, 40, 40 * 16, 0)
+    assert saved.state["optimizer"]["num_steps"] == 5
+
+
+def test_a_folder_of_one_iteration_is_read_too_and_a_step_can_be_asked_for(real: Path) -> None:
+    whole = megatron_legacy.read(real / GPT2 / "legacy", 3, VOCAB)
+    one = megatron_legacy.read(real / GPT2 / "legacy" / "iter_0000003", None, VOCAB)
+    assert whole.state == one.state and formats.guess(real / GPT2 / "legacy" / "iter_0000003") == "megatron"
+    assert {formats.guess(real / GPT2 / kind) for kind in ("legacy", "dist")} == {"megatron"}
+    with pytest.raises(CheckpointError, match="has no iter_0000007"):
+        megatron_legacy.read(real / GPT2 / "legacy", 7, VOCAB)
+
+
+# -------------------------------------------------------------------------------------------------------------------- writing
+
+LLAMA_MODEL = ModelConfig(
+    num_layers=4, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=61, seq_length=16,
+    position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
+    make_vocab_size_divisible_by=8, untie_embeddings_and_output_weights=True, window_size=5,
+)  # fmt: skip
+MODELS = {
+    "llama_untied": LLAMA_MODEL,
+    "llama_tied_qk_norm_scaled": dataclasses.replace(
+        LLAMA_MODEL,
+        untie_embeddings_and_output_weights=False,
+        qk_layernorm=True,
+        rope_scaling_type="llama3",
+        window_size=None,
+    ),
+    "gpt2": ModelConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        vocab_size=61,
+        seq_length=16,
+        make_vocab_size_divisible_by=8,
+    ),
+}
+
+
+def drawn(model: ModelConfig) -> Snapshot:
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for spec in model_specs(unpadded(model), sequence_parallel=False):
+        values = torch.randn(spec.shape, generator=generator).bfloat16()
+        tensors[f"master/{spec.name}"] = LazyTensor(spec.shape, torch.bfloat16, lambda values=values: values)  # type: ignore[misc]
+    return Snapshot(Config(model, precision=PrecisionConfig("bf16")), tensors, fresh_state("bf16"))
+
+
+@pytest.mark.parametrize("transformer_engine", [True, False], ids=["te", "local"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)], ids=["one", "tp2_pp2", "pp4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_for_megatron_reads_back_exactly(
+    tmp_path: Path, name: str, tp: int, pp: int, transformer_engine: bool
+) -> None:
+    snapshot = drawn(MODELS[name])
+    folder = megatron_write.write(snapshot, tmp_path / "megatron", Grid(tp, pp, transformer_engine))
+    assert len(list(folder.glob("mp_rank_*"))) == tp * pp
+    again = megatron_legacy.read(tmp_path / "megatron")
+    assert differing(again, {name: tensor.detach() for name, tensor in snapshot.tensors.items()}) == []
+    last = load_pickled(sorted(folder.iterdir())[-1] / "model_optim_rng.pt")
+    head = last["model"].get("output_layer.weight")
+    if pp > 1:
+        assert head is not None and head.shape[0] * tp == 64, "61 tokens padded to a multiple of 8 x tp"
+    assert any("layer_norm_weight" in key for key in last["model"]) == transformer_engine
+
+
+def test_hugging_face_to_megatron_and_back_by_command(tmp_path: Path) -> None:
+    source = hugging_face_folder(tmp_path / "source")
+    line = f"{source} {tmp_path / 'megatron'} --to megatron --tensor-model-parallel-size 2 --no-check"
+    assert main(line.split()) == 0
+    assert main(f"{tmp_path / 'megatron'} {tmp_path / 'back'} --to hugging-face --no-check".split()) == 0
+    here, there = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+
+
+# ------------------------------------------------------------------------------------------------------------------- refusals
+
+
+@dataclasses.dataclass
+class Bomb:
+    function: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, ("exploded",)
+
+
+def explode(name: str) -> None:
+    Path(name).touch()
+
+
+def test_nothing_of_a_pickled_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"args": argparse.Namespace(num_layers=1), "bomb": Bomb(explode)}, tmp_path / "file.pt")
+    content = load_pickled(tmp_path / "file.pt")
+    assert isinstance(content["bomb"], StandIn) and content["bomb"].arguments == ("exploded",)
+    assert content["args"].num_layers == 1
+    assert not (tmp_path / "exploded").exists()
+    torch.save({"bomb": Bomb(os.mkdir)}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=r"file.pt cannot be read: .*posix.mkdir"):
+        load_pickled(tmp_path / "file.pt")
+    assert not (tmp_path / "exploded").exists()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(explode)))
+    with pytest.raises(CheckpointError, match="is not the metadata of a distributed checkpoint"):
+        read_folder(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_format_that_is_tied_to_its_grid_is_refused_with_the_reason(real: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"stored as dp_reshardable, which follows the buckets.*tied to that grid.*--weights-only"
+    ):
+        megatron_dist.read(real / LLAMA / "dist_dp_reshardable", None, VOCAB)
+    with pytest.raises(CheckpointError, match=r"keeps the distributed optimizer's state by buckets.*tied to that grid"):
+        read_distributed(Path("distrib_optim.pt"), {}, {0: {}}, [])
+
+
+def test_optimizer_state_in_another_order_is_found_out() -> None:
+    weights = {
+        "a.weight": torch.randn(2, 3).bfloat16(),
+        "b.weight": torch.randn(2, 3).bfloat16(),
+        "b.bias": torch.randn(3).bfloat16(),
+    }
+
+    def optimizer(first: str, second: str) -> dict[str, Any]:
+        state = {
+            n: {"exp_avg": w.float(), "exp_avg_sq": w.float()}
+            for n, w in enumerate((weights[first], weights[second], weights["b.bias"]))
+        }
+        groups = [{"params": [0, 1], "wd_mult": 1.0, "step": 5}, {"params": [2], "wd_mult": 0.0, "step": 5}]
+        masters = [[weights[first].float(), weights[second].float()], [weights["b.bias"].float()]]
+        return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
+
+    found = read_plain(Path("f"), optimizer("a.weight", "b.weight"), [weights])
+    assert found.num_steps == 5 and torch.equal(found.tensors[0]["exp_avg"]["b.weight"], weights["b.weight"].float())
+    with pytest.raises(
+        CheckpointError, match=r"master of a.weight is not its weight: the order of its parameters is another one"
+    ):
+        read_plain(Path("f"), optimizer("b.weight", "a.weight"), [weights])
+    flat = torch.cat([weights[name].float().flatten() for name in weights])  # not reversed, not aligned
+    buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": flat, "exp_avg_sq": flat}}}
+    with pytest.raises(CheckpointError, match=r"not this model's parameters end to end.*tied to that grid"):
+        read_distributed(Path("f"), {"optimizer": {"param_groups": [{"step": 1}]}}, buffers, [weights])
+
+
+def args_of(real: Path, **changes: Any) -> dict[str, Any]:
+    return vars(load_pickled(real / GPT2 / "dist" / "iter_0000003" / "common.pt")["args"]) | changes
+
+
+ARGS: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": ({"num_experts": 8}, "num_experts 8 cannot be expressed"),
+    "latent_attention": ({"multi_latent_attention": True}, "multi_latent_attention True cannot be expressed"),
+    "interleaved_rotation": ({"rotary_interleaved": True}, "rotary_interleaved True cannot be expressed"),
+    "two_scalings": (
+        {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
+        "together cannot be expressed",
+    ),
+    "positions": ({"position_embedding_type": "mrope"}, "model.position_embedding_type mrope"),
+    "vocabulary_unknown": (
+        {"vocab_size": None},
+        "only says padded_vocab_size 64: give the true size .* with --vocab-size",
+    ),
+    "vocabulary_too_large": ({"vocab_size": 65}, "a vocabulary of 65 tokens does not fit into padded_vocab_size 64"),
+    "lookahead": ({"window_size": (4, 4)}, r"window_size \(4, 4\) cannot be expressed"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), ARGS.values(), ids=ARGS.keys())
+def test_arguments_that_cannot_be_expressed_are_named(real: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(args_of(real, **{"vocab_size": 60} | changes), None)
+
+
+def _rewrite(path: Path, change: Any) -> None:
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+Q = "decoder.layers.0.self_attention.linear_qkv.weight"
+HARM: dict[str, tuple[Any, str]] = {
+    "missing": (
+        lambda c: c["model"].pop(Q),
+        r"lacks the tensor decoder.layers.0.self_attention.linear_qkv.weight, which its args ask for",
+    ),
+    "unknown": (
+        lambda c: c["model"].update({"decoder.extra": torch.zeros(2)}),
+        r"the tensor decoder.extra has no place in the model",
+    ),
+    "shape": (
+        lambda c: c["model"].update({Q: torch.zeros(3, 3)}),
+        r"linear_qkv.weight has shape \[3, 3\], its args ask for \[32, 16\]",
+    ),
+    "layers": (lambda c: setattr(c["args"], "num_layers", 5), "holds 4 layers, its args say num_layers 5"),
+    "no_args": (lambda c: c.pop("args"), "holds no args, so that nothing says what the model is"),
+    "no_model": (lambda c: c.pop("model"), "holds no model"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), HARM.values(), ids=HARM.keys())
+def test_tensors_without_a_place_are_named(tmp_path: Path, change: Any, message: str) -> None:
+    folder = megatron_write.write(drawn(LLAMA_MODEL), tmp_path / "megatron", Grid(1, 1, False))
+    _rewrite(folder / "mp_rank_00" / "model_optim_rng.pt", change)
+    with pytest.raises(CheckpointError, match=message):
+        megatron_legacy.read(tmp_path / "megatron")
+
+
+def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
+    folder = megatron_write.write(drawn(LLAMA_MODEL), tmp_path / "megatron", Grid(2, 2))
+    path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng.pt cannot be read"):
+        megatron_legacy.read(tmp_path / "megatron")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"holds \[2, 1\] tensor-parallel ranks of its stages, not 2 of each"):
+        megatron_legacy.read(tmp_path / "megatron")
+
+
+WRITTEN = {
+    "pp": (LLAMA_MODEL, Grid(1, 3), "--pipeline-model-parallel-size 3 does not divide the 4 layers"),
+    "tp": (LLAMA_MODEL, Grid(4, 1), "--tensor-model-parallel-size 4 does not divide 2 query groups"),
+    "soft_cap": (
+        dataclasses.replace(LLAMA_MODEL, final_logit_softcapping=9.0),
+        Grid(),
+        "cannot express model.final_logit_softcapping 9",
+    ),
+    "yarn": (
+        dataclasses.replace(LLAMA_MODEL, rope_scaling_type="yarn"),
+        Grid(),
+        "cannot express model.rope_scaling_type yarn",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "grid", "message"), WRITTEN.values(), ids=WRITTEN.keys())
+def test_what_megatron_cannot_express_is_named(tmp_path: Path, model: ModelConfig, grid: Grid, message: str) -> None:
+    with pytest.raises(MegapipeError, match=message):
+        megatron_write.write(drawn(model), tmp_path / "megatron", grid)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_hole_in_a_distributed_checkpoint_is_named(real: Path, tmp_path: Path) -> None:
+    source = real / GPT2 / "dist" / "iter_0000003"
+    copy = tmp_path / "iter_0000003"
+    copy.mkdir()
+    for path in source.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes()[:3000] if path.name == "__1_0.distcp" else path.read_bytes())
+    snapshot = megatron_dist.read(copy, None, VOCAB)
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp: .* cannot be read"):
+        [tensor.detach() for tensor in snapshot.tensors.values()]
+    (copy / ".metadata").write_bytes(b"not a pickle")
+    with pytest.raises(CheckpointError, match=r".metadata cannot be read"):
+        megatron_dist.read(copy, None, VOCAB)
+    assert json.loads((copy / "metadata.json").read_text())["sharded_backend"] == "torch_dist"

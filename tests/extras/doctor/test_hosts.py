@@ -1,0 +1,136 @@
+"""What is said of hosts: what they lack, in what they differ, and nothing that is secret."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from megapipe.environment import library_settings, read_environment
+from megapipe.extras.doctor.examination import named_hosts
+from megapipe.extras.doctor.fabric import GpuDirect, Port
+from megapipe.extras.doctor.host import Gpu, HostReport, examine_host
+from megapipe.extras.doctor.hosts import clock_remarks, examine
+from megapipe.extras.doctor.words import host_text, single_json, single_text
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def here() -> HostReport:
+    found = examine_host(read_environment({}), torch.device("cpu"))
+    return dataclasses.replace(found, load=0.0, threads_of_a_rank=1, num_ranks=1)
+
+
+def told(*reports: HostReport) -> dict[str, tuple[bool, str]]:
+    return {remark.kind: (remark.is_wrong, remark.text) for remark in examine(reports)}
+
+
+def with_resources(report: HostReport, **changes: object) -> HostReport:
+    return dataclasses.replace(report, resources=dataclasses.replace(report.resources, **changes))  # type: ignore[arg-type]
+
+
+def test_a_host_without_faults_is_fine(here: HostReport) -> None:
+    well = with_resources(here, open_files=65536, shared_memory_bytes=1 << 30, cores=8, cpu_limit=None)
+    assert told(well) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "resources", "kind", "is_wrong", "words"),
+    [
+        ({}, {"shared_memory_bytes": 32 * MIB}, "shared memory", False, "/dev/shm holds 32 MiB"),
+        ({}, {"open_files": 256, "most_open_files": 1 << 20}, "open files", False, "ulimit -n 1048576"),
+        (
+            {"num_ranks": 4, "threads_of_a_rank": 2},
+            {"cores": 4},
+            "threads",
+            False,
+            "4 ranks of 2 threads on 4 cores: set OMP_NUM_THREADS=1",
+        ),
+        ({"num_ranks": 4}, {"cores": 2}, "oversubscribed", False, "4 ranks on 2 cores: they take turns"),
+        ({"num_ranks": 4}, {"cores": 64, "cpu_limit": 2.0}, "oversubscribed", False, "4 ranks on 2 cores"),
+        ({"load": 9.5}, {"cores": 4}, "busy", False, "load 9.5 on 4 cores"),
+        ({"has_nvidia_driver": True}, {}, "torch without CUDA", True, "built without CUDA"),
+        ({"gpus": (Gpu("H100", 80),), "num_ranks": 2}, {"cores": 4}, "ranks without a GPU", True, "2 ranks and 1 GPUs"),
+        (
+            {"rdma_ports": (Port("mlx5_0", 1, "1: DOWN", "", "InfiniBand"),)},
+            {},
+            "RDMA ports",
+            False,
+            "not active: mlx5_0/1",
+        ),
+    ],
+    ids=["shm", "files", "threads", "ranks", "ranks in a container", "load", "CPU build", "GPUs", "port"],
+)
+def test_what_a_host_lacks_is_told(
+    here: HostReport, changes: dict[str, object], resources: dict[str, object], kind: str, is_wrong: bool, words: str
+) -> None:
+    report = with_resources(dataclasses.replace(here, **changes), **{"cores": 8, "cpu_limit": None, **resources})  # type: ignore[arg-type]
+    found = told(report)
+    assert found[kind][0] == is_wrong
+    assert words in found[kind][1]
+
+
+def test_gpus_and_network_cards_that_do_not_know_each_other_are_told(here: HostReport) -> None:
+    port = Port("mlx5_0", 1, "4: ACTIVE", "400 Gb/sec", "InfiniBand")
+    report = dataclasses.replace(
+        here, gpus=(Gpu("H100", 80),), rdma_ports=(port,), gpu_direct=GpuDirect("", "nvidia_peermem is not loaded")
+    )
+    assert "through host memory: nvidia_peermem is not loaded" in told(report)["GPUDirect"][1]
+    assert "GPUDirect" not in told(dataclasses.replace(report, gpu_direct=GpuDirect("kernel module nvidia_peermem")))
+
+
+def test_hosts_that_differ_are_told_and_in_torch_it_is_wrong(here: HostReport) -> None:
+    other = dataclasses.replace(
+        here, name="other", versions={**here.versions, "torch": "2.11.0"}, settings={"NCCL_IB_HCA": "mlx5"}
+    )
+    remarks = {remark.text.partition(":")[0]: remark for remark in examine([here, other])}
+    assert remarks["hosts differ in torch"].is_wrong
+    assert remarks["hosts differ in torch"].text.endswith(f"{here.versions['torch']} on {here.name}; 2.11.0 on other")
+    assert not remarks["hosts differ in setting NCCL_IB_HCA"].is_wrong
+
+
+def test_a_clock_that_is_off_is_wrong_and_one_that_may_be_right_is_not() -> None:
+    (remark,) = clock_remarks({"b": (-3.0, 0.001), "c": (0.2, 0.001), "d": (2.0, 1.5)}, "a")
+    assert (remark.is_wrong, remark.hosts) == (True, ("b",))
+    assert "the clock of b is -3.000 s off that of a" in remark.text
+
+
+def test_nodes_that_call_themselves_the_same_are_told_apart() -> None:
+    assert named_hosts([(0, "n"), (0, "n"), (1, "n")]) == ("n#0", "n#0", "n#1")
+    assert named_hosts([(0, "a"), (1, "b")]) == ("a", "b")
+
+
+def test_no_secret_is_in_what_is_said(here: HostReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "do-not-tell-3f9c"
+    for name in (
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "NCCL_AUTH_TOKEN",
+        "TORCH_SECRET",
+        "CUDA_PASSWORD",
+        "AWS_SECRET_ACCESS_KEY",
+    ):
+        monkeypatch.setenv(name, secret)
+    monkeypatch.setenv("NCCL_DEBUG", "seen")
+    found = examine_host(read_environment({}), torch.device("cpu"))
+    assert found.settings["NCCL_DEBUG"] == "seen"
+    assert secret not in repr(found) + json.dumps(single_json(found)) + single_text(found)
+    assert "HF_TOKEN" not in library_settings({"HF_TOKEN": secret})
+
+
+def test_one_host_is_told_by_every_line(here: HostReport) -> None:
+    text = "\n".join(host_text(here))
+    for word in (
+        "versions",
+        "torch 2.",
+        "fused AdamW",
+        "GPUDirect  RDMA not seen",
+        "127.0.0.1",
+        "/dev/shm",
+        "open files",
+    ):
+        assert word in text
+    assert json.loads(json.dumps(single_json(here)))["hosts"][0]["name"] == here.name

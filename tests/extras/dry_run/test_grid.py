@@ -1,0 +1,38 @@
+"""Every rank of a large world is audited in plain Python; ranks of one kind do the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.errors import CommunicationError
+from megapipe.extras.dry_run.grid import audit_grid, kinds_of_ranks
+from megapipe.topology import GROUP_NAMES, Topology
+from tests.extras.dry_run.grids import PP4, SP2, ZERO1, make_plan
+
+LARGE = PP4 | SP2 | ZERO1 | {"global_batch_size": 512, "micro_batch_size": 1}
+
+
+def test_every_rank_of_a_large_world_is_in_its_groups() -> None:
+    plan = make_plan(512, LARGE)
+    assert audit_grid(plan) == sum(len(plan.topology.groups(name)) for name in GROUP_NAMES)
+
+
+def test_a_rank_that_two_groups_claim_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(16, LARGE | {"global_batch_size": 16})
+    whole = Topology.groups
+    monkeypatch.setattr(
+        Topology, "groups", lambda self, name: whole(self, name)[:-1] if name == "kv" else whole(self, name)
+    )
+    with pytest.raises(CommunicationError, match="rank 15 is in 0 groups kv"):
+        audit_grid(plan)
+
+
+def test_kinds_part_the_world_by_what_ranks_do() -> None:
+    plan = make_plan(512, LARGE)
+    kinds = kinds_of_ranks(plan)
+    assert sorted(rank for kind in kinds for rank in kind.ranks) == list(range(512))
+    assert [kind.pp_ranks for kind in kinds] == [(0,), (1,), (2,), (3,)]  # warm-ups of 1F1B differ
+    gpipe = kinds_of_ranks(
+        make_plan(512, LARGE | {"pipeline_schedule": "gpipe", "pipeline_model_parallel_layout": "E|tttt|tttt|L"})
+    )
+    assert [kind.pp_ranks for kind in gpipe] == [(0,), (1, 2), (3,)]

@@ -1,0 +1,121 @@
+"""The plan's bytes against those that the real code takes with tensors on paper, over recompute options, grids and schedules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megapipe.extras.dry_run.rank import STATE, count_rank
+from megapipe.plan.memory import rank_memory
+from tests.extras.dry_run.grids import (
+    FP8,
+    FULL,
+    LLAMA,
+    OVERLAP,
+    PP2,
+    PP4,
+    SP2,
+    TP2,
+    ZERO1,
+    make_plan,
+    read_for,
+    selective,
+)
+
+CLOSE = 0.05
+OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one_rank": (1, {}),
+    "bf16": (1, {"dtype": "bf16"}),
+    "fp64": (1, {"dtype": "fp64"}),
+    "dp2_zero1_bf16": (2, ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
+    "dp2_reduce_in_bf16": (2, {"dtype": "bf16", "grad_reduce_in_bf16": True}),
+    "tp2": (2, TP2),
+    "tp2_bf16": (2, TP2 | {"dtype": "bf16"}),
+    "sp2": (2, SP2),
+    "sp2_bf16": (2, SP2 | {"dtype": "bf16"}),
+    "full_uniform": (1, FULL),
+    "full_uniform_3_sp2": (2, FULL | SP2 | {"recompute_num_layers": 3, "dtype": "bf16"}),
+    "full_but_attention_sp2": (2, FULL | SP2 | {"recompute_keep_attention": True, "dtype": "bf16"}),
+    "full_block_pp2": (2, FULL | PP2 | {"recompute_method": "block", "recompute_num_layers": 2}),
+    "core_attn_with_dropout": (1, selective("core_attn") | {"attention_dropout": 0.1, "dtype": "bf16"}),
+    "attention_dropout": (1, {"attention_dropout": 0.1}),
+    "softmax_in_fp32_bf16": (1, {"attention_softmax_in_fp32": True, "dtype": "bf16"}),
+    "soft_caps": (1, {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0, "dtype": "bf16"}),
+    "norm_and_activation_sp2": (2, selective("layernorm", "activation") | SP2 | {"dtype": "bf16"}),
+    "mlp": (1, selective("mlp")),
+    "mlp_and_norm_sp2": (2, selective("mlp", "layernorm") | SP2 | {"dtype": "bf16"}),
+    "pp2": (2, PP2),
+    "pp2_tied": (2, PP2 | {"untie_embeddings_and_output_weights": False}),
+    "pp4_sp2_zero1": (8, PP4 | SP2 | ZERO1 | {"dtype": "bf16"}),
+    "gpipe": (4, PP4 | {"pipeline_schedule": "gpipe"}),
+    "interleaved": (4, PP4 | {"num_virtual_stages_per_pipeline_rank": 2}),
+    "breadth_first": (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "breadth-first"}),
+    "zb_h1": (4, PP4 | {"pipeline_schedule": "zb-h1"}),
+    "zb_h1_bf16_sp2": (4, PP2 | SP2 | {"pipeline_schedule": "zb-h1", "dtype": "bf16"}),
+    "zb_h2_post_validation": (4, PP4 | {"pipeline_schedule": "zb-h2", "optimizer_post_validation": True}),
+    "zb_v": (4, PP4 | {"pipeline_schedule": "zb-v"}),
+    "zb_h1_recompute": (2, PP2 | selective("layernorm", "activation") | {"pipeline_schedule": "zb-h1"}),
+    "v_half": (4, PP4 | {"pipeline_schedule": "v-half"}),
+    "dualpipe": (4, PP4 | {"pipeline_schedule": "dualpipe"}),
+    "dualpipe_v": (2, PP2 | {"pipeline_schedule": "dualpipe-v"}),
+    "pipedream": (2, PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0}),
+    "offload_sp2_pp2": (4, OFFLOAD | SP2 | PP2 | {"dtype": "bf16"}),
+    "offload_large_ones_pp4": (4, OFFLOAD | PP4 | {"min_offloaded_tensor_size": 4096}),
+    "offload_checkpoints_pp2": (2, OFFLOAD | FULL | PP2 | {"recompute_keep_attention": True}),
+    "offload_v": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-v"}),
+    "documents": (
+        1,
+        {
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+            "eod_mask_loss": True,
+            "tokenizer_type": "ByteTokenizer",
+            "vocab_size": 257,
+        },
+    ),
+    "window": (1, {"window_size": 32}),
+    "sp2_in_chunks_bf16": (2, SP2 | OVERLAP | {"dtype": "bf16"}),
+    "zb_h1_sp2_in_chunks": (4, PP2 | SP2 | OVERLAP | {"pipeline_schedule": "zb-h1"}),
+    "fp8_ends_pp2": (2, PP2 | FP8 | {"dtype": "bf16", "first_last_layers_bf16": True}),
+    "fp8_zb_h1_sp2": (4, PP2 | SP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
+    "fp8_casts_compiled": (1, FP8 | {"dtype": "bf16", "compile_pointwise": True}),
+    "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
+}
+
+
+VARIANTS = [
+    pytest.param(
+        name,
+        base,
+        device,
+        id=f"{name}-{base}-{device}",
+        marks=() if place == (index % 2, index // 2 % 2) else pytest.mark.slow,
+    )
+    for index, name in enumerate(CASES)
+    for place, base, device in (
+        ((0, 0), "gpt2", "cuda"),
+        ((1, 0), "llama", "cuda"),
+        ((0, 1), "gpt2", "cpu"),
+        ((1, 1), "llama", "cpu"),
+    )
+    if (name, device)
+    != ("fp64", "cuda")  # torch writes attention out there, which only a comparison of digits would want
+]
+
+
+@pytest.mark.parametrize(("name", "base", "device"), VARIANTS)
+def test_the_plan_holds_what_the_code_takes_on_paper(name: str, base: str, device: str) -> None:
+    world_size, changes = CASES[name]
+    plan = make_plan(world_size, changes | {"device": device}, LLAMA if base == "llama" else {})
+    for rank in ranks_at_ends(plan.topology.pp, world_size):
+        counted = count_rank(plan, rank, read_for(plan), device)
+        memory = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
+        assert {item: counted.items[item] for item in STATE} == {item: memory.items[item] for item in STATE}
+        assert counted.peak == pytest.approx(memory.total, rel=CLOSE), (rank, counted, dict(memory.items))
+
+
+def ranks_at_ends(pp: int, world_size: int) -> list[int]:
+    """The first rank and the last one: with the embedding, with the head."""
+    return sorted({0, world_size - 1}) if pp > 1 else [0]

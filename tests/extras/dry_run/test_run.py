@@ -1,0 +1,85 @@
+"""`pretrain_gpt.py --dry-run` as a user meets it: the text, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.extras.cli.pretrain import main
+
+SMALL = """\
+model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 32, vocab_size: 100}
+parallel: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}
+training: {micro_batch_size: 1, global_batch_size: 64, train_iters: 5}
+data: {mock_data: true}
+optimizer: {lr: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return ["--config", str(tmp_path / "small.yaml")]
+
+
+def test_one_rank_of_each_kind_is_counted_beside_the_plan(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*small, "--dry-run", "--world-size", "64", "--ranks-per-node", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "dry run: 64 ranks" in text and "2 kinds" in text
+    first, last = (line.split() for line in text.splitlines() if " rank 0  " in line or " rank 32  " in line)
+    assert (first[:4], last[:4]) == (["0", "32", "rank", "0"], ["1", "32", "rank", "32"])
+    assert "total" in text and "all-reduce" in text
+
+
+def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*small, "--dry-run", "--world-size", "64", "--rank", "37"]) == 0
+    text = capsys.readouterr().out
+    assert "of rank 37, which stands for 32" in text and "rank 0 " not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        pytest.param(
+            ["--dry-run", "--world-size", "64", "--rank", "64"], "has the ranks 0 to 63", id="rank out of range"
+        ),
+        pytest.param(["--dry-run", "--world-size", "64", "--rank", "-1"], "--rank", id="rank below zero"),
+        pytest.param(["--rank", "3"], "add --dry-run", id="rank without dry run"),
+        pytest.param(
+            ["--dry-run", "--plan", "--world-size", "64"], "leave --plan and --verify-grid out", id="plan and dry run"
+        ),
+        pytest.param(["--dry-run", "--world-size", "6"], "must be a multiple of 4", id="a world that does not fit"),
+        pytest.param(
+            ["--dry-run", "--world-size", "96"], "--global-batch-size 64 is not a multiple", id="indivisible batch"
+        ),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--hidden-size", "66"],
+            "--num-attention-heads",
+            id="indivisible hidden size",
+        ),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--pipeline-schedule", "dualpipe", "--global-batch-size", "4"],
+            "--pipeline-schedule dualpipe",
+            id="too few microbatches",
+        ),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--no-mock-data", "--data-path", "/nowhere/text"],
+            "/nowhere/text",
+            id="no data",
+        ),
+        pytest.param(
+            ["--dry-run", "--world-size", "8", "--device", "cpu", "--distributed-backend", "nccl"],
+            "use gloo",
+            id="nccl on cpu",
+        ),
+    ],
+)
+def test_what_a_start_would_refuse_is_refused(
+    flags: list[str], words: str, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*small, *flags]) != 0
+    told = capsys.readouterr().err
+    assert words in told and "Traceback" not in told, told

@@ -1,0 +1,54 @@
+"""What the tests of inference/ share: a model on ranks, filled from the streams that training draws from, or from whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.assembly.forward_machines import ForwardMachines
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.precision import PrecisionConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.extras.verify.weights import drawn_slices, given_slices
+from megapipe.plan.resolve import resolve
+
+SIZES = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "seq_length": 12,
+    "max_position_embeddings": 24,
+    "vocab_size": 29,
+    "make_vocab_size_divisible_by": 8,
+    "ffn_hidden_size": 32,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+
+
+def machines_on(
+    rank: int,
+    world_size: int,
+    grid: dict[str, int],
+    model: dict[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+    dtype: str = "fp64",
+) -> ForwardMachines:
+    """grid: sizes of ParallelConfig. weights: whole tensors, else drawn."""
+    config = Config(
+        model=ModelConfig(**(SIZES | model)),
+        parallel=ParallelConfig(**grid),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1),
+        precision=PrecisionConfig(dtype=dtype),
+    )
+    plan = resolve(config, world_size)
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    slices = drawn_slices(7, torch.float64) if weights is None else given_slices(weights)
+    return ForwardMachines(plan, groups, torch.device("cpu"), slices)

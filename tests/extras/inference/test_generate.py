@@ -1,0 +1,176 @@
+"""Generation with a cache gives what whole forwards give: the tokens of transformers' models, and the same on every grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.assembly.machines import Machines
+from megapipe.comm.groups import build_process_groups
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import ParallelConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.inference.generate import Generator, Limits
+from megapipe.extras.inference.sampling import Sampling
+from megapipe.plan.resolve import resolve
+from tests.extras.inference.grids import SIZES, machines_on
+from tests.extras.reference.transformers_models import FAMILIES, SEQ, build
+from tests.extras.reference.transformers_models import SIZES as THEIR_SIZES
+from tests.harness import RankPool
+
+Pools = Callable[[int], RankPool]
+
+PROMPTS = [[5, 6, 7, 8, 9, 1, 2], [3], [4, 4, 2], [17, 0, 3, 28, 2], [1, 2], [9, 8, 7, 6]]
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2_tied": {},
+    "llama_gqa": LLAMA,
+    "window_and_qk_norm": LLAMA | {"window_size": 4, "qk_layernorm": True},
+    "soft_cap": LLAMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 4},
+    "one_kv_head": LLAMA | {"num_query_groups": 1},
+}
+GRIDS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "pp4": {"pipeline_model_parallel_size": 4},
+}
+SAMPLED = Sampling(temperature=1.0, top_k=12, top_p=0.95, seed=2)
+
+
+def generated(
+    rank: int,
+    world_size: int,
+    grid: dict[str, int],
+    model: dict[str, Any],
+    sampling: Sampling,
+    batch_size: int,
+    limits: Limits,
+) -> list[list[int]]:
+    return Generator(machines_on(rank, world_size, grid, model), sampling, batch_size).continue_prompts(PROMPTS, limits)
+
+
+def by_whole_forwards(
+    logits_of: Callable[[Tensor], Tensor], prompt: Sequence[int], number: int, sampling: Sampling, count: int
+) -> list[int]:
+    """Every token by a forward over the whole text so far. logits_of: [1, s] -> [1, s, vocabulary]."""
+    text = list(prompt)
+    for position in range(count):
+        logits = logits_of(torch.tensor([text]))[:, -1]
+        text.append(int(sampling.choose(logits, [number], position)))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_greedy_texts_equal_transformers(family: str) -> None:
+    pytest.importorskip(
+        "transformers",
+        reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'",
+    )
+    case = build(family)
+    sizes = {name: THEIR_SIZES[name] for name in THEIR_SIZES}
+    machines = machines_on(
+        0, 1, {}, sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | case.config, case.state, dtype="fp32"
+    )
+    texts = Generator(machines, Sampling(temperature=0.0), batch_size=3).continue_prompts(PROMPTS, Limits(SEQ - 7))
+    for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        expected = by_whole_forwards(case.logits, prompt, number, Sampling(temperature=0.0), len(text))
+        assert text == expected
+        assert len(text) == SEQ - 7
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_batch_of_unequal_prompts_equals_each_alone_by_whole_forwards(model: str) -> None:
+    machines = machines_on(0, 1, {}, MODELS[model])
+    stage = machines.stages[0]
+
+    def logits_of(tokens: Tensor) -> Tensor:
+        from megapipe.model.microbatch import Microbatch
+
+        with torch.no_grad():
+            logits = stage(Microbatch(tokens), return_logits=True)
+        assert isinstance(logits, Tensor)
+        return logits.transpose(0, 1)[..., : SIZES["vocab_size"]]  # type: ignore[misc]
+
+    texts = Generator(machines, SAMPLED, batch_size=4).continue_prompts(PROMPTS, Limits(10))
+    for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        assert text == by_whole_forwards(logits_of, prompt, number, SAMPLED, 10)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_grid_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
+    sizes = GRIDS[grid]
+    pool = rank_pools(sizes.get("tensor_model_parallel_size", 1) * sizes.get("pipeline_model_parallel_size", 1))
+    for model in ("gpt2_tied", "window_and_qk_norm", "one_kv_head"):
+        expected = generated(0, 1, {}, MODELS[model], SAMPLED, 8, Limits(8, frozenset({3})))
+        for batch_size in (1, 4):
+            found = pool.run(generated, sizes, MODELS[model], SAMPLED, batch_size, Limits(8, frozenset({3})))
+            assert found == [expected] * pool.world_size
+
+
+def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
+    machines = machines_on(0, 1, {}, LLAMA)
+    whole = Generator(machines, SAMPLED).continue_prompts(PROMPTS, Limits(100))
+    assert [len(text) for text in whole] == [24 - len(prompt) for prompt in PROMPTS]
+    stop = frozenset(whole[0][3:5])
+    seen: list[tuple[int, int]] = []
+    cut = Generator(machines, SAMPLED).continue_prompts(
+        PROMPTS, Limits(100, stop), lambda number, token: seen.append((number, token))
+    )
+    for number, (text, complete) in enumerate(zip(cut, whole, strict=True)):
+        ends = [position for position, token in enumerate(complete) if token in stop]
+        assert text == complete[: ends[0] if ends else None]
+        assert text == [token for which, token in seen if which == number]
+    assert len(cut[0]) <= 3
+
+
+def trained_machines_write(rank: int, world_size: int) -> list[list[int]]:
+    """With the machines of training: sequence parallelism, the distributed optimizer, two replicas."""
+    config = Config(
+        model=ModelConfig(**(SIZES | LLAMA)),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=2,
+            sequence_parallel=True,
+            use_distributed_optimizer=True,
+        )
+        if world_size > 1
+        else ParallelConfig(),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1),
+    )
+    plan = resolve(config, world_size)
+    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"))
+    texts = Generator(machines, Sampling(temperature=0.0)).continue_prompts(PROMPTS[:3], Limits(5))
+    assert all(stage.sequence_parallel == (world_size > 1) for stage in machines.stages.values())
+    return texts
+
+
+def test_the_machines_of_training_write_texts_too(rank_pools: Pools) -> None:
+    assert rank_pools(8).run(trained_machines_write) == [trained_machines_write(0, 1)] * 8
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[1], []], "prompt 1 has no tokens"),
+        ([[1] * 24], "prompt 0 has 24 tokens"),
+        ([[29]], "outside the vocabulary of 29"),
+    ],
+    ids=["empty", "no_room", "foreign_token"],
+)
+def test_prompts_that_cannot_be_continued_are_named(prompts: list[list[int]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Generator(machines_on(0, 1, {}, {}), SAMPLED).continue_prompts(prompts, Limits(1))

@@ -1,0 +1,85 @@
+"""Perplexity: windows score every token once, and the loss is that of plain forwards, on every grid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megapipe.errors import ConfigError
+from megapipe.extras.inference.perplexity import Evaluator, Perplexity, windows
+from megapipe.model.microbatch import Microbatch
+from tests.extras.inference.grids import SIZES, machines_on
+from tests.harness import RankPool
+
+TOKENS = np.random.default_rng(4).integers(0, 29, 131).astype(np.uint16)
+GRIDS = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2_dp2": {"pipeline_model_parallel_size": 2},
+    "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "dp4": {},
+}
+
+
+@given(num_tokens=st.integers(2, 300), seq=st.integers(1, 40), share=st.floats(0.01, 1.0))
+def test_windows_score_every_token_but_the_first_once(num_tokens: int, seq: int, share: float) -> None:
+    stride = max(1, int(seq * share))
+    found = list(windows(num_tokens, seq, stride))
+    scored = [token for w in found for token in range(w.start + w.length - w.scored + 1, w.start + w.length + 1)]
+    assert scored == list(range(1, num_tokens))
+    assert {w.length for w in found} == {min(seq, num_tokens - 1)}
+    assert all(w.start >= 0 and w.scored >= 1 for w in found)
+    assert all(w.length - w.scored >= seq - stride for w in found[1:])
+
+
+def expected_loss(tokens: np.ndarray, stride: int) -> float:
+    """Token by token: the log-probability after the tokens that its window shows before it."""
+    stage = machines_on(0, 1, {}, {}).stages[0]
+    total = 0.0
+    for window in windows(len(tokens), SIZES["seq_length"], stride):  # type: ignore[arg-type]
+        text = torch.from_numpy(tokens[window.start : window.start + window.length + 1].astype(np.int64))
+        with torch.no_grad():
+            logits = stage(Microbatch(text[None, :-1]), return_logits=True)
+        assert isinstance(logits, Tensor)
+        log_probabilities = logits[:, 0, : SIZES["vocab_size"]].log_softmax(-1)  # type: ignore[misc]
+        for position in range(window.length - window.scored, window.length):
+            total -= float(log_probabilities[position, text[position + 1]])
+    return total / (len(tokens) - 1)
+
+
+def score(rank: int, world_size: int, grid: dict[str, int], count: int, stride: int) -> Perplexity:
+    return Evaluator(machines_on(rank, world_size, grid, {})).score(TOKENS[:count], stride)
+
+
+@pytest.mark.parametrize(
+    ("count", "stride"), [(131, 12), (131, 5), (8, 12), (2, 12)], ids=["whole", "stride_5", "short", "one_token"]
+)
+def test_the_loss_is_that_of_plain_forwards(count: int, stride: int) -> None:
+    found = score(0, 1, {}, count, stride)
+    assert found.num_tokens == count - 1
+    assert found.loss == pytest.approx(expected_loss(TOKENS[:count], stride), rel=1e-10)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_grid_finds_the_same_loss(rank_pools: Callable[[int], RankPool], grid: str) -> None:
+    pool = rank_pools(2 if grid == "tp2" else 4)
+    for count, stride in ((131, 12), (131, 7), (30, 12)):
+        expected = score(0, 1, {}, count, stride)
+        for found in pool.run(score, GRIDS[grid], count, stride):
+            assert found.num_tokens == expected.num_tokens
+            assert found.loss == pytest.approx(expected.loss, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("count", "stride", "words"), [(1, 4, "1 tokens cannot"), (9, 0, "--stride 0"), (9, 13, "--stride 13")]
+)
+def test_streams_that_cannot_be_scored_are_refused(count: int, stride: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        next(windows(count, 12, stride))

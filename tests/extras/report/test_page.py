@@ -1,0 +1,313 @@
+"""The page of a run: well-formed, self-contained, and every number that the run left stands in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megapipe.extras.cli.report import main
+from megapipe.extras.report.beside import beside
+from megapipe.extras.report.chart import MOST_POINTS, Chart, Curve, chart_svg, thinned
+from megapipe.extras.report.folder import read_run
+from megapipe.extras.report.page import page
+from megapipe.extras.report.settings import changed_settings
+from megapipe.profile.profile import profile_name, profiles_in, read_profile, write_profile
+from megapipe.profile.summary import summarize
+from tests.profile.synthetic import lowered, profile_of, step_of
+
+RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "report" / "interleaved"
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Checked(HTMLParser):
+    """Fails at a tag that is closed by another; collects the text and what could reach elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.links += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "action", "data")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script", "metadata"):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    shutil.copytree(RECORDED, tmp_path / "runs" / "interleaved")
+    return tmp_path / "runs" / "interleaved"
+
+
+def shown(folder: Path) -> str:
+    """The text of the run's page, which is also checked."""
+    text = page(read_run(folder))
+    found = Checked(text)
+    assert found.links == []
+    outside = re.findall(r"(?:https?:)?//[\w.-]+|@import|url\((?!#)", text.replace("http://www.w3.org/2000/svg", ""))
+    assert outside == []
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+    return found.text
+
+
+def edited(path: Path, change: Any) -> None:
+    """Rewrite a file of JSON lines by a function of all its records."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in change(records)))
+
+
+def test_every_number_of_the_run_stands_in_the_page(recorded: Path) -> None:
+    text = shown(recorded)
+    records = [json.loads(line) for line in (recorded / "metrics.jsonl").read_text().splitlines()]
+    last = [record for record in records if record["kind"] == "step"][-1]
+    for number in (
+        f"{last['loss']:.4f}",
+        "14 of 14",
+        f"{max(r.get('memory_bytes') or 0 for r in records) / 2**20:.0f} MiB",
+    ):
+        assert number in text
+    for record in records:
+        if record["kind"] == "evaluation" and record["step"] == 14:
+            assert f"{record['loss']:.4f}" in text
+    (start,) = [json.loads(line) for line in (recorded / "run.jsonl").read_text().splitlines() if '"start"' in line]
+    for word in (
+        *start["versions"].values(),
+        start["machine"]["system"],
+        "gloo",
+        "finished",
+        "all 14 steps done",
+        "No warnings.",
+    ):
+        assert word in text
+    assert "4 ranks = tp 1 x pp 2 x 2 chunks x dp 2" in text and "every element of the model once" in text
+
+
+def test_the_profile_is_shown_with_its_sums(recorded: Path) -> None:
+    assert main([str(recorded), "--svg", str(recorded / "drawing.svg")]) == 0
+    ElementTree.parse(recorded / "drawing.svg")
+    text = shown(recorded)
+    summary = summarize(read_profile(next(profiles_in(recorded))))
+    shares = (summary.measured_share, summary.predicted_share)
+    for share in [value for pair in shares for value in pair]:
+        assert f"{share:.1%}" in text
+    for cause in summary.causes:
+        assert f"{cause.seconds.barrier * 1e3:+,.2f}".replace("-", "\N{MINUS SIGN}") in text
+    assert (
+        f"{summary.measured_idle.barrier * 1e3:,.2f}" in text and f"{summary.predicted_idle.chained * 1e3:,.2f}" in text
+    )
+    for time in summary.op_times:
+        assert f"{time.mean_seconds * 1e3:,.2f}" in text
+
+
+def test_what_differs_from_the_defaults_is_listed_with_its_origin(recorded: Path) -> None:
+    text = shown(recorded)
+    changed, why = changed_settings(read_run(recorded).config_text)
+    assert why == ""
+    named = {setting.flag for setting in changed}
+    assert {"--num-layers", "--pipeline-model-parallel-size", "--profile-pipeline", "--mock-data"} <= named
+    assert "--hidden-dropout" not in named
+    for setting in changed:
+        assert f"{setting.flag} {setting.value}" in text
+        assert setting.origin.startswith("flag")
+
+
+def test_the_curves_give_their_points_to_the_script() -> None:
+    drawn = chart_svg(
+        Chart("t", [Curve("a", [(1.0, 2.0), (3.0, 1.5)]), Curve("b", [(3.0, 1.0)], "dots", 1), Curve("none", [])], "u")
+    )
+    found = ElementTree.fromstring(drawn)
+    data = json.loads(found.findtext("metadata") or "")
+    assert [(curve["name"], curve["points"]) for curve in data] == [
+        ("a", [[1, 2], [3, 1.5]]),
+        ("b", [[3, 1]]),
+        ("none", []),
+    ]
+    left, slope, *_ = map(float, found.attrib["data-frame"].split())
+    assert left + slope * 1 == pytest.approx(58) and left + slope * 3 == pytest.approx(540 - 16)
+    assert chart_svg(Chart("empty", [Curve("a", [])])) == ""
+
+
+def test_thinning_keeps_every_spike_and_both_ends() -> None:
+    points = [(float(i), 100.0 if i == 4321 else float(i % 7)) for i in range(10_000)]
+    kept = thinned(points)
+    assert len(kept) <= MOST_POINTS + 2 and (4321.0, 100.0) in kept
+    assert kept[0] == points[0] and kept[-1] == points[-1] and kept == sorted(kept)
+
+
+def test_a_run_that_goes_on_and_one_that_was_killed_are_told_apart(recorded: Path) -> None:
+    def going(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        start = next(record for record in records if record["kind"] == "start")
+        return [start | {"host": platform.node(), "pid": os.getpid()}]
+
+    edited(recorded / "run.jsonl", going)
+    metrics = recorded / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-200])  # a line on its way
+    assert "running, last record" in shown(recorded)
+    edited(recorded / "run.jsonl", lambda records: [records[0] | {"pid": 2**22 + 1}])
+    text = shown(recorded)
+    assert "no end recorded" in text and "it was killed" in text and "cannot be read" not in text
+
+
+def test_a_crash_is_told_with_the_message_of_the_rank_that_failed(recorded: Path) -> None:
+    failure = {
+        "kind": "failure",
+        "time": 1.9e9,
+        "rank": 3,
+        "error": "TrainingError",
+        "text": "the loss of <rank 3> is NaN",
+    }
+    edited(recorded / "run.jsonl", lambda records: [*(r for r in records if r["kind"] != "end"), failure])
+    edited(recorded / "metrics.jsonl", lambda records: [r | {"loss": None} if r["step"] == 14 else r for r in records])
+    text = shown(recorded)
+    assert "rank 3: TrainingError: the loss of <rank 3> is NaN" in text and "failed" in text
+    assert "the loss of step 14 is not a number" in text and "TrainingError on rank 3" in text
+
+
+def test_what_several_ranks_tell_is_shown_once(recorded: Path) -> None:
+    failure = {"kind": "failure", "time": 1.9e9, "error": "CheckpointError", "text": "the disk is full"}
+    edited(
+        recorded / "run.jsonl",
+        lambda records: [*(r for r in records if r["kind"] != "end"), *(failure | {"rank": r} for r in (0, 2))],
+    )
+    assert shown(recorded).count("the disk is full") == 1
+    assert "ranks 0 2: CheckpointError: the disk is full" in shown(recorded)
+
+
+def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Path) -> None:
+    (metrics, run) = (recorded / "metrics.jsonl", recorded / "run.jsonl")
+    first = [json.loads(line) for line in run.read_text().splitlines()]
+    later = 5000.0
+    moved = [record | {"time": record["time"] + later} for record in first]
+    moved.insert(1, {"kind": "resumed", "time": moved[0]["time"], "path": "runs/interleaved/step_00000008"})
+    edited(run, lambda records: [r for r in records if r["kind"] != "end"] + moved)
+    again = [json.loads(line) for line in metrics.read_text().splitlines()]
+    again = [
+        record | {"time": record["time"] + later, "loss": record["loss"] - 1} for record in again if record["step"] > 8
+    ]
+    edited(metrics, lambda records: records + again)
+    read = read_run(recorded)
+    assert [len(segment.steps) for segment in read.segments] == [14, 6]
+    assert [record["step"] for record in read.steps] == list(range(1, 15))
+    assert read.steps[-1]["loss"] == again[-3]["loss"]
+    assert [record["step"] for record in read.lost_steps[0]] == [8, 9, 10, 11, 12, 13, 14]
+    text = shown(recorded)
+    assert (
+        "from runs/interleaved/step_00000008" in text
+        and "9 to 14" in text
+        and "steps taken again" in text
+        and "2 starts" in text
+    )
+
+
+def test_a_run_without_a_profile_says_how_to_get_one(recorded: Path) -> None:
+    next(profiles_in(recorded)).unlink()
+    text = shown(recorded)
+    assert main([str(recorded), "--svg", str(recorded / "drawing.svg")]) == 2
+    assert (
+        "No step of this run was profiled" in text
+        and "--profile-pipeline --profile-step-start 14 --profile-step-end 16" in text
+    )
+
+
+def test_a_damaged_profile_costs_the_profile_alone(recorded: Path) -> None:
+    next(profiles_in(recorded)).write_text("{}")
+    text = shown(recorded)
+    assert "is not a profile of a pipeline" in text and "6.4045"[:3] in text
+
+
+def test_metrics_alone_are_enough(recorded: Path) -> None:
+    (recorded / "run.jsonl").unlink()
+    edited(recorded / "metrics.jsonl", lambda records: [{k: v for k, v in r.items() if k != "time"} for r in records])
+    text = shown(recorded)
+    assert "14 of 14" in text and "the run recorded no configuration" in text and "This run wrote no run.jsonl" in text
+
+
+def test_a_run_before_its_first_line_has_a_page(recorded: Path) -> None:
+    (recorded / "metrics.jsonl").write_text("")
+    assert "No step has been logged yet" in shown(recorded)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"),
+    [("1f1b", 8, 32, 1), ("interleaved", 8, 32, 2), ("zb-h1", 4, 8, 1), ("dualpipe-v", 4, 16, 2)],
+)
+def test_the_drawing_names_every_microbatch_of_plan_and_measurement(name: str, p: int, m: int, v: int) -> None:
+    schedule = lowered(name, p, m, v)
+    step = step_of(schedule, gap=lambda rank, action: 0.0005)
+    summary = summarize(profile_of(schedule, (step,)))
+    drawn = beside(summary.typical, tuple(range(p)))
+    found = ElementTree.fromstring(drawn)
+    space = "{http://www.w3.org/2000/svg}"
+    numbers = [text.text for text in found.iter(f"{space}text") if "n" in (text.attrib.get("class") or "").split()]
+    boxes = sum(action.op.value in "FBIW" for row in schedule.rows for action in row)
+    assert len(numbers) >= 0.9 * 2 * boxes
+    assert set(numbers) == {str(number) for number in range(m)}
+    assert len({element.text for element in found.iter(f"{space}title")}) > 0.9 * boxes
+
+
+def test_a_large_drawing_stays_small() -> None:
+    schedule = lowered("1f1b", 16, 256)
+    summary = summarize(profile_of(schedule, (step_of(schedule),)))
+    assert len(beside(summary.typical, tuple(range(16)))) < 1_500_000
+
+
+def test_the_newest_profile_is_shown(recorded: Path) -> None:
+    schedule = lowered("zb-h1", 4, 8)
+    write_profile(profile_of(schedule, (step_of(schedule, number=99),)), recorded / profile_name(99, 99))
+    text = shown(recorded)
+    assert "zb-h1 (4 ranks" in text and "the newest of 2 profiles" in text and "weight gradient" in text
+
+
+def test_the_command_writes_the_page_and_imports_no_torch(recorded: Path) -> None:
+    code = "import sys; from megapipe.extras.cli.command import main; code = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(recorded)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(recorded / "report.html") in done.stdout and done.stdout.strip().endswith("False")
+    Checked((recorded / "report.html").read_text(encoding="utf-8"))
+
+
+def test_a_folder_that_is_no_run_is_refused_and_those_below_are_named(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"{tmp_path} is not a run: it holds neither metrics.jsonl nor run.jsonl" in error
+        and f"there is {recorded}" in error
+    )
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    assert main([str(recorded), "--output", str(tmp_path / "no" / "page.html")]) == 2
+    assert "cannot be written to: No such file or directory; say where with --output FILE" in capsys.readouterr().err

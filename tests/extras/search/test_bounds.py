@@ -1,0 +1,143 @@
+"""Bounds lie below the predictions of the plans that they stand for, and a short step takes the place of a long one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError
+from megapipe.extras.search.bounds import Bounds
+from megapipe.extras.search.layout import CUTS, RECOMPUTES, SCHEDULES_TRIED, Layout
+from megapipe.extras.search.search import predict
+from megapipe.extras.search.short_step import ShortSteps
+from megapipe.plan.hardware import hardware_named
+from megapipe.plan.memory import all_rank_memory
+from megapipe.plan.resolve import resolve
+from megapipe.plan.step_time import predict_step
+from tests.plan.test_resolve import wish
+
+A100 = dataclasses.replace(hardware_named("a100-80"), ranks_per_node=4)
+H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
+
+
+def config_of(
+    num_layers: int,
+    heads: int,
+    vocab_size: int,
+    batch: int,
+    dropout: float,
+    tied: bool,
+    fp8: str | None = None,
+    compiles: bool = False,
+    in_chunks: bool = False,
+    loss_chunk: int | None = None,
+) -> Config:
+    return wish(
+        num_layers=num_layers,
+        hidden_size=64 * heads,
+        num_attention_heads=heads,
+        seq_length=128,
+        vocab_size=vocab_size,
+        global_batch_size=batch,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        untie_embeddings_and_output_weights=not tied,
+        tp_comm_overlap=in_chunks,
+        dtype="bf16",
+        fp8_format=None if fp8 is None else "hybrid",
+        first_last_layers_bf16=fp8 == "ends",
+        compile_pointwise=compiles,
+        cross_entropy_chunk_size=loss_chunk,
+    )
+
+
+configs = st.builds(
+    config_of,
+    st.integers(1, 13),
+    st.sampled_from((2, 4, 8)),
+    st.sampled_from((100, 5000, 60000)),
+    st.sampled_from((8, 16, 24, 48)),
+    st.sampled_from((0.0, 0.1)),
+    st.booleans(),
+    st.sampled_from((None, "all", "ends")),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((None, 32)),
+)
+families = st.sampled_from(SCHEDULES_TRIED).flatmap(
+    lambda family: st.tuples(st.just(family[0]), st.just(family[1]) if family[1] else st.integers(2, 4))
+)
+chosen = st.builds(
+    lambda tp, pp, family, size, recompute, sliced, sharded, cut: Layout(
+        tp, pp, family[1], family[0], size, recompute, sliced and tp > 1, sharded, cut
+    ),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 3, 4)),
+    families,
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from(RECOMPUTES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(CUTS),
+)
+
+
+@given(configs, chosen, st.sampled_from((1, 2)))
+@settings(max_examples=50, deadline=None)
+def test_no_bound_is_above_its_prediction(config: Config, layout: Layout, dp: int) -> None:
+    world_size = layout.tp * layout.pp * dp
+    hardware = A100 if config.precision.fp8_format is None else H100
+    try:
+        found = predict(config, layout, world_size, hardware)
+    except ConfigError:
+        assume(False)
+    bound = Bounds(config, world_size, hardware).of(layout)
+    if bound is None:
+        assert layout.cut != "cost"  # and the cut by cost is the same
+        return
+    assert bound.seconds <= found.time.seconds * (1 + 1e-9)
+    assert bound.least_bytes <= found.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2)]
+)
+def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks: int) -> None:
+    config = config_of(num_layers=9, heads=4, vocab_size=5000, batch=61, dropout=0.1, tied=False)
+    layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0])
+    whole = predict(config, layout, 3, A100)
+    seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
+    # where messages take long, as here, some schedules come round only after several times pp microbatches
+    assert seconds == pytest.approx(whole.time.seconds, rel=0.012)
+    assert need == whole.peak_bytes
+
+
+@given(configs, chosen)
+@settings(max_examples=15, deadline=None)
+def test_overlaps_never_slow_a_step_nor_fill_memory(config: Config, layout: Layout) -> None:
+    """Which is why a search has them on."""
+    world_size, overlapped = layout.tp * layout.pp * 2, layout.applied_to(config)
+    off = dataclasses.replace(
+        overlapped.parallel, overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False
+    )
+    try:
+        plans = [resolve(each, world_size, 4) for each in (overlapped, dataclasses.replace(overlapped, parallel=off))]
+    except ConfigError:
+        assume(False)
+    times = [predict_step(plan, H100).seconds for plan in plans]
+    assert times[0] <= times[1] * (1 + 1e-9)
+    assert [rank.total for rank in all_rank_memory(plans[0])] <= [rank.total for rank in all_rank_memory(plans[1])]
+
+
+def test_logits_in_chunks_are_computed_once_more() -> None:
+    layout, whole = Layout(1, 2, 1, "1f1b", 1, RECOMPUTES[0]), config_of(8, 4, 60000, 8, 0.0, tied=False)
+    seconds = [
+        predict(config, layout, 2, A100).time.seconds
+        for config in (whole, config_of(8, 4, 60000, 8, 0.0, False, loss_chunk=32))
+    ]
+    assert seconds[0] < seconds[1]

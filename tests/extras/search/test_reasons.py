@@ -1,0 +1,129 @@
+"""What a search says in words: why the winner wins, and what is upside down in a layout as configured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megapipe.config.config import Config
+from megapipe.extras.cli.layout_search import as_configured
+from megapipe.extras.search.reasons import fill_the_pipeline, oddities, reasons
+from megapipe.extras.search.search import Candidate, search
+from megapipe.plan.hardware import GIB, hardware_named
+from tests.plan.test_resolve import wish
+
+H100 = dataclasses.replace(hardware_named("h100"), ranks_per_node=4)
+
+
+def large(**changes: object) -> Config:
+    sizes = {
+        "num_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "seq_length": 2048,
+        "vocab_size": 32000,
+        "dtype": "bf16",
+    }
+    return wish(**{**sizes, "micro_batch_size": 1, "global_batch_size": 16, **changes})
+
+
+def configured(world_size: int, **changes: object) -> Candidate:
+    found = as_configured(large(**changes), world_size, H100)
+    assert isinstance(found, Candidate), found
+    return found
+
+
+def told(candidate: Candidate) -> str:
+    return "\n".join(oddities(candidate, None, H100))
+
+
+def test_a_model_that_fits_a_node_has_no_pipeline_and_the_words_say_what_one_would_cost() -> None:
+    found = search(
+        large(), 4, H100, lambda layout: layout.recompute.recompute_granularity is None and layout.micro_batch_size == 1
+    )
+    assert found.best[0].layout.pp == 1
+    (words,) = (line for line in reasons(found, H100) if "alone" in line)
+    assert "with a pipeline" in words and "% of bubble" in words
+
+
+def test_a_pipeline_and_recompute_are_explained_by_what_would_not_fit() -> None:
+    small_memory = dataclasses.replace(H100, memory_bytes=int(2.2 * GIB))
+    found = search(large(global_batch_size=32), 16, small_memory)
+    words = "\n".join(reasons(found, small_memory))
+    winner = found.best[0].layout
+    assert winner.pp > 1 and f"pp {winner.pp}" in words
+    if winner.recompute.recompute_granularity:
+        assert "without, a step would take" in words and "GiB of 2.0 GiB" in words
+
+
+def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> None:
+    candidate = configured(4, pipeline_model_parallel_size=4, global_batch_size=8)
+    (words,) = fill_the_pipeline(candidate)
+    raised = int(words.split("raise the microbatches to ")[1].split()[0])
+    assert (
+        "8 microbatches feed 4 pipeline ranks" in words
+        and raised > 8
+        and raised % 4 == 0
+        and "or use 2 chunks" in words
+    )
+    better = configured(4, pipeline_model_parallel_size=4, global_batch_size=raised)
+    assert better.time.bubble_share == pytest.approx(0.05, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "words"),
+    [
+        (
+            8,
+            {"tensor_model_parallel_size": 8, "allow_tp_across_nodes": True, "sequence_parallel": True},
+            "tp 8 crosses nodes of 4",
+        ),
+        (
+            16,
+            {
+                "tensor_model_parallel_size": 4,
+                "pipeline_model_parallel_size": 4,
+                "rank_order": "pp-tp-cp-dp",
+                "allow_tp_across_nodes": True,
+                "sequence_parallel": True,
+            },
+            "while pp stay",
+        ),
+        (
+            8,
+            {"pipeline_model_parallel_size": 4, "rank_order": "tp-cp-pp-dp"},
+            "pp 4 stays inside a node while gradients cross nodes",
+        ),
+        (
+            8,
+            {"pipeline_model_parallel_size": 8, "global_batch_size": 4},
+            "4 microbatches cannot fill a pipeline of 8 ranks",
+        ),
+        (4, {"tensor_model_parallel_size": 4}, "--sequence-parallel is off"),
+        (4, {"overlap_grad_reduce": False}, "--overlap-grad-reduce is off"),
+        (1, {"fp8_format": "hybrid"}, "--compile-pointwise is off"),
+    ],
+    ids=[
+        "tp across nodes",
+        "axes inverted",
+        "pp inside",
+        "starved",
+        "no sequence parallelism",
+        "no overlap",
+        "casts as written",
+    ],
+)
+def test_what_is_upside_down_is_told(world_size: int, changes: dict[str, object], words: str) -> None:
+    assert words in told(configured(world_size, **changes))
+
+
+def test_nothing_is_said_of_a_layout_that_is_as_it_should_be() -> None:
+    good = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
+    assert told(configured(4, overlap_grad_reduce=True, overlap_param_gather=True, **good)) == ""
+
+
+def test_more_ranks_in_a_copy_than_it_needs_are_told() -> None:
+    wide = configured(4, tensor_model_parallel_size=4, sequence_parallel=True)
+    narrow = configured(4, use_distributed_optimizer=True, overlap_grad_reduce=True)
+    assert "dp could be 4 instead of 1" in "\n".join(oddities(wide, narrow, H100))

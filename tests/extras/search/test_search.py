@@ -1,0 +1,143 @@
+"""The search: legal, as good as looking at everything, never hurt by more memory; and its mistakes answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.config import Config
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.search.layout import RECOMPUTES, Layout
+from megapipe.extras.search.search import predict, search
+from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
+from megapipe.plan.resolve import resolve, vary
+from tests.plan.test_resolve import wish
+
+H100 = hardware_named("h100")
+FAMILIES = (
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("interleaved", 4),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("v-half", 2),
+    ("v-min", 2),
+)
+BOTH = (True, False)
+
+
+def small(**changes: object) -> Config:
+    model = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "vocab_size": 512}
+    return wish(**{**model, "dtype": "bf16", "global_batch_size": 8, **changes})
+
+
+def with_memory(gib: float) -> Hardware:
+    return dataclasses.replace(H100, memory_bytes=int(gib * GIB))
+
+
+def tight(config: Config, world_size: int) -> float:
+    """Memory in GiB that some layouts fit and others do not."""
+    peaks = sorted(each.peak_bytes for each in search(config, world_size, H100, num_best=50).best)
+    return peaks[len(peaks) // 3] / H100.memory_share / GIB
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "recomputes"),
+    [
+        (4, {}, RECOMPUTES[1:2]),
+        (
+            4,
+            {"num_layers": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0, "global_batch_size": 4},
+            RECOMPUTES[::2],
+        ),
+        (2, {"num_layers": 3, "num_attention_heads": 2}, RECOMPUTES),
+    ],
+    ids=["explicit attention", "fused attention", "an uneven cut"],
+)
+def test_the_best_is_that_of_predicting_every_layout(
+    world_size: int, changes: dict[str, object], recomputes: tuple[RecomputeConfig, ...]
+) -> None:
+    config = small(**changes)
+    choices = itertools.product(
+        (1, 2, 4), (1, 2, 4), FAMILIES, (1, 2, 4, 8), recomputes, BOTH, BOTH, ("cost", "even", "ends")
+    )
+    every = []
+    for tp, pp, (schedule, chunks), size, recompute, sliced, sharded, cut in choices:
+        if tp * pp > world_size or (tp == 1 and sliced):
+            continue
+        try:
+            every.append(
+                predict(
+                    config, Layout(tp, pp, chunks, schedule, size, recompute, sliced, sharded, cut), world_size, H100
+                )
+            )
+        except ConfigError:
+            continue
+    for hardware in (
+        H100,
+        with_memory(sorted(each.peak_bytes for each in every)[len(every) // 10] / H100.memory_share / GIB),
+    ):
+        fitting = [each.time.seconds for each in every if each.peak_bytes <= hardware.usable_bytes]
+        assert len(fitting) > 10
+        best = search(config, world_size, hardware, lambda layout: layout.recompute in recomputes).best
+        assert best[0].time.seconds == pytest.approx(min(fitting), rel=1e-3)
+        assert all(each.peak_bytes <= hardware.usable_bytes for each in best)
+
+
+def test_every_layout_it_proposes_is_one_that_training_accepts() -> None:
+    config = small()
+    for each in search(config, 4, H100).best:
+        plan = resolve(each.layout.applied_to(config), 4, H100.ranks_per_node)
+        assert (plan.topology.tp, plan.topology.pp, plan.schedule_name) == (
+            each.layout.tp,
+            each.layout.pp,
+            each.layout.schedule,
+        )
+
+
+def test_more_memory_never_makes_the_best_slower() -> None:
+    config = small()
+    least = tight(config, 4)
+    times = [search(config, 4, with_memory(least * factor)).best[0].time.seconds for factor in (1.0, 1.1, 1.3, 2.0)]
+    assert times == sorted(times, reverse=True)
+
+
+@given(st.tuples(st.floats(1.0, 8.0), st.floats(1.0, 8.0), st.floats(1.0, 8.0)))
+@settings(max_examples=4, deadline=None)
+def test_faster_links_and_memory_never_make_the_best_slower(factors: tuple[float, float, float]) -> None:
+    def times(link: Link, factor: float) -> Link:
+        return dataclasses.replace(link, bytes_per_second=link.bytes_per_second * factor)
+
+    faster = dataclasses.replace(
+        H100,
+        node=times(H100.node, factors[0]),
+        network=times(H100.network, factors[1]),
+        memory_bytes_per_second=H100.memory_bytes_per_second * factors[2],
+    )
+    two_nodes = {"ranks_per_node": 2}
+    usual, better = (dataclasses.replace(hardware, **two_nodes) for hardware in (H100, faster))  # type: ignore[arg-type]
+    assert best_seconds(better) <= best_seconds(usual) * (1 + 1e-9)
+
+
+def best_seconds(hardware: Hardware) -> float:
+    return search(small(num_layers=2, global_batch_size=4), 4, hardware, num_best=3).best[0].time.seconds
+
+
+def test_a_varied_plan_is_the_one_that_resolve_makes() -> None:
+    first, second = small(), small(micro_batch_size=1, global_batch_size=16, recompute_granularity="selective")
+    assert vary(resolve(first, 2), second) == resolve(second, 2)
+
+
+def test_without_a_global_batch_or_a_model_that_fits_it_says_what_to_change() -> None:
+    with pytest.raises(ConfigError, match="--global-batch-size is missing"):
+        search(small(global_batch_size=None), 4, H100)
+    with pytest.raises(ConfigError, match=r"does not fit on 4 h100.*take more"):
+        search(small(), 4, with_memory(0.0001))
+    with pytest.raises(ConfigError, match="must be a multiple of the"):
+        search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)

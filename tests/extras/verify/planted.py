@@ -1,0 +1,126 @@
+"""Bugs of the kind that a grid can have and one process cannot, planted in megapipe's own code inside a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megapipe.assembly.loss import LossAverage, PendingLoss
+from megapipe.comm.groups import ProcessGroups
+from megapipe.data_parallel.gather import ParameterGather
+from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.extras.verify import parity
+from megapipe.extras.verify.compare import gradient_pieces
+from megapipe.pipeline.engine import Engine
+from megapipe.sharding import model_specs
+from megapipe.sharding.slicing import Interval
+from megapipe.sharding.spec import ParamSpec
+
+Plant = Callable[[pytest.MonkeyPatch, int], None]  # (patch, global rank)
+
+
+def norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Under sequence parallelism each tp rank sees a slice of the sequence: a norm's gradient is a part."""
+    _forget_partial_gradient(patch, "input_layernorm")
+
+
+def qk_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each tp rank sees its own heads."""
+    _forget_partial_gradient(patch, "q_layernorm")
+
+
+def _forget_partial_gradient(patch: pytest.MonkeyPatch, which: str) -> None:
+    make = model_specs._norm
+
+    def planted(model: Any, name: str, size: int, owner: Any, partial: bool) -> Any:
+        return make(model, name, size, owner, partial and not name.endswith(which))
+
+    patch.setattr(model_specs, "_norm", planted)
+
+
+def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each replica of a key/value head sees its own query heads."""
+
+    def planted(self: ParamSpec, interval: Interval) -> bool:
+        return self.partial_gradient
+
+    patch.setattr(ParamSpec, "needs_replica_sum", planted)
+
+
+def tied_embedding_summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
+    once = GradientReducer._sum_tied
+
+    def planted(self: GradientReducer) -> None:
+        once(self)
+        once(self)
+
+    patch.setattr(GradientReducer, "_sum_tied", planted)
+
+
+def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Every row lacks the last microbatch."""
+    build = Engine.__init__
+
+    def planted(self: Engine, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, schedule, *args, **kwargs)
+        self.row = tuple(action for action in self.row if action.microbatch != self.num_microbatches - 1)
+        self._words = tuple(str(action).encode() for action in self.row)
+
+    patch.setattr(Engine, "__init__", planted)
+
+
+def second_holder_forgotten(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """With two directions a rank keeps the gradients of its own direction to itself."""
+    build = GradientReducer.__init__
+
+    def planted(self: GradientReducer, stages: Any, groups: ProcessGroups, **kwargs: Any) -> None:
+        build(self, stages, dataclasses.replace(groups, replicas=groups.dp_cp), **kwargs)
+
+    patch.setattr(GradientReducer, "__init__", planted)
+
+
+def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Gradients are sums over dp, which is the world, divided as if there were one replica."""
+    denominator = PendingLoss.denominator.fget
+    assert denominator is not None
+    patch.setattr(
+        PendingLoss, "denominator", property(lambda self: denominator(self) / torch.distributed.get_world_size())
+    )
+
+
+def loss_scale_misread(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """Losses are multiplied with half of the scale that the optimizer divides by."""
+    scale = LossAverage.objective
+
+    def planted(self: LossAverage, loss_scale: Callable[[], float]) -> Any:
+        return scale(self, lambda: 0.5 * loss_scale())
+
+    patch.setattr(LossAverage, "objective", planted)
+
+
+def shards_not_gathered(patch: pytest.MonkeyPatch, rank: int) -> None:
+    patch.setattr(ParameterGather, "start", lambda self: None)
+
+
+def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The gradient of one layer is wrong on the last rank alone."""
+    finish = GradientReducer.finish
+
+    def planted(self: GradientReducer) -> None:
+        finish(self)
+        for buffers in self._stages.values():
+            for name in buffers.names:
+                if name.endswith("mlp.linear_fc2.weight"):
+                    buffers.main_grad(name)[0, 0] += 1.0
+
+    if rank == torch.distributed.get_world_size() - 1:
+        patch.setattr(GradientReducer, "finish", planted)
+
+
+def gradient_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
+    """The comparison itself passes over a part of the gradients."""
+    patch.setattr(parity, "gradient_pieces", lambda machines: list(gradient_pieces(machines))[1:])

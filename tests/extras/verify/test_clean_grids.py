@@ -1,0 +1,108 @@
+"""Grids that use everything at once equal one process, in fp64 and in their own dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.extras.verify.grids import LLAMA, compared, config_of
+from tests.harness import RankPool
+
+GPT2 = {"hidden_dropout": 0.1, "attention_dropout": 0.2, "seq_length": 16}
+WIDE = {
+    "tp": 2,
+    "pp": 2,
+    "sp": True,
+    "zero": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "num_layers": 4,
+}
+OVERLAP = {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "gpt2-interleaved": (
+        8,
+        "fp64",
+        GPT2
+        | WIDE
+        | {"chunks": 2, "global_batch_size": 6, "qk_layernorm": True, "num_query_groups": 1, "eod_mask_loss": True},
+    ),
+    "two directions": (
+        8,
+        "fp64",
+        GPT2
+        | WIDE
+        | OVERLAP
+        | {
+            "pipeline_schedule": "dualpipe",
+            "global_batch_size": 12,
+            "calculate_per_token_loss": True,
+            "eod_mask_loss": True,
+        },
+    ),
+    "llama-documents": (
+        4,
+        "fp64",
+        LLAMA
+        | OVERLAP
+        | {
+            "tp": 4,
+            "rope_scaling_type": "llama3",
+            "window_size": 5,
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+        }
+        | {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "optimizer": "sgd",
+        },
+    ),
+    "every loss term": (
+        2,
+        "fp64",
+        {
+            "pp": 2,
+            "position_embedding_type": "none",
+            "qk_layernorm": True,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        }
+        | {
+            "label_smoothing": 0.1,
+            "z_loss": 1e-2,
+            "calculate_per_token_loss": True,
+            "eod_mask_loss": True,
+            "activation": "squared_relu",
+        }
+        | {"rampup_batch_size": (2, 3, 8), "train_iters": None, "train_samples": 99, "decoupled_lr": 1e-2}
+        | {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"},
+    ),
+    "bf16": (
+        4,
+        "native",
+        LLAMA | {"tp": 2, "dtype": "bf16", "zero": True, "qk_layernorm": True, "grad_reduce_in_bf16": True},
+    ),
+    "fp16": (2, "native", {"pp": 2, "dtype": "fp16", "hidden_dropout": 0.1}),
+    "fp32": (
+        4,
+        "native",
+        GPT2 | {"tp": 2, "sp": True, "pp": 2, "position_embedding_type": "none", "qk_layernorm": True},
+    ),
+    "one rank": (1, "fp64", GPT2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_grid_equals_one_process(case: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world, mode, options = CASES[case]
+    steps, report = rank_pools(world).run(compared, config_of(**options), mode)[0]
+    assert len(steps) == 3 and all(step.passes for step in steps), report
+    if mode == "fp64":
+        worst = max(
+            rank.worst_gradient.ratio for step in steps for rank in step.ranks if rank.worst_gradient is not None
+        )
+        assert worst < 1e-11 or case == "every loss term", "the tolerance leaves room"

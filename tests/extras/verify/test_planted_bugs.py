@@ -1,0 +1,155 @@
+"""Every bug planted in the workers' own code is found, in fp64 and in fp32, and named where it is; without it the same grids pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.extras.verify import planted
+from tests.extras.verify.grids import compared, config_of
+from tests.extras.verify.planted import Plant
+from tests.harness import RankPool
+
+MODES = ("fp64", "native")  # the configurations below are fp32
+Pools = Callable[[int], RankPool]
+
+
+@dataclass(frozen=True)
+class Case:
+    """first: how the first wrong tensor's name ends. wrong: what is in the names of the gradients that are wrong in step 1, and of no
+    others."""
+
+    plant: Plant
+    world: int
+    options: dict[str, Any]
+    first: str
+    wrong: tuple[str, ...]
+    loss_is_right: bool = True
+    report: tuple[str, ...] = field(default=())
+
+
+EVERYTHING = ("embedding", "layernorm", "linear")
+CASES = {
+    "norm": Case(
+        planted.norm_without_tp_sum,
+        2,
+        {"tp": 2, "sp": True},
+        "layers.0.input_layernorm.weight",
+        ("input_layernorm",),
+        report=("which ranks 0 1 (every tp_rank)", "gradient not summed over tp", "the forwards are right"),
+    ),
+    "qk-norm": Case(
+        planted.qk_norm_without_tp_sum,
+        2,
+        {"tp": 2, "qk_layernorm": True},
+        "layers.0.self_attention.q_layernorm.weight",
+        ("q_layernorm",),
+    ),
+    "kv-head": Case(
+        planted.key_value_head_without_sum,
+        2,
+        {"tp": 2, "num_query_groups": 1},
+        "layers.0.self_attention.linear_qkv.weight",
+        ("linear_qkv",),
+        report=("head 0): grid",),
+    ),
+    "tied": Case(
+        planted.tied_embedding_summed_twice,
+        2,
+        {"pp": 2},
+        "word_embeddings.weight",
+        ("word_embeddings",),
+        report=(
+            "the grid's values are 2 times the plain ones",
+            "summed over the embedding group",
+            "stage 0",
+            "which ranks 0 1 (every pp_rank)",
+        ),
+    ),
+    "microbatch": Case(
+        planted.dropped_microbatch,
+        2,
+        {"pp": 2},
+        "word_embeddings.weight",
+        EVERYTHING,
+        loss_is_right=False,
+        report=("which microbatches run",),
+    ),
+    "second holder": Case(
+        planted.second_holder_forgotten,
+        2,
+        {"pp": 2, "pipeline_schedule": "dualpipe", "overlap_grad_reduce": True},
+        "word_embeddings.weight",
+        EVERYTHING,
+    ),
+    "divisor": Case(
+        planted.divisor_without_dp,
+        2,
+        {"zero": True, "overlap_grad_reduce": True},
+        "word_embeddings.weight",
+        EVERYTHING,
+        report=("the grid's values are 2 times the plain ones", "a wrong divisor"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Pools) -> None:
+    answers = rank_pools(case.world).run(compared, config_of(**case.options), mode, case.plant)
+    assert all(answer == answers[0] for answer in answers), "every rank knows what any rank found"
+    (first, *_), report = answers[0]
+    assert not first.passes
+    kind, found = first.first_wrong
+    name = found[0][1].name
+    assert kind == "gradient"
+    assert name.endswith(case.first)
+    wrong = {name for rank in first.ranks for name in rank.wrong_gradients}
+    assert all(any(kind in name for kind in case.wrong) for name in wrong), wrong
+    assert all(any(kind in name for name in wrong) for kind in case.wrong), wrong
+    assert first.loss_passes == case.loss_is_right
+    for words in ("DIFFERENT in step 1, first of all in the gradient of", name, *case.report):
+        assert words in " ".join(report.split()), report
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_same_grid_passes_without_the_bug(case: Case, mode: str, rank_pools: Pools) -> None:
+    steps, report = rank_pools(case.world).run(compared, config_of(**case.options), mode)[0]
+    assert [step.passes for step in steps] == [True] * 3, report
+    assert report.splitlines()[-1].strip().startswith("same:")
+
+
+def test_a_loss_scale_that_is_not_divided_out_is_found_in_fp16(rank_pools: Pools) -> None:
+    config = config_of(dtype="fp16", hidden_size=8, num_layers=1)
+    assert all(step.passes for step in rank_pools(2).run(compared, config, "native")[0][0])
+    (first, *_), report = rank_pools(2).run(compared, config, "native", planted.loss_scale_misread)[0]
+    assert not first.passes and first.loss_passes
+    assert "a wrong divisor" in report
+
+
+def test_shards_that_are_not_gathered_are_found_as_weights(rank_pools: Pools) -> None:
+    steps, report = rank_pools(2).run(compared, config_of(zero=True), "fp64", planted.shards_not_gathered)[0]
+    assert all(not rank.wrong_gradients for rank in steps[0].ranks)
+    assert not steps[0].passes
+    assert "DIFFERENT in step 1, first of all in the weight of embedding.word_embeddings.weight" in report
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_differs_alone_is_named_and_nobody_hangs(mode: str, rank_pools: Pools) -> None:
+    answers = rank_pools(4).run(compared, config_of(tp=2, pp=2), mode, planted.one_rank_differs)
+    assert all(answer == answers[0] for answer in answers)
+    steps, report = answers[0]
+    assert [bool(rank.wrong_gradients) for rank in steps[0].ranks] == [False, False, False, True]
+    assert "rank 3 (tp_rank 1, pp_rank 1, dp_rank 0), stage 1" in report
+    assert "worst        [0, 6]: grid" in report
+    assert "which ranks  3 (tp_rank 1 of 2, pp_rank 1 of 2)" in report
+    assert "which rows   0 to 0, 1 of the" in report
+
+
+def test_a_comparison_that_passes_over_a_gradient_is_no_proof() -> None:
+    with pytest.raises(RuntimeError, match="no rank has compared the whole gradients of"):
+        compared(0, 1, config_of(), "fp64", planted.gradient_left_out)

@@ -1,0 +1,296 @@
+"""What the shrunk configuration keeps of the one that was asked for, and that it is small."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megapipe.extras.verify.report import plan_text
+from megapipe.extras.verify.shrink import MOST_LAYERS, Shrunk, shrink
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from tests.extras.verify.grids import LLAMA, config_of
+
+GPT3: dict[str, Any] = {
+    "num_layers": 24,
+    "hidden_size": 2048,
+    "ffn_hidden_size": 8192,
+    "num_attention_heads": 16,
+    "kv_channels": 128,
+}
+GPT3 |= {
+    "seq_length": 2048,
+    "vocab_size": 50257,
+    "make_vocab_size_divisible_by": 128,
+    "micro_batch_size": 4,
+    "global_batch_size": 512,
+}
+LLAMA405B: dict[str, Any] = LLAMA | {
+    "num_layers": 126,
+    "hidden_size": 16384,
+    "ffn_hidden_size": 53248,
+    "num_attention_heads": 128,
+}
+LLAMA405B |= {
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "seq_length": 8192,
+    "vocab_size": 128256,
+    "global_batch_size": 64,
+}
+LLAMA405B |= {
+    "tp": 8,
+    "pp": 16,
+    "sp": True,
+    "zero": True,
+    "account_for_embedding_in_pipeline_split": True,
+    "dtype": "bf16",
+}
+LLAMA405B |= {"account_for_loss_in_pipeline_split": True, "rope_scaling_type": "llama3"}
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gpt3": (16, GPT3 | {"tp": 4, "pp": 2, "chunks": 2, "pipeline_balance": "even", "hidden_dropout": 0.1}),
+    "llama405b": (512, LLAMA405B),
+    "mqa": (8, GPT3 | {"tp": 8, "num_query_groups": 1, "add_bias_linear": False}),
+    "copies of key/value heads": (8, GPT3 | {"tp": 8, "num_query_groups": 4, "window_size": 512, "softmax_scale": 0.5}),
+    "part of a head turned": (2, GPT3 | {"position_embedding_type": "rope", "kv_channels": 80, "rotary_percent": 0.4}),
+    "layout": (4, GPT3 | {"pp": 4, "pipeline_model_parallel_layout": "Ettt|(t*7|)*2tttt*4L"}),
+    "uneven by cost": (3, GPT3 | {"pp": 3, "num_layers": 10, "global_batch_size": 4 * 7}),
+    "sgd with a ramp of decay": (
+        2,
+        GPT3
+        | {
+            "optimizer": "sgd",
+            "start_weight_decay": 0.0,
+            "end_weight_decay": 0.1,
+            "weight_decay_incr_style": "linear",
+            "decoupled_lr": 2e-3,
+        },
+    ),
+    "small already": (2, {"tp": 2}),
+}
+
+
+def shrunk(case: str, mode: str = "fp64") -> Shrunk:
+    world, options = CASES[case]
+    return shrink(resolve(config_of(**options), world), mode, world)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_grid_stages_schedule_and_heads_are_kept(case: str) -> None:
+    small = shrunk(case)
+    was, now = small.was, small.plan
+    assert (now.topology, now.placement, now.schedule_name) == (was.topology, was.placement, was.schedule_name)
+    a, b = was.config.model, now.config.model
+    assert b.num_attention_heads // b.query_groups() == a.num_attention_heads // a.query_groups()
+    assert max(1, now.topology.tp // b.query_groups()) == max(1, was.topology.tp // a.query_groups())
+    if a.num_layers <= MOST_LAYERS:
+        assert now.partition == was.partition
+    assert (b.padded_vocab_size > b.vocab_size) == (a.padded_vocab_size > a.vocab_size)
+    full = was.batch.full // was.batch.samples_per_microbatch
+    assert small.num_microbatches[-1] == min(full, 64)
+    assert now.schedule(small.num_microbatches[-1]).num_microbatches == small.num_microbatches[-1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_is_small(case: str) -> None:
+    small = shrunk(case)
+    assert sum(spec.num_elements for spec in small.plan.specs) < 4e6
+    assert small.plan.config.model.seq_length <= 16 and small.plan.config.training.micro_batch_size <= 2
+    assert plan_text(small).count("\n") > 4
+
+
+SIZES = {
+    "model": (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings "
+        "vocab_size padded_vocab_size window_size softmax_scale"
+    ),
+    "parallel": "pipeline_model_parallel_layout pipeline_schedule ddp_bucket_size",
+    "training": (
+        "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler skip_train "
+        "eval_interval eval_iters check_for_nan_in_loss_and_grad"
+    ),
+    "optimizer": "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples decoupled_lr decoupled_min_lr adam_eps",
+    "recompute": "",
+    "offload": "min_offloaded_tensor_size",
+}
+CHANGED: dict[str, Any] = {"tp": 2, "pp": 2, "chunks": 2, "sp": True, "zero": True, "overlap_grad_reduce": True}
+CHANGED |= {
+    "overlap_param_gather": True,
+    "overlap_p2p_comm": False,
+    "pipeline_receive_depth": 2,
+    "rank_order": "tp-cp-pp-dp",
+}
+CHANGED |= {
+    "microbatch_group_size_per_virtual_pipeline_stage": 3,
+    "distributed_timeout_minutes": 3.0,
+    "allow_tp_across_nodes": True,
+}
+CHANGED |= {"position_embedding_type": "rope", "rotary_base": 500.0, "rotary_percent": 0.5, "rope_scaling_type": "yarn"}
+CHANGED |= {
+    "rope_scaling_factor": 3.0,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "layernorm_zero_centered_gamma": True,
+}
+CHANGED |= {
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "untie_embeddings_and_output_weights": True,
+}
+CHANGED |= {
+    "qk_layernorm": True,
+    "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 30.0,
+    "attention_softmax_in_fp32": True,
+}
+CHANGED |= {
+    "hidden_dropout": 0.05,
+    "attention_dropout": 0.15,
+    "seed": 7,
+    "deterministic_mode": True,
+    "label_smoothing": 0.1,
+}
+CHANGED |= {"z_loss": 1e-3, "calculate_per_token_loss": True, "optimizer": "sgd", "weight_decay": 0.3, "clip_grad": 0.7}
+CHANGED |= {
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.95,
+    "sgd_momentum": 0.5,
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+}
+CHANGED |= {
+    "eod_mask_loss": True,
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 2,
+}
+CHANGED |= {"cpu_offloading_num_layers": 1}
+
+
+def test_all_that_is_no_size_is_kept() -> None:
+    """Switches are set to other values than their defaults, so that a forgotten one shows."""
+    small = shrink(resolve(config_of(**GPT3, **CHANGED), 8), "fp64", 8)
+    for section, sizes in SIZES.items():
+        was, now = (vars(getattr(plan.config, section)) for plan in (small.was, small.plan))
+        for name in now.keys() - set(sizes.split()):
+            if not name.startswith(("lr_w", "override", "use_checkpoint")):  # warm-up and checkpoints
+                assert now[name] == was[name], name
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        assert getattr(small.plan.config.data, name)
+
+
+def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
+    small = shrunk("llama405b")
+    assert small.was.partition.layer_counts == (7, *[8] * 14, 7)
+    assert small.plan.partition.layer_counts == (1, *[2] * 14, 1)
+    assert "layers 126 -> 30" in plan_text(small)
+
+
+def test_an_uneven_cut_stays_what_the_large_sizes_made_it() -> None:
+    small = shrunk("uneven by cost")
+    assert len(set(small.was.partition.layer_counts)) > 1
+    assert small.plan.partition == small.was.partition
+
+
+def test_a_window_that_hides_keys_goes_on_hiding_keys() -> None:
+    model = shrunk("copies of key/value heads").plan.config.model
+    assert model.window_size is not None and 1 < model.window_size < model.seq_length
+
+
+def test_a_given_softmax_scale_stays_and_a_derived_one_is_derived_again() -> None:
+    assert shrunk("copies of key/value heads").plan.config.model.softmax_scale == 0.5
+    model = shrunk("gpt3").plan.config.model
+    assert model.softmax_scale == pytest.approx(model.head_size() ** -0.5)
+
+
+def test_rotary_pairs_stay_whole() -> None:
+    model = shrunk("part of a head turned").plan.config.model
+    assert model.kv_channels == 10 and int(10 * model.rotary_percent) == 4
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> None:
+    options = {"pp": 2, "pipeline_schedule": name, "clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
+    small = shrink(resolve(config_of(**options, global_batch_size=64), 2), "native", 2)
+    assert small.num_microbatches[-1] == 6
+    assert (
+        small.plan.weight_versions(6, 0).version_of
+        == {"pipedream": (0, 0, 1, 2, 3, 4), "pipedream-2bw": (0, 0, 0, 0, 1, 1)}[name]
+    )
+    assert "NOT synchronous" in plan_text(small) and "microbatches 64 -> 6" in plan_text(small)
+
+
+def test_many_microbatches_become_fewer_with_the_same_remainder_and_it_is_said() -> None:
+    options = GPT3 | {"pp": 3, "chunks": 2, "global_batch_size": 4 * 200}
+    small = shrink(resolve(config_of(**options), 3), "fp64", 3)
+    assert small.num_microbatches[-1] == 65 and 65 % 3 == 200 % 3
+    assert "microbatches 200 -> 65" in plan_text(small)
+
+
+def test_a_ramp_up_begins_with_its_smallest_batch() -> None:
+    options = GPT3 | {
+        "pp": 2,
+        "rampup_batch_size": (8, 8, 1000),
+        "global_batch_size": 32,
+        "train_iters": None,
+        "train_samples": 9999,
+    }
+    small = shrink(resolve(config_of(**options), 2), "fp64", 2)
+    assert small.num_microbatches == (2, 8, 8)
+    assert small.plan.batch.size_at(0) == 2 * 2 and small.plan.batch.size_at(5) == 8 * 2
+
+
+def buckets(plan: RunPlan) -> int:
+    return max(len(layout.buckets) for stage in range(plan.placement.num_stages) for layout in plan.buffers(stage, 0))
+
+
+def test_several_gradient_buckets_stay_several() -> None:
+    options = GPT3 | {"zero": True, "overlap_grad_reduce": True, "ddp_bucket_size": 300_000_000}
+    small = shrink(resolve(config_of(**options), 4), "fp64", 4)
+    assert buckets(small.was) >= 4
+    assert buckets(small.plan) >= 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "runs_in", "said"),
+    [
+        ("bf16", "fp64", "fp64", "bf16 by fp64 in every kernel"),
+        ("bf16", "native", "bf16", "Adam's epsilon 1e-08 by 0.03"),
+        ("fp16", "native", "fp16", "initial loss scale 4.29497e+09 by 4096"),
+        ("fp32", "native", "fp32", "Adam's epsilon 1e-08 by 0.001"),
+    ],
+    ids=lambda value: value.split()[0],
+)
+def test_what_is_replaced_is_said(dtype: str, mode: str, runs_in: str, said: str) -> None:
+    small = shrink(resolve(config_of(dtype=dtype), 2), mode, 2)
+    assert small.plan.config.precision.dtype == runs_in
+    assert said in plan_text(small)
+
+
+def test_a_reduction_in_bf16_is_replaced_in_fp64_and_kept_in_the_native_mode() -> None:
+    plan = resolve(config_of(dtype="bf16", grad_reduce_in_bf16=True), 2)
+    assert "gradients reduced in bf16 by" in plan_text(shrink(plan, "fp64", 2))
+    assert shrink(plan, "native", 2).plan.config.parallel.grad_reduce_in_bf16
+
+
+def test_attention_is_kept_but_in_fp64_on_gpus() -> None:
+    full = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "recompute_keep_attention": True,
+    }
+    plan = resolve(config_of(dtype="bf16", **full), 2)
+    for mode, on_gpus, is_kept in (("fp64", True, False), ("fp64", False, True), ("native", True, True)):
+        small = shrink(plan, mode, 2, on_gpus=on_gpus)
+        assert small.plan.config.recompute.recompute_keep_attention == is_kept
+        assert ("attention kept through full recompute by" in plan_text(small)) != is_kept
+
+
+def test_a_constant_loss_scale_is_kept() -> None:
+    plan = resolve(config_of(dtype="fp16", loss_scale=512.0), 2)
+    assert shrink(plan, "native", 2).plan.config.precision == dataclasses.replace(plan.config.precision)

@@ -1,0 +1,27 @@
+"""Small stand-ins for libraries that need a GPU: packages of the same names, functions of the documented signatures, computed by torch.
+
+They let the adapters in megapipe/gpu run on a CPU. Signatures are those of Transformer Engine 2.x, apex (2024) and flash-attn 2.8; what
+a stand-in does not know it refuses, so that an argument it was never told of is an error. `installed()` puts them on the path.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+NAMES = ("transformer_engine", "apex", "flash_attn", "fused_weight_gradient_mlp_cuda")
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """The stand-ins can be imported inside."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in [name for name in sys.modules if name.partition(".")[0] in NAMES]:
+            del sys.modules[name]

@@ -1,0 +1,48 @@
+"""torch.compile of pointwise functions: the same values and gradients, and nothing more kept for the backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapipe.gpu.compiled import compiled
+from megapipe.model.activation import ACTIVATIONS, GRADIENTS, activation
+from megapipe.tensor_parallel.fp8 import E4M3, E5M2, rounded_values
+from tests.model.saved_bytes import SavedBytes
+
+
+def values(function: object, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    leaf = x.clone().requires_grad_()
+    with SavedBytes(torch.nn.Identity()) as saved:
+        y = function(leaf)  # type: ignore[operator]
+    y.square().sum().backward()
+    return y.detach(), leaf.grad, saved.total
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_written_out_gradient_is_autograds(name: str) -> None:
+    """What would be compiled, not compiled."""
+    x = torch.randn(5, 8, dtype=torch.float64)
+    for one, other in zip(values(activation(name, lambda f: f), x), values(ACTIVATIONS[name], x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The casts of one layer's linears have nine shapes and more, in two formats. Traced, not compiled to machine code."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
+    torch._dynamo.reset()
+    linears = [compiled(rounded_values) for _ in range(4)]
+    for number, linear in enumerate(linears):
+        for rows, columns in ((32, 32), (32, 16 * (number + 2)), (16 * (number + 3), 32)):
+            for dtype in (E4M3, E5M2):
+                x, scale = torch.randn(rows, columns).bfloat16(), torch.tensor(3.0)
+                assert torch.equal(linear(x, scale, dtype).float(), rounded_values(x, scale, dtype).float())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_activation_is_one_graph_with_the_same_values() -> None:
+    x = torch.randn(32, 64)
+    for one, other in zip(values(activation("swiglu", compiled), x), values(ACTIVATIONS["swiglu"], x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,71 @@
+"""The global batch over a run, with and without ramp-up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.plan.batch import batch_schedule
+
+
+@st.composite
+def ramps(draw: st.DrawFn) -> tuple[int, int, int, tuple[int, int, int] | None]:
+    micro, dp, steps = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 5))
+    unit = micro * dp
+    start, increment = unit * draw(st.integers(1, 4)), unit * draw(st.integers(1, 3))
+    ramp = (start, increment, draw(st.integers(0, 500))) if steps else None
+    return start + steps * increment, micro, dp, ramp
+
+
+@given(ramps(), st.integers(0, 60))
+def test_samples_and_steps_are_inverse_and_agree_with_a_loop(
+    case: tuple[int, int, int, tuple[int, int, int] | None], num_steps: int
+) -> None:
+    schedule = batch_schedule(*case)
+    consumed, sizes = 0, []
+    for _ in range(num_steps):
+        sizes.append(schedule.size_at(consumed))
+        consumed += sizes[-1]
+    assert sizes == sorted(sizes)
+    assert set(sizes) <= set(schedule.sizes)
+    assert schedule.samples_after(num_steps) == consumed
+    assert schedule.steps_for(consumed) == num_steps
+    if consumed:
+        assert schedule.steps_for(consumed - 1) == num_steps - 1
+
+
+def test_the_ramp_of_megatron() -> None:
+    schedule = batch_schedule(32, 2, 2, (8, 8, 96))  # three increments of 32 samples each
+    assert [schedule.size_at(n) for n in (0, 31, 32, 63, 64, 95, 96, 97)] == [8, 8, 16, 16, 24, 24, 32, 32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (10, 2, 2, None),
+            r"--global-batch-size 10 is not a multiple of .* = 4; use 8 or 12, or another .*, or dp 1 or 5 ranks$",
+        ),
+        (
+            (24, 2, 8, None, 4),
+            r"size 2 x data-parallel size 8 = 16; .*, or dp 1, 2, 3, 4, 6 or 12 = 4, 8, 12, 16, 24 or 48 ranks$",
+        ),
+        ((24, 2, 3, (8, 8, 10), 4), r"reaches 8 is not a multiple of .* = 6; .*, or dp 1, 2 or 4 = 4, 8 or 16 ranks$"),
+        ((16, 2, 2, (6, 2, 10)), r"--rampup-batch-size 6 2 reaches 6"),
+        ((16, 2, 2, (4, 8, 10)), r"never reaches --global-batch-size 16: the increment must divide 12"),
+        ((16, 2, 2, (20, 4, 10)), r"starts at 20, above --global-batch-size 16"),
+    ],
+    ids=[
+        "indivisible",
+        "indivisible_on_this_many_ranks",
+        "only_dp_that_fit_the_whole_ramp",
+        "indivisible_on_the_way",
+        "misses_the_end",
+        "starts_above",
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        batch_schedule(*arguments)

@@ -1,0 +1,155 @@
+"""Schedules, chunks, groups and memory limits that fit together, from the flags; what does not is refused with a way out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES, ParallelConfig
+from megapipe.errors import ConfigError
+from megapipe.plan.chunks import asked_chunks, group_size, memory_limit, schedule_and_chunks
+from megapipe.plan.resolve import resolve
+from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.simulate import simulate
+from tests.plan.test_resolve import wish
+
+CHUNK_FLAGS = {
+    "count": {"num_virtual_stages_per_pipeline_rank": 2},
+    "layers": {"num_layers_per_virtual_pipeline_stage": 2},
+    "layout": {"pipeline_model_parallel_layout": "Ett|tt|tt|ttL"},
+}
+
+
+def parallel(**fields: object) -> ParallelConfig:
+    return ParallelConfig(pipeline_model_parallel_size=2, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ways", [("count",), ("layers",), ("layout",), ("count", "layers", "layout")], ids="-".join)
+def test_the_number_of_chunks_has_three_spellings(ways: tuple[str, ...]) -> None:
+    fields = {name: value for way in ways for name, value in CHUNK_FLAGS[way].items()}
+    assert asked_chunks(parallel(**fields), num_layers=8) == 2
+
+
+def test_without_any_of_them_none_are_asked_for() -> None:
+    assert asked_chunks(parallel(), num_layers=8) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            CHUNK_FLAGS["count"] | {"num_layers_per_virtual_pipeline_stage": 4},
+            r"rank gives 2, .*stage gives 1; keep one",
+        ),
+        (
+            CHUNK_FLAGS["layout"] | {"num_virtual_stages_per_pipeline_rank": 4},
+            r"rank gives 4, .*layout gives 2; keep one",
+        ),
+        (
+            CHUNK_FLAGS["layout"] | {"num_layers_per_virtual_pipeline_stage": 1},
+            r"stage gives 4, .*layout gives 2; keep one",
+        ),
+        ({"num_layers_per_virtual_pipeline_stage": 3}, r"8 layers are not a multiple of 3 x 2"),
+        (
+            {"pipeline_model_parallel_layout": "Ett|tt|ttttL"},
+            r"3 stages, not a multiple of --pipeline-model-parallel-size 2",
+        ),
+        ({"pipeline_model_parallel_layout": "Ett|(tt|ttttL"}, r"opens '\('"),
+    ],
+    ids=["count_and_layers", "count_and_layout", "layers_and_layout", "indivisible", "odd_layout", "unreadable_layout"],
+)
+def test_spellings_that_disagree_or_do_not_divide_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked_chunks(parallel(**fields), num_layers=8)
+
+
+V_SCHEDULES = [name for name, family in SCHEDULES.items() if family.chunks == 2 and family.is_synchronous]
+
+
+@pytest.mark.parametrize("name", V_SCHEDULES)
+def test_a_schedule_that_needs_two_chunks_takes_them_by_itself(name: str) -> None:
+    assert schedule_and_chunks(parallel(pipeline_schedule=name), 8) == (name, 2)
+    assert schedule_and_chunks(parallel(pipeline_schedule=name, **CHUNK_FLAGS["layers"]), 8) == (name, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"pipeline_schedule": "interleaved"},
+            r"interleaved needs chunks; give --num-virtual-stages-per-pipeline-rank 2 or more, or choose 1f1b",
+        ),
+        ({"pipeline_schedule": "breadth-first"}, r"breadth-first needs chunks; .*choose gpipe"),
+        (
+            {"pipeline_schedule": "zb-h1", **CHUNK_FLAGS["count"]},
+            r"zb-h1 runs one chunk a rank, but 2 .* choose interleaved or breadth-first",
+        ),
+        ({"pipeline_schedule": "1f1b", **CHUNK_FLAGS["layout"]}, r"1f1b runs one chunk a rank, but 2"),
+        (
+            {"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3},
+            r"zb-v holds 2 chunks .* but 3 were asked for; leave",
+        ),
+        (
+            {"pipeline_schedule": "v-min", "num_virtual_stages_per_pipeline_rank": 1},
+            r"v-min holds 2 chunks .* but 1 were asked for; leave",
+        ),
+        (
+            {"pipeline_schedule": "v-half", "pipeline_model_parallel_size": 1},
+            r"v-half .* needs --pipeline-model-parallel-size of at least 2",
+        ),
+    ],
+    ids=["interleaved", "breadth-first", "zb-h1", "1f1b", "three", "one", "one_rank"],
+)
+def test_a_schedule_and_chunks_that_do_not_fit_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_and_chunks(ParallelConfig(**{"pipeline_model_parallel_size": 2} | fields), num_layers=8)  # type: ignore[arg-type]
+
+
+def test_only_schedules_with_groups_take_a_group_size() -> None:
+    assert group_size(parallel(), "interleaved") == 2
+    assert group_size(parallel(), "breadth-first") is None
+    chosen = parallel(microbatch_group_size_per_virtual_pipeline_stage=3)
+    assert group_size(chosen, "interleaved") == 3
+    with pytest.raises(ConfigError, match=r"stage 3 belongs to interleaving .*, schedule zb-v has no groups"):
+        group_size(chosen, "zb-v")
+    with pytest.raises(ConfigError, match=r"stage 1 is below --pipeline-model-parallel-size 2; use at least 2"):
+        group_size(parallel(microbatch_group_size_per_virtual_pipeline_stage=1), "interleaved")
+
+
+def test_only_the_automatic_scheduler_takes_a_memory_limit() -> None:
+    assert memory_limit(parallel(), "zb-auto") == 2
+    assert memory_limit(parallel(pipeline_memory_limit=5), "zb-auto") == 5
+    assert memory_limit(parallel(), "zb-h1") is None
+    with pytest.raises(ConfigError, match=r"--pipeline-memory-limit 5 .* choose zb-auto or leave it out"):
+        memory_limit(parallel(pipeline_memory_limit=5), "zb-h1")
+
+
+def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages() -> None:
+    """The head weighs more than a layer; a larger limit makes a shorter step."""
+    sizes = {
+        "num_layers": 9,
+        "pipeline_model_parallel_size": 4,
+        "global_batch_size": 24,
+        "pipeline_schedule": "zb-auto",
+        "vocab_size": 512,
+    }
+    plans = {limit: resolve(wish(**sizes, pipeline_memory_limit=limit), 4) for limit in (2, 4, 8)}
+    spans = []
+    for limit, plan in plans.items():
+        timeline = simulate(plan.schedule(12), plan.stage_costs)
+        assert max(timeline.peak_live_chunks) <= limit
+        spans.append(timeline.makespan_seconds)
+    assert spans[0] > spans[1] >= spans[2]
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+def test_a_resolved_plan_resolves_again_to_the_same(name: str) -> None:
+    needed = {"num_virtual_stages_per_pipeline_rank": 2} if name in ("interleaved", "breadth-first") else {}
+    if name in ASYNCHRONOUS_SCHEDULES:
+        needed = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
+    asked = wish(pipeline_model_parallel_size=2, pipeline_schedule=name, global_batch_size=8, **needed)
+    plan = resolve(asked, 2)
+    again = resolve(dataclasses.replace(asked, parallel=plan.config.parallel), 2)
+    assert again.config == plan.config
+    assert again.schedule_name == plan.schedule_name

@@ -1,0 +1,78 @@
+"""What collectives in chunks leave exposed, predicted for a machine whose GEMMs take the time of their FLOPs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.extras.search.published import gpt
+from megapipe.plan.comm_chunks import WHOLE, CommChunks
+from megapipe.plan.hardware import Link, hardware_named
+from megapipe.plan.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
+from megapipe.plan.resolve import resolve_model
+from megapipe.schedule.action import Op
+
+TP, LATENCY = 8, 1e-6
+FULL = RecomputeConfig("full", "uniform", 1)
+SMOOTH = replace(hardware_named("h100"), gemm_shares=((1, 0.5), (8192, 0.5)), memory_bytes_per_second=1e18)
+MODEL = resolve_model(gpt(48, 6144, 64), TP)
+
+
+def of(
+    chunks: CommChunks, rate: float, sequence_parallel: bool = True, recompute: RecomputeConfig | None = None
+) -> tuple[OpSeconds, OpSeconds, float]:
+    """(a layer, the head, seconds on the wire of one collective of hidden states)"""
+    tensors, link = replace(Tensors.of(MODEL, TP, sequence_parallel, 1, "bf16"), chunks=chunks), Link(rate, LATENCY)
+    wire = tensors.sizes.tokens * tensors.sizes.hidden * 2 * (TP - 1) / TP / rate
+    return (
+        layer_seconds(tensors, recompute or RecomputeConfig(), SMOOTH, link),
+        head_seconds(tensors, SMOOTH, link),
+        wire,
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_on_a_fast_link_one_chunk_of_each_remains(count: int) -> None:
+    layer, head, wire = of(CommChunks(count, count), 1e13)
+    chunk = wire / count + LATENCY
+    assert layer.forward["tp"] == pytest.approx(4 * chunk)
+    assert head.forward["tp"] == pytest.approx(chunk)
+    assert layer.inputs["tp"] == pytest.approx(
+        4 * chunk
+    )  # two gathers of output gradients; two reductions, where W is split off
+    plain, _, wire = of(CommChunks(count, count), 1e13, sequence_parallel=False)
+    assert plain.forward["tp"] == pytest.approx(2 * 2 * (wire / count + LATENCY))
+
+
+def test_on_a_slow_link_no_more_is_hidden_than_its_gemms_take() -> None:
+    whole, cut = (of(chunks, 1e9)[0] for chunks in (WHOLE, CommChunks(4, 4)))
+    saved = whole.of(Op.F) - cut.of(Op.F)
+    assert saved == pytest.approx(0.75 * whole.forward["gemm"] - 4 * 3 * LATENCY)
+
+
+def test_each_kind_is_cut_for_itself_and_a_whole_backward_gains_by_its_gathers_alone() -> None:
+    whole, gathers, sums, both = (
+        of(chunks, 1e12)[0] for chunks in (WHOLE, CommChunks(4, 1), CommChunks(1, 4), CommChunks(4, 4))
+    )
+    gained = [whole.of(Op.F) - each.of(Op.F) for each in (gathers, sums, both)]
+    assert gained[0] > 0 and gained[1] > 0 and gained[2] == pytest.approx(sum(gained[:2]))
+    assert sums.of(Op.B) == pytest.approx(whole.of(Op.B))
+    assert gathers.of(Op.B) == pytest.approx(both.of(Op.B)) and both.of(Op.B) < whole.of(Op.B)
+    assert both.of(Op.I) < gathers.of(Op.I) < whole.of(Op.I)
+    assert both.of(Op.W) == whole.of(Op.W)
+
+
+def test_a_forward_that_is_computed_again_gains_again() -> None:
+    layer, _, _ = of(CommChunks(4, 4), 1e13, recompute=FULL)
+    assert layer.inputs["tp"] == pytest.approx(2 * layer.forward["tp"])
+
+
+def test_many_chunks_cost_what_small_gemms_and_latencies_do() -> None:
+    """At the shares of a real card, a chunk of some tokens wastes more than it hides."""
+    tensors = [replace(Tensors.of(MODEL, TP, True, 1, "bf16"), chunks=CommChunks(count, count)) for count in (4, 256)]
+    few, many = (
+        layer_seconds(each, RecomputeConfig(), hardware_named("h100"), hardware_named("h100").node) for each in tensors
+    )
+    assert few.of(Op.F) < many.of(Op.F)

@@ -1,0 +1,138 @@
+"""Cuts from the flags, and what every plan that resolve() makes must have: all layers, all parameters, once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.errors import ConfigError
+from megapipe.plan.resolve import resolve
+from megapipe.schedule.validate import validate
+from megapipe.sharding.audit import audit_buffers, audit_slices, audit_stages
+from tests.plan.test_resolve import wish
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({"pipeline_model_parallel_layout": "E|t*3|(tt|)*2,tL", "num_virtual_stages_per_pipeline_rank": None}, None),
+        ({"pipeline_model_parallel_layout": "Ettt|t*5L"}, (3, 5)),
+        ({"pipeline_model_parallel_layout": "E|t*3|tt|t*3L"}, (0, 3, 2, 3)),
+        ({"pipeline_model_parallel_layout": "Et|(tt|)*3tL"}, None),
+        ({"decoder_first_pipeline_num_layers": 3}, (3, 5)),
+        ({"decoder_last_pipeline_num_layers": 2}, (6, 2)),
+        ({"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 6}, (2, 6)),
+        ({"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2}, (1, 3, 1, 3)),
+        ({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, (4, 4)),
+        ({"num_layers": 7, "account_for_embedding_in_pipeline_split": True}, (3, 4)),
+        ({"num_layers": 7, "account_for_loss_in_pipeline_split": True}, (4, 3)),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, (2, 2, 2, 2)),
+        ({"pipeline_balance": "even", "num_virtual_stages_per_pipeline_rank": 4}, (1,) * 8),
+        ({"num_layers": 5}, (3, 2)),
+    ],
+    ids=[
+        "layout_of_5_stages", "layout", "layout_with_chunks_and_an_empty_stage", "layout_of_5_stages_again", "first", "last",
+        "first_and_last", "first_with_chunks", "embedding_and_loss", "embedding", "loss", "layers_a_stage", "even", "by_cost",
+    ],
+)  # fmt: skip
+def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tuple[int, ...] | None) -> None:
+    wanted = wish(pipeline_model_parallel_size=2, vocab_size=8, make_vocab_size_divisible_by=8, **fields)
+    if counts is None:
+        with pytest.raises(ConfigError, match=r"5 stages, not a multiple"):
+            resolve(wanted, 2)
+    else:
+        assert resolve(wanted, 2).partition.layer_counts == counts
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"account_for_embedding_in_pipeline_split": True}, r"9 layers \(embedding and loss included"),
+        ({"decoder_first_pipeline_num_layers": 9}, r"are given 9 layers .* --num-layers 8"),
+        (
+            {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
+            r"two ways to relieve the same ranks",
+        ),
+        ({"decoder_first_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2}, r"do not divide"),
+    ],
+    ids=["embedding", "first", "both_ways", "chunks"],
+)
+def test_a_cut_that_would_drop_layers_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(wish(pipeline_model_parallel_size=2, **fields), 2)
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> dict[str, object]:
+    """A small model, a grid, and one way to cut; about half of them can be planned."""
+    fields = {
+        "num_layers": draw(st.integers(1, 13)),
+        "tensor_model_parallel_size": draw(st.sampled_from([1, 2, 4])),
+        "pipeline_model_parallel_size": draw(st.integers(1, 4)),
+        "num_query_groups": draw(st.sampled_from([None, 1, 2, 8])),
+        "untie_embeddings_and_output_weights": draw(st.booleans()),
+        "qk_layernorm": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["gelu_tanh", "swiglu"])),
+        "sequence_parallel": draw(st.booleans()),
+        "use_distributed_optimizer": draw(st.booleans()),
+        "ddp_bucket_size": draw(st.sampled_from([None, 1, 20_000])),
+        "micro_batch_size": draw(st.integers(1, 2)),
+        "global_batch_size": draw(st.sampled_from([None, 24])),
+        "pipeline_balance": draw(st.sampled_from(["cost", "cost", "even"])),
+    }
+    layout = {"pipeline_model_parallel_size": 2, "num_layers": 4}
+    ways: list[dict[str, object]] = [
+        {},
+        {"pipeline_schedule": draw(st.sampled_from(["gpipe", "1f1b"]))},
+        {"num_virtual_stages_per_pipeline_rank": draw(st.integers(1, 3))},
+        {"num_layers_per_virtual_pipeline_stage": draw(st.integers(1, 2))},
+        {"decoder_first_pipeline_num_layers": draw(st.integers(0, 4))},
+        {
+            "decoder_first_pipeline_num_layers": draw(st.integers(0, 2)),
+            "decoder_last_pipeline_num_layers": draw(st.integers(0, 2)),
+        },
+        {
+            "account_for_embedding_in_pipeline_split": draw(st.booleans()),
+            "account_for_loss_in_pipeline_split": draw(st.booleans()),
+        },
+        layout
+        | {"pipeline_model_parallel_layout": draw(st.sampled_from(["Ettt|tL", "E|tt||ttL", "E|(t|)*4L", "t|Ettt"]))},
+    ]
+    return fields | draw(st.sampled_from(ways))
+
+
+resolved: list[int] = []  # stages of each plan that was made: the property must not hold for want of plans
+
+
+@settings(max_examples=90)
+@given(wishes(), st.integers(1, 3))
+def check_a_plan(fields: dict[str, object], dp: int) -> None:
+    tp, pp = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
+    try:
+        plan = resolve(wish(**fields), tp * pp * dp)  # type: ignore[operator]
+    except ConfigError:
+        return
+    resolved.append(len(plan.partition.stages))
+    stages = plan.partition.stages
+    assert [layer for s in stages for layer in range(s.first_layer, s.last_layer_exclusive)] == list(
+        range(plan.config.model.num_layers)
+    )
+    assert [s.has_embedding for s in stages] == [True] + [False] * (len(stages) - 1)
+    assert [s.has_head for s in stages] == [False] * (len(stages) - 1) + [True]
+    assert len(stages) == plan.placement.num_stages == plan.topology.pp * plan.num_chunks
+    audit_slices(plan.specs, plan.topology.tp)
+    audit_stages(plan.specs, dict(enumerate(plan.stage_specs)))
+    for stage, specs in enumerate(plan.stage_specs):
+        for tp_rank in range(plan.topology.tp):
+            audit_buffers(specs, plan.buffers(stage, tp_rank), tp_rank, plan.topology.tp)
+    schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
+    validate(schedule)
+    assert schedule.placement == plan.placement
+
+
+def test_every_plan_that_resolves_covers_the_model_and_passes_the_audits() -> None:
+    resolved.clear()
+    check_a_plan()
+    assert len(resolved) >= 30, "too few of the drawn wishes can be planned for the property to mean something"
+    assert max(resolved) >= 6

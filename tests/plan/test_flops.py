@@ -1,0 +1,44 @@
+"""FLOPs against the published closed form."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.plan.flops import head_forward_flops, layer_forward_flops, mean_keys, recomputed_flops, step_flops
+from megapipe.plan.layer_costs import flop_costs
+from megapipe.plan.resolve import resolve_model
+
+
+def gpt(**changes: object) -> ModelConfig:
+    return resolve_model(ModelConfig(**changes), tp=1)  # type: ignore[arg-type]
+
+
+def test_a_gpt2_shaped_step_is_the_formula_of_narayanan_2021() -> None:
+    model = gpt(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200)
+    b, s, layers, h, v = 1536, 2048, 96, 12288, 51200
+    published = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert step_flops(model, b, causal=False) == pytest.approx(published, rel=1e-12)
+
+
+def test_the_head_of_the_small_benchmark_model_weighs_2_3_layers() -> None:
+    model = gpt(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=8192)
+    assert head_forward_flops(model) / layer_forward_flops(model, causal=False) == pytest.approx(2.29, abs=0.01)
+
+
+def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again() -> None:
+    model = gpt(num_layers=2, hidden_size=256, num_attention_heads=4, seq_length=512, vocab_size=1000)
+    full, kept = (RecomputeConfig("full", "uniform", 1, recompute_keep_attention=keeps) for keeps in (False, True))
+    attention = 4.0 * 512 * 256  # q k^T and the product with v, a token
+    spared = recomputed_flops(model, full, 3, causal=False) - recomputed_flops(model, kept, 3, causal=False)
+    assert spared == pytest.approx(3 * 512 * 2 * attention)
+    assert flop_costs(model, full).layers[0].replay - flop_costs(model, kept).layers[0].replay == pytest.approx(
+        attention
+    )
+
+
+def test_causal_attention_counts_half_and_a_window_less() -> None:
+    assert mean_keys(1024, None) == 512
+    assert mean_keys(1024, 1024) == 512
+    assert mean_keys(1024, 256) == pytest.approx((256 * 128 + 768 * 256) / 1024)

@@ -1,0 +1,151 @@
+"""fp8 in the plan: rates of the linears' GEMMs alone, what casts move, copies of weights, and layers left in bf16."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.config.precision import PrecisionConfig
+from megapipe.errors import ConfigError
+from megapipe.plan.fp8 import Casts, fp8_layers
+from megapipe.plan.hardware import HARDWARE, hardware_named
+from megapipe.plan.memory import rank_memory
+from megapipe.plan.report import plan_text
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step, stage_seconds
+from tests.plan.test_resolve import wish
+
+H100 = hardware_named("h100")
+FREE_CASTS = Casts(*6 * [0.0])
+
+
+def plan_of(world_size: int = 1, **changes: Any) -> RunPlan:
+    sizes = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "vocab_size": 32000}
+    batch = {
+        "micro_batch_size": 1,
+        "global_batch_size": 4 * world_size,
+        "dtype": "bf16",
+        "untie_embeddings_and_output_weights": True,
+    }
+    return resolve(wish(**{**sizes, **batch, **changes}), world_size)
+
+
+def test_every_card_that_has_fp8_multiplies_twice_as_fast_in_it() -> None:
+    rates = {
+        name: hardware.flops["fp8"] / hardware.flops["bf16"]
+        for name, hardware in HARDWARE.items()
+        if "fp8" in hardware.flops
+    }
+    assert rates.keys() == {"h100", "h200", "b200", "mi300x"}
+    assert all(rate == pytest.approx(2.0, rel=2e-3) for rate in rates.values())
+
+
+def test_a_card_without_fp8_is_refused_with_a_way_out() -> None:
+    predict_step(plan_of(), hardware_named("a100-80"))
+    with pytest.raises(
+        ConfigError,
+        match=r"a100-80 is known for fp8; there are bf16, fp16: leave --fp8-format out, or a file with flops",
+    ):
+        predict_step(plan_of(fp8_format="hybrid"), hardware_named("a100-80"))
+
+
+def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where GEMMs run at the peak whatever their size, and casts are free: half the time, less than that for no part."""
+    hardware = dataclasses.replace(H100, gemm_shares=((1, 1.0), (2, 1.0)), memory_bytes_per_second=1e18)
+    hardware = dataclasses.replace(hardware, flops=dict(hardware.flops) | {"fp8": 2 * hardware.flops["bf16"]})
+    pp2: dict[str, Any] = {"world_size": 2, "pipeline_model_parallel_size": 2}
+    plain = stage_seconds(plan_of(**pp2), hardware)
+    monkeypatch.setattr(Casts, "of", lambda config: FREE_CASTS)
+    found = stage_seconds(plan_of(**pp2, fp8_format="e4m3"), hardware)
+    assert found[0].forward["gemm"] == pytest.approx(plain[0].forward["gemm"] / 2)
+    assert found[0].weights["gemm"] == pytest.approx(plain[0].weights["gemm"] / 2)
+    assert found[1].forward["gemm"] > plain[1].forward["gemm"] / 2, "the head's is not"
+    for stage in (0, 1):
+        for part in ("attention", "pointwise"):
+            assert (
+                found[stage].forward[part] == plain[stage].forward[part]
+                and found[stage].inputs[part] == plain[stage].inputs[part]
+            )
+
+
+@pytest.mark.parametrize(("compiles", "moved"), [(False, 2 + 27), (True, 2 + 3)], ids=["as_written", "one_kernel"])
+def test_a_cast_moves_what_its_kernels_read_and_write(compiles: bool, moved: float) -> None:
+    """bf16: one pass for the largest element; read, raised, scaled, clamped, rounded, or read and rounded."""
+    config = plan_of(fp8_format="e4m3", compile_pointwise=compiles).config
+    casts = Casts.of(config)
+    assert casts is not None and casts.inputs == casts.gradients == moved
+    found, plain = (
+        stage_seconds(plan_of(**changes), H100)[0]
+        for changes in ({"fp8_format": "e4m3", "compile_pointwise": compiles}, {})
+    )
+    tokens, h = 4096, 4096
+    read, written = tokens * (h + h + h + 4 * h), tokens * (3 * h + h + 4 * h + h)
+    bandwidth = H100.pointwise_bytes_per_second
+    assert found.forward["pointwise"] - plain.forward["pointwise"] == pytest.approx(8 * moved * read / bandwidth)
+    assert found.inputs["pointwise"] - plain.inputs["pointwise"] == pytest.approx(8 * moved * written / bandwidth)
+    weights = 12 * h * h
+    transposed = (moved + 2) * (read + written) + 12 * weights
+    assert found.weights["pointwise"] == pytest.approx(8 * transposed / bandwidth)
+
+
+def test_casts_as_one_kernel_make_fp8_faster_than_bf16_and_as_written_they_eat_it_up() -> None:
+    bf16, written, compiled = (
+        predict_step(plan_of(**changes), H100).seconds
+        for changes in ({}, {"fp8_format": "hybrid"}, {"fp8_format": "hybrid", "compile_pointwise": True})
+    )
+    assert compiled < 0.9 * bf16 and compiled < written
+
+
+@given(st.integers(1, 20), st.booleans(), st.integers(0, 6), st.integers(0, 6))
+def test_layers_at_the_ends_stay_in_bf16_where_that_is_asked_for(
+    num_layers: int, ends: bool, first: int, last: int
+) -> None:
+    precision = PrecisionConfig(
+        fp8_format="e4m3",
+        first_last_layers_bf16=ends,
+        num_layers_at_start_in_bf16=first,
+        num_layers_at_end_in_bf16=last,
+    )
+    chosen = [first <= layer < num_layers - last or not ends for layer in range(num_layers)]
+    assert [layer in fp8_layers(precision, num_layers) for layer in range(num_layers)] == chosen
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_copies_of_each_linears_weight_are_planned_and_named(tp: int) -> None:
+    grid = {
+        "world_size": 2 * tp,
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": tp,
+        "fp8_format": "hybrid",
+    }
+    whole = plan_of(**grid)
+    ends = plan_of(**grid, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
+    layer = 2 * 12 * 4096 * 4096 // tp
+    for plan, skipped in ((whole, (0, 0)), (ends, (2, 1))):
+        counts = plan.partition.layer_counts
+        found = [rank_memory(plan, rank).items["fp8 weights"] for rank in (0, 1)]
+        assert found == [layer * (count - skip) for count, skip in zip(counts, skipped, strict=True)]
+    assert "fp8 weights" in plan_text(whole) and "fp8 weights" not in plan_text(plan_of())
+
+
+def test_layers_in_bf16_take_the_time_of_bf16() -> None:
+    plain, whole, ends = (
+        stage_seconds(plan_of(**changes), H100)[0]
+        for changes in (
+            {},
+            {"fp8_format": "hybrid"},
+            {
+                "fp8_format": "hybrid",
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 1,
+                "num_layers_at_end_in_bf16": 3,
+            },
+        )
+    )
+    for op, seconds in ends.seconds.items():
+        assert seconds == pytest.approx((plain.of(op) + whole.of(op)) / 2)

@@ -1,0 +1,51 @@
+"""The table of accelerators, and files in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megapipe.errors import ConfigError
+from megapipe.plan.hardware import HARDWARE, hardware_named, peak_flops, read_hardware
+
+
+def test_a_file_like_a_row_changes_what_it_says_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "like: h100\nname: mine\nmemory_bytes: 1e11\nnetwork: {bytes_per_second: 1e9, latency_seconds: 1e-5}\n"
+    )
+    mine, h100 = read_hardware(path), hardware_named("H100")
+    assert (mine.name, mine.memory_bytes, mine.network.bytes_per_second) == ("mine", 10**11, 1e9)
+    assert (mine.flops, mine.node, mine.gemm_shares) == (h100.flops, h100.node, h100.gemm_shares)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("like: h100\nmemory: 3", "memory is no key"),
+        ("name: mine", "lacks .*flops"),
+        ("like: h100\nnode: fast", "node 'fast'"),
+        ("- 1", "expected keys"),
+        ("like: z9", "not in the table"),
+    ],
+    ids=["unknown", "missing", "value", "list", "like"],
+)
+def test_a_wrong_file_is_refused_with_its_key(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_hardware(path)
+
+
+def test_a_gemm_reaches_more_of_the_peak_the_larger_it_is() -> None:
+    for hardware in HARDWARE.values():
+        shares = [hardware.gemm_share(size) for size in (1, 64, 100, 512, 3000, 8192, 100000)]
+        assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
+
+
+def test_names_of_the_driver_lead_to_their_peaks() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", "bf16") == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") is None and peak_flops("cpu", "bf16") is None

@@ -1,0 +1,243 @@
+"""Bytes of each rank: peaks against the schedules' own, buffers and optimizer against real ones, activations against the literature."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.recompute import RecomputeConfig
+from megapipe.plan.activations import LocalSizes, layer_activation_bytes, replay_bytes
+from megapipe.plan.memory import all_rank_memory, local_sizes, peak_of_row, rank_memory, stage_activation_bytes
+from megapipe.plan.resolve import resolve, resolve_model
+from megapipe.schedule.action import Action, Op, parse_action
+from megapipe.schedule.build import SCHEDULES, build_lowered
+from megapipe.schedule.placement import Placement, linear, loop, v_shape
+from megapipe.schedule.simulate import peak_live_chunks
+from tests.plan.test_resolve import wish
+from tests.schedule.strategies import family_shapes
+
+GRID = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def row(text: str) -> list[Action]:
+    return [parse_action(word) for word in text.split()]
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(list(SCHEDULES)),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 9),
+)
+def test_equal_stages_peak_where_the_schedule_says(
+    name: str, num_ranks: int, num_chunks: int, num_microbatches: int
+) -> None:
+    schedule = build_lowered(*family_shapes(name, num_ranks, num_chunks, num_microbatches))
+    for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
+        sizes = dict.fromkeys(schedule.placement.stages_of(pp_rank), 7)
+        found = peak_of_row(schedule.rows[pp_rank], pp_rank, schedule.placement, sizes, sizes, 0, 2)
+        assert found.activation_bytes == 7 * peak
+        assert sum(found.live.values()) == peak
+        assert found.message_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "peak", "live"),
+    [
+        (
+            "0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1",
+            {0: 10, 2: 1},
+            21,
+            {0: 2, 2: 1},
+        ),  # uneven chunks: each counts with its own bytes
+        ("0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1", {0: 1, 2: 10}, 12, {0: 2, 2: 1}),
+        (
+            "0F0 2F0 2I0 2F1 2W0 2B1 0F1 0B0 0B1",
+            {0: 1, 2: 10},
+            15,
+            {0: 1, 2: 2},
+        ),  # of a split backward 4 are left until W
+        ("0F0 2F0 2I0 2W0 2F1 2B1 0F1 0B0 0B1", {0: 1, 2: 10}, 11, {0: 1, 2: 1}),
+    ],
+    ids=["large_first", "large_last", "split", "split_in_time"],
+)
+def test_uneven_chunks_peak_by_their_own_bytes(
+    text: str, sizes: dict[int, int], peak: int, live: dict[int, int]
+) -> None:
+    found = peak_of_row(row(text), 0, loop(2, 2), sizes, {0: 4, 2: 4}, 0, 2)
+    assert (found.activation_bytes, found.live) == (peak, live)
+
+
+@pytest.mark.parametrize(
+    ("text", "pp_rank", "placement", "messages"),
+    [
+        ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", 1, linear(2), 3),  # come, and not used yet
+        (
+            "1RECV_F0 1F0 1B0",
+            1,
+            linear(2),
+            1,
+        ),  # becomes the stage's input; the last stage's output gradient is no message
+        (
+            "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2",
+            0,
+            linear(2),
+            2,
+        ),  # sent ones are held until they are known to have come
+        ("0F0 0SEND_F0 0RECV_B0 0B0", 0, linear(2), 2),  # the output gradient is there while its backward runs
+        ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", 0, loop(1, 2), 2),  # two stages of one rank hand over directly
+        ("0F0 0SEND_F0 2RECV_F0 2F0 3F0 3B0 2B0", 0, v_shape(2), 2),
+    ],
+    ids=["received", "used", "sent", "gradient", "local", "turn_of_a_v"],
+)
+def test_messages_count_from_post_to_use(text: str, pp_rank: int, placement: Placement, messages: int) -> None:
+    sizes = {action.stage: 0 for action in row(text)}
+    assert peak_of_row(row(text), pp_rank, placement, sizes, sizes, 5, 2).message_bytes == 5 * messages
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_the_whole_grid_holds_every_parameter_once_and_the_copy_of_the_tied_embedding(pp: int) -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=pp, untie_embeddings_and_output_weights=True), pp)
+    held = sum(rank.items["weights"] for rank in all_rank_memory(plan))
+    parameters = sum(spec.num_elements for spec in plan.specs)
+    assert 4 * parameters <= held < 4.02 * parameters
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_two_directions_hold_every_parameter_twice_and_share_its_optimizer_state(tied: bool) -> None:
+    """6 + 12 / (2 dp) bytes for each held copy in bf16."""
+    changes = {
+        "pipeline_schedule": "dualpipe",
+        "pipeline_model_parallel_size": 4,
+        "dtype": "bf16",
+        "global_batch_size": 32,
+    }
+    plan = resolve(wish(**changes, use_distributed_optimizer=True, untie_embeddings_and_output_weights=not tied), 8)
+    parameters = sum(spec.num_elements for spec in plan.specs)
+    held = {
+        item: sum(rank.items[item] for rank in all_rank_memory(plan)) for item in ("weights", "gradients", "optimizer")
+    }
+    assert 2 * 2 * parameters <= held["weights"] < 1.02 * 2 * 2 * parameters
+    assert 2 * 4 * parameters <= held["gradients"] < 1.02 * 2 * 4 * parameters
+    assert (
+        12 * parameters / 2 <= held["optimizer"] < 1.02 * 12 * parameters / 2
+    )  # the other half is on the other dp rank
+
+
+@pytest.mark.parametrize(
+    ("changes", "weight", "gradient", "optimizer"),
+    [
+        ({"dtype": "bf16"}, 2, 4, 12),
+        ({"dtype": "bf16", "use_distributed_optimizer": True}, 2, 4, 12 / 4),
+        ({"dtype": "fp32"}, 4, 4, 8),
+        ({"dtype": "fp64", "optimizer": "sgd"}, 8, 8, 8),
+        ({"dtype": "fp16", "optimizer": "sgd", "sgd_momentum": 0.0}, 2, 4, 4),
+    ],
+    ids=["bf16", "bf16_zero1", "fp32", "fp64_momentum", "fp16_sgd"],
+)
+def test_bytes_of_a_parameter(changes: dict[str, object], weight: float, gradient: float, optimizer: float) -> None:
+    plan = resolve(wish(**changes), 4)
+    items = rank_memory(plan, 0).items
+    elements = sum(layout.numel for layout in plan.buffers(0, 0))
+    slack = 64 * len(plan.buffers(0, 0))
+    assert items["weights"] == weight * elements + slack
+    assert items["gradients"] == gradient * elements + slack
+    assert items["optimizer"] == optimizer * elements
+
+
+def test_a_1f1b_rank_keeps_one_microbatch_for_each_rank_behind_it() -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16), 4)
+    for rank in all_rank_memory(plan):
+        assert rank.live == {rank.pp_rank: 4 - rank.pp_rank}
+        assert rank.items["activations"] == (4 - rank.pp_rank) * sum(
+            stage_activation_bytes(plan, rank.pp_rank).values()
+        )
+        assert rank.total == sum(rank.items.values())
+
+
+def test_more_recompute_keeps_less() -> None:
+    plain, selective, every, full = (
+        rank_memory(resolve(wish(dtype="bf16", hidden_dropout=0.0, attention_dropout=0.0, **changes), 1), 0)
+        for changes in (
+            {},
+            {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "activation")},
+            {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")},
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        )
+    )
+    sizes = [memory.items["activations"] for memory in (plain, selective, every, full)]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    assert plain.items["recompute"] == 0 < min(memory.items["recompute"] for memory in (selective, every, full))
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "expected"), [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)]
+)
+def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel: bool, expected: float) -> None:
+    """Table 2, without core attention. Theirs keeps q, k, v (6) and no norm statistics; an output of GELU (8) as ours."""
+    model = resolve_model(wish(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
+    sizes = LocalSizes.of(model, tp, sequence_parallel, micro_batch_size=2, dtype="bf16")
+    kept = dict(layer_activation_bytes(model, sizes))
+    for small in ("norm statistics", "attention statistics"):  # a few numbers a token
+        assert kept.pop(small) * tp < 0.5 * expected * sizes.tokens * model.hidden_size
+    assert sum(kept.values()) == expected * 2 * model.seq_length * model.hidden_size
+
+
+def test_a_layer_is_replayed_at_a_time_and_uniform_groups_whole() -> None:
+    model = resolve_model(wish(attention_dropout=0.0).model, 1)
+    sizes = LocalSizes.of(model, 1, False, 1, "bf16")
+    layer = sum(layer_activation_bytes(model, sizes).values())
+    for method, size, layers in (("uniform", 1, 1), ("uniform", 3, 3), ("uniform", 9, 8), ("block", 3, 1)):
+        assert (
+            replay_bytes(model, sizes, 8, RecomputeConfig("full", method, size)) == layers * layer - sizes.hidden_states
+        )
+    assert replay_bytes(model, sizes, 8, RecomputeConfig()) == 0
+    assert replay_bytes(model, sizes, 0, RecomputeConfig("full", "uniform", 1)) == 0
+
+
+def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
+    changes = {"dtype": "bf16", "grad_reduce_in_bf16": True}
+    alone, replicated = (rank_memory(resolve(wish(**changes), world), 0).items for world in (1, 2))
+    assert alone["reduction"] == 0
+    copies = (replicated["gradients"] - 64 * len(resolve(wish(**changes), 2).buffers(0, 0))) // 2
+    goes = sum(replicated[item] for item in ("activations", "recompute", "temporaries", "messages"))
+    assert replicated["reduction"] == max(0, copies - goes)  # without overlap they come when all that has gone
+    few = rank_memory(
+        resolve(wish(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0
+    ).items
+    assert few["reduction"] > 0
+
+
+def test_sequence_parallelism_sends_smaller_messages() -> None:
+    plans = [resolve(wish(**GRID, sequence_parallel=on), 4) for on in (False, True)]
+    whole, sliced = (local_sizes(plan).hidden_states for plan in plans)
+    assert whole == 2 * sliced == 2 * 32 * 64 * 4
+    one, other = (dataclasses.asdict(rank_memory(plan, 0))["items"]["messages"] for plan in plans)
+    assert one == 2 * other > 0
+    assert Op.SEND_F in {op for _, op, _ in plans[0].schedule(1).rows[0]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_graphs_hold_a_microbatch_a_slot_for_the_whole_run(schedule: str) -> None:
+    grid = GRID | {"pipeline_schedule": schedule, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    without, with_graphs = (
+        all_rank_memory(resolve(wish(**grid, cuda_graph_impl=impl, micro_batch_size=1, global_batch_size=8), 4))
+        for impl in ("none", "local")
+    )
+    plan = resolve(wish(**grid, cuda_graph_impl="local", micro_batch_size=1, global_batch_size=8), 4)
+    hidden = local_sizes(plan).hidden_states
+    for pp_rank, (before, after) in enumerate(zip(without, with_graphs, strict=True)):
+        (slots,) = plan.num_slots(pp_rank).values()
+        kept = sum(stage_activation_bytes(plan, pp_rank).values())
+        held = sum(after.items[item] for item in ("activations", "recompute", "temporaries", "graphs"))
+        messages = (
+            slots * hidden * (2 if pp_rank == 0 else 1)
+        )  # output and gradient of the first stage, input gradient of the last
+        assert held >= slots * kept + messages
+        assert held - messages <= slots * (kept + max(1, before.items["temporaries"] + before.items["recompute"]) * 3)
+        assert before.items["graphs"] == 0 and before.items["messages"] == after.items["messages"]
+    assert plan.num_slots(0)[0] > plan.num_slots(1)[1] == 1 or schedule == "zb-h1"

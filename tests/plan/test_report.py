@@ -1,0 +1,140 @@
+"""The plan as text: what it says is true of the plan, and it stays short for large worlds."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from megapipe.plan.memory import all_rank_memory, stage_activation_bytes
+from megapipe.plan.report import bytes_text, plan_text
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from tests.plan.test_resolve import wish
+
+LLAMA_405B = {
+    "num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128, "num_query_groups": 8,
+    "seq_length": 8192, "vocab_size": 128256, "position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu",
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "dtype": "bf16", "sequence_parallel": True, "use_distributed_optimizer": True, "micro_batch_size": 1, "global_batch_size": 2048,
+}  # fmt: skip
+
+
+def interleaved(**changes: object) -> RunPlan:
+    wanted: dict[str, object] = {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2,
+        "use_distributed_optimizer": True, "global_batch_size": 32,
+    }  # fmt: skip
+    return resolve(wish(**(wanted | changes)), 8)
+
+
+def stage_rows(text: str) -> list[tuple[list[str], int, str]]:
+    """(words before the number of parameters, that number, what follows) of each line of the stage table, the sum's too."""
+    lines = text[text.index(" parameters  holds\n") :].splitlines()[1:]
+    rows = [
+        re.fullmatch(r"\s+(\S.*?)\s\s+([\d,]+)  ([a-z].*)", line)
+        for line in lines[: next(i for i, x in enumerate(lines) if "batch" in x)]
+    ]
+    return [(row[1].split(), int(row[2].replace(",", "")), row[3]) for row in rows if row]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_printed_parameters_of_the_stages_sum_to_the_model(tied: bool) -> None:
+    plan = interleaved(untie_embeddings_and_output_weights=not tied)
+    *stages, (_, total, note) = stage_rows(plan_text(plan))
+    model = sum(spec.num_elements for spec in plan.specs)
+    assert sum(count for _, count, _ in stages) == total
+    assert [int(words[1]) for words, _, _ in stages] == list(plan.placement.rank_of_stage)
+    if tied:
+        copy = plan.config.model.padded_vocab_size * plan.config.model.hidden_size  # type: ignore[operator]
+        assert total - copy == model
+        assert f"less {copy:,} of the tied embedding's copy = {model:,}" in note
+    else:
+        assert total == model
+
+
+def test_a_pipeline_in_two_directions_says_that_parameters_are_held_twice() -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=4, pipeline_schedule="dualpipe", global_batch_size=16), 4)
+    text = plan_text(plan)
+    assert "schedule dualpipe, every parameter on two pipeline ranks\n" in text
+    *stages, (_, total, note) = stage_rows(text)
+    assert [" ".join(words[1:]) for words, _, _ in stages] == ["0, 3", "1 to 2", "1 to 2", "0, 3"]
+    assert (total, note) == (
+        sum(spec.num_elements for spec in plan.specs),
+        "every element of the model, on two pipeline ranks",
+    )
+
+
+def test_an_uneven_cut_shows_its_layers() -> None:
+    text = plan_text(resolve(wish(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ettttttt|tL"), 2))
+    assert [holds for _, _, holds in stage_rows(text)][:2] == ["embedding, layers 0 to 6", "layer 7, head"]
+
+
+def test_a_stage_without_layers_says_so() -> None:
+    text = plan_text(resolve(wish(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t*8||L"), 4))
+    assert [holds for _, _, holds in stage_rows(text)][:4] == ["embedding", "layers 0 to 7", "nothing", "head"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}]
+)
+def test_each_pipeline_rank_has_its_memory_in_a_line(changes: dict[str, object]) -> None:
+    plan = interleaved(**changes)
+    text = plan_text(plan)
+    ranks = all_rank_memory(plan)
+    for rank in ranks:
+        (line,) = (line for line in text.splitlines() if re.match(rf" +{rank.pp_rank}  .*iB", line))
+        for item in ("weights", "gradients", "optimizer", "activations"):
+            assert bytes_text(rank.items[item]) in line
+        assert bytes_text(rank.total) in line
+        assert line.endswith(f" {rank.live_microbatches:.3g}")
+    assert ("recompute" in text) == bool(changes)
+    most = max(ranks, key=lambda rank: rank.total)
+    assert f"the most: pp_rank {most.pp_rank}, {bytes_text(most.total)}" in text
+    kept = max(sum(stage_activation_bytes(plan, stage).values()) for stage in plan.placement.stages_of(most.pp_rank))
+    assert f"kept     {bytes_text(kept)} by stage" in text
+
+
+def test_equal_pipeline_ranks_share_a_line() -> None:
+    plan = resolve(
+        wish(pipeline_model_parallel_size=8, pipeline_schedule="gpipe", pipeline_balance="even", global_batch_size=8), 8
+    )
+    assert re.search(r"^ +1 to 6  .*iB", plan_text(plan), re.MULTILINE)
+
+
+def test_a_plan_for_16384_ranks_is_short_and_there_in_seconds() -> None:
+    start = time.process_time()
+    grid = {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "num_virtual_stages_per_pipeline_rank": 7,
+    }
+    plan = resolve(wish(**LLAMA_405B, **grid), 16384, 8)
+    text = plan_text(plan)
+    assert time.process_time() - start < 5
+    assert len(text.splitlines()) < 45
+    assert max(map(len, text.splitlines())) < 190
+    rows = stage_rows(text)
+    assert rows[-1][1] == sum(spec.num_elements for spec in plan.specs)
+    assert rows[1][0] == ["1", "to", "95", "all"]
+    assert rows[1][2] == "layers 1 to 95, 1 each"
+
+
+def test_of_more_pipeline_ranks_than_fit_the_largest_are_shown() -> None:
+    plan = resolve(wish(num_layers=64, pipeline_model_parallel_size=32, global_batch_size=64), 32)
+    text = plan_text(plan)
+    assert "16 smaller ones are not shown" in text
+    ranks = sorted(all_rank_memory(plan), key=lambda rank: -rank.total)
+    lines = text[text.index("live microbatches") :].splitlines()
+    shown = {int(line.split()[0]) for line in lines if re.match(r" +\d+  .*iB", line)}
+    assert shown == {rank.pp_rank for rank in ranks[:16]}
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (10.05 * 1024, "10.1 KiB"), (999.6 * 1024, "0.98 MiB"),
+     (80 * 2**30, "80.0 GiB"), (141.2 * 2**30, "141 GiB"), (5 * 2**60, "5120 PiB")],
+)  # fmt: skip
+def test_bytes_read_well(size: float, text: str) -> None:
+    assert bytes_text(size) == text

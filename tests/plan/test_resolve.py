@@ -1,0 +1,151 @@
+"""From a configuration and a world to a plan: derived values, and refusals that name rule and way out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.errors import ConfigError
+from megapipe.plan.resolve import resolve
+
+
+def wish(**changes: object) -> Config:
+    """A small configuration; changes go to whichever section has the field."""
+    config = Config(
+        model=ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=100),
+        training=TrainingConfig(micro_batch_size=2, train_iters=10),
+        optimizer=OptimizerConfig(lr=1e-3),
+    )
+    for name, value in changes.items():
+        section = next(
+            f.name
+            for f in dataclasses.fields(config)
+            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
+        )
+        config = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
+        )
+    return config
+
+
+def test_sizes_that_follow_from_others_are_filled_in() -> None:
+    plan = resolve(wish(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
+    model = plan.config.model
+    assert (model.ffn_hidden_size, model.num_query_groups, model.kv_channels, model.padded_vocab_size) == (
+        256,
+        8,
+        8,
+        256,
+    )
+    assert (plan.topology.dp, plan.config.training.global_batch_size, plan.schedule_name) == (2, 4, "1f1b")
+    assert plan.config.training.train_samples == 40
+
+
+def test_swiglu_gets_megatrons_width() -> None:
+    assert resolve(wish(activation="swiglu", hidden_size=512), 1).config.model.ffn_hidden_size == 1344
+
+
+def test_the_parameters_of_the_stages_sum_to_the_model() -> None:
+    plan = resolve(wish(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), 2)
+    names = [spec.name for stage in plan.stage_specs for spec in stage]
+    assert len(names) == len(plan.specs) + 1  # the tied embedding has a copy
+    assert set(names) == {spec.name for spec in plan.specs}
+
+
+def test_layers_are_cut_by_cost_with_the_head_counted() -> None:
+    sizes = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 256, "vocab_size": 8192}
+    assert resolve(wish(pipeline_model_parallel_size=2, **sizes), 2).partition.layer_counts == (3, 1)
+    assert resolve(
+        wish(pipeline_model_parallel_size=2, pipeline_balance="even", **sizes), 2
+    ).partition.layer_counts == (2, 2)
+
+
+DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "world", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, 3, r"--tensor-model-parallel-size 3 .*--num-attention-heads 8.* use .*1, 2, 4"),
+        ({"pipeline_schedule": "dualpipe"}, 1, r"--pipeline-model-parallel-size 1 is odd.*dualpipe.*use 2$"),
+        ({"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 3}, 3, r"--pipeline-model-parallel-size 3 is odd.*use 2 or 4$"),
+        (DUAL | {"global_batch_size": 12}, 4, r"at least 2 x 2 ranks = 4 microbatches; --global-batch-size 12, 3 .*use 16 instead"),
+        (DUAL | {"global_batch_size": 20}, 4, r"as many microbatches from either end; --global-batch-size 20, 5 .*use 16 or 24 instead"),
+        (
+            DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64), "train_iters": None, "train_samples": 200},
+            4,
+            r"from either end; --rampup-batch-size 16 4 reaches 20, 5 microbatch.es. of 2 x dp 2: use 16 or 24 instead",
+        ),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, r"a world of 6 ranks .* multiple of 4"),
+        ({"num_query_groups": 4, "tensor_model_parallel_size": 8, "global_batch_size": 3}, 8, r"--global-batch-size 3"),
+        ({"pipeline_model_parallel_size": 3, "pipeline_balance": "even"}, 3, r"8 layers .* do not divide over 3"),
+        ({"pipeline_model_parallel_size": 16}, 16, r"--num-layers 8 is fewer than 16 pipeline ranks"),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 34}, 4, r"--seq-length 34.*use 32 or 36"),
+        ({"pipeline_model_parallel_layout": "Ett|tttttL", "pipeline_model_parallel_size": 2}, 2, r"holds 7 layers"),
+        ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2, r"3 stages, not a multiple"),
+        ({"vocab_size": None}, 1, r"size of the vocabulary is not known"),
+        ({"context_parallel_size": 2}, 2, r"--context-parallel-size 2"),
+        (
+            {"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            2,
+            r"gpipe runs one chunk",
+        ),
+        ({"optimizer_post_validation": True, "pipeline_model_parallel_size": 2}, 2, r"tied embedding .* --untie-embeddings"),
+        (
+            {"optimizer_post_validation": True, "pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 8},
+            2,
+            r"--pipeline-schedule dualpipe is not",
+        ),
+    ],
+    ids=[
+        "heads", "no_pair", "odd_pairs", "few_microbatches", "odd_microbatches", "odd_ramp",
+        "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
+        "post_validation_tied", "post_validation_dualpipe",
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_anything_starts(
+    changes: dict[str, object], world: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(wish(**changes), world)
+
+
+def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> None:
+    plan = resolve(
+        wish(
+            optimizer_post_validation=True,
+            pipeline_model_parallel_size=2,
+            pipeline_schedule="zb-v",
+            global_batch_size=8,
+        ),
+        2,
+    )
+    assert plan.head_start(4) == (1, 0)  # 0F0; the message it sends is first behind the border
+
+
+@pytest.mark.parametrize("pp", [2, 4, 6, 8])
+def test_both_holders_of_a_stage_gather_its_parameters_in_one_order(pp: int) -> None:
+    plan = resolve(
+        wish(pipeline_schedule="dualpipe", pipeline_model_parallel_size=pp, num_layers=8, global_batch_size=4 * pp), pp
+    )
+    for pp_rank in range(pp):
+        assert plan.order_of_first_use(pp_rank) == plan.order_of_first_use(pp - 1 - pp_rank)
+
+
+def test_every_microbatch_count_of_a_ramp_has_a_schedule() -> None:
+    plan = resolve(
+        wish(
+            pipeline_model_parallel_size=2,
+            global_batch_size=16,
+            rampup_batch_size=(4, 4, 40),
+            train_iters=None,
+            train_samples=200,
+        ),
+        4,
+    )
+    assert [plan.schedule(size // 4).num_microbatches for size in plan.batch.sizes] == [1, 2, 3, 4]

@@ -1,0 +1,137 @@
+"""What a layout sends, by its formulas and by hand; which of it leaves a node."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from megapipe.extras.cli.plan import plan_for
+from megapipe.extras.launch.node_traffic import group_traffic
+from megapipe.extras.launch.places import Box, boxes, places_text
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traffic import messages_to, step_bytes
+from megapipe.topology import AXES, Topology
+
+SHAPE = (
+    *(
+        "--num-layers",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--seq-length",
+        "32",
+        "--vocab-size",
+        "128",
+    ),
+    *("--micro-batch-size", "2", "--bf16", "--make-vocab-size-divisible-by", "1"),
+)
+HIDDEN_STATES = 2 * 32 * 64 * 2  # bytes of a microbatch's hidden states
+
+
+def planned(world_size: int, ranks_per_node: int | None, **sizes: int | bool) -> RunPlan:
+    flags = [
+        word
+        for name, value in sizes.items()
+        for word in ([f"--{name}".replace("_", "-")] + ([] if value is True else [str(value)]))
+    ]
+    return plan_for([*SHAPE, *flags], world_size, ranks_per_node)
+
+
+def test_a_pipeline_of_two_sends_one_hidden_state_a_microbatch_each_way() -> None:
+    plan = planned(2, 1, pipeline_model_parallel_size=2, global_batch_size=16)
+    assert [step_bytes(plan, rank)["pp"] for rank in range(2)] == [8 * HIDDEN_STATES] * 2
+    assert [messages_to(plan, rank) for rank in range(2)] == [{1: 8}, {0: 8}]
+    (pp, tied) = group_traffic(plan)
+    assert (pp.name, pp.crossing, pp.network_bytes) == ("pp", 1, 8 * HIDDEN_STATES)
+    assert (tied.name, tied.rank_bytes) == (
+        "embedding",
+        128 * 64 * 4,
+    )  # one table of fp32 gradients: a ring of two sends it once
+
+
+def test_tensor_parallelism_moves_hidden_states_four_times_a_layer_and_half_step() -> None:
+    plan = planned(2, None, tensor_model_parallel_size=2, global_batch_size=2, untie_embeddings_and_output_weights=True)
+    expected = (
+        (4 * 8 + 2 + 2) * HIDDEN_STATES / 2
+    )  # layers; the embedding's all-reduce, that of the head's input gradient
+    assert step_bytes(plan, 0) == {"tp": expected, "pp": 0, "replicas": 0, "embedding": 0}
+
+
+def test_the_distributed_optimizer_sends_gradients_and_weights_once_and_an_all_reduce_gradients_twice() -> None:
+    plain = planned(4, 2, global_batch_size=8)
+    sharded = planned(4, 2, global_batch_size=8, use_distributed_optimizer=True)
+    elements = [sum(layout.numel for layout in plan.buffers(0, 0)) for plan in (plain, sharded)]
+    assert step_bytes(plain, 0)["replicas"] == 2 * 4 * elements[0] * 3 / 4
+    assert step_bytes(sharded, 0)["replicas"] == (4 + 2) * elements[1] * 3 / 4
+    (dp,) = group_traffic(sharded)
+    assert (dp.ranks, dp.groups, dp.crossing, dp.network_bytes) == (4, 1, 1, dp.rank_bytes)
+
+
+def test_what_stays_in_a_node_is_not_on_the_network() -> None:
+    plan = planned(16, 8, tensor_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=16)
+    traffic = {group.name: group for group in group_traffic(plan)}
+    assert {name: group.crossing for name, group in traffic.items()} == {
+        "tp": 0,
+        "pp": 8,
+        "replicas": 0,
+        "embedding": 8,
+    }
+    assert traffic["tp"].network_bytes == traffic["replicas"].network_bytes == 0
+    assert traffic["pp"].network_bytes == 8 * traffic["pp"].rank_bytes
+
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    order = "-".join(draw(st.permutations(AXES)))
+    sizes = {axis: draw(SIZES) for axis in AXES}
+    world = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
+    per_node = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    return Topology(**sizes, order=order, ranks_per_node=per_node, allow_tp_across_nodes=True)
+
+
+def ranks_of(box: Box, topology: Topology) -> list[tuple[int, ...]]:
+    return [tuple(topology.coordinates(rank)) for rank in range(box.ranks[0], box.ranks[1] + 1)]
+
+
+@given(topologies())
+@settings(max_examples=200)
+def test_boxes_hold_every_rank_once_and_exactly_the_places_they_name(topology: Topology) -> None:
+    found = boxes(topology)
+    assert [rank for box in found for rank in range(box.ranks[0], box.ranks[1] + 1)] == list(range(topology.world_size))
+    for box in found:
+        places = ranks_of(box, topology)
+        named = 1
+        for first, last in box.places:
+            named *= last - first + 1
+        assert len(set(places)) == named == len(places)
+        assert all(
+            first <= place <= last
+            for place_of_rank in places
+            for place, (first, last) in zip(place_of_rank, box.places, strict=True)
+        )
+        assert {topology.node_of(rank) for rank in range(box.ranks[0], box.ranks[1] + 1)} == set(
+            range(box.nodes[0], box.nodes[1] + 1)
+        )
+
+
+def test_sixteen_thousand_ranks_are_told_in_a_line_for_each_pipeline_rank() -> None:
+    topology = Topology(tp=8, pp=16, dp=128, ranks_per_node=8)
+    lines = places_text(topology, [f"n{node}" for node in range(2048)])
+    assert len(lines) == 17
+    assert lines[2].split() == ["1024-2047", "n128", "to", "n255", "(128)", "0-7", "1", "0-127", "0-7"]
+
+
+def test_a_small_world_is_told_rank_by_rank() -> None:
+    lines = places_text(Topology(tp=2, pp=2, ranks_per_node=2), ["left", "right"])
+    assert [line.split() for line in lines] == [
+        ["rank", "host", "GPU", "pp", "dp", "tp"],
+        ["0", "left", "0", "0", "0", "0"],
+        ["1", "left", "1", "0", "0", "1"],
+        ["2", "right", "0", "1", "0", "0"],
+        ["3", "right", "1", "1", "0", "1"],
+    ]

@@ -1,0 +1,36 @@
+"""Clocks of other ranks: the offset lies within the error that is stated, whatever the way took and however the clock drifts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
+
+delays = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=20)
+
+
+def trips(offset_ns: int, ways: list[tuple[int, int]], start_ns: int = 0) -> list[RoundTrip]:
+    """Round trips whose ways take so long there and back, by a clock that is offset_ns ahead."""
+    return [RoundTrip(start_ns, start_ns + there + offset_ns, start_ns + there + back) for there, back in ways]
+
+
+@given(offset_ns=st.integers(-(10**12), 10**12), ways=delays)
+def test_the_offset_is_within_its_stated_error(offset_ns: int, ways: list[tuple[int, int]]) -> None:
+    found = reading(trips(offset_ns, ways))
+    assert abs(found.offset_ns - offset_ns) <= found.error_ns <= min(there + back for there, back in ways) // 2 + 1
+
+
+@given(offset_ns=st.integers(-(10**10), 10**10), drift_ppm=st.integers(-100, 100), at=st.floats(0, 1))
+def test_a_drift_between_two_readings_is_taken_out(offset_ns: int, drift_ppm: int, at: float) -> None:
+    span_ns = 10 * 10**9
+    drift_ns = span_ns * drift_ppm // 10**6
+    clock = Clock(Reading(0, offset_ns, 0), Reading(span_ns, offset_ns + drift_ns, 0))
+    here = round(span_ns * at)
+    there = here + offset_ns + round(drift_ns * at)
+    assert abs(clock.to_here(there) - here) <= abs(drift_ns) * abs(drift_ppm) // 10**6 + 2
+
+
+def test_a_shared_clock_is_left_as_it_is() -> None:
+    assert Clock().to_here(123) == 123 and Clock().is_shared and Clock().error_ns == 0
+    assert Clock(Reading(0, 5, 2), Reading(10, 5, 7)).error_ns == 7

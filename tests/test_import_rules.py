@@ -1,0 +1,546 @@
+"""The walls of the house: what may import what, and what stands in one place only. Read from the source, imports at any depth counted.
+
+Every wall is also shown a small planted breach, so that a check that sees nothing is itself seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "megapipe"
+
+SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["megapipe"]
+LEVELS: dict[str, int] = SETTINGS["levels"]
+TORCH_FREE: tuple[str, ...] = tuple(SETTINGS["torch_free"])
+REFERENCE = "extras.reference"  # the oracle: torch alone; known only to those who verify
+REFERENCE_IS_SEEN_FROM = 9
+PEERS = (
+    REPOSITORY / "tools" / "schedule_bench" / "peers"
+)  # whom the benchmark compares with: they speak to torch.distributed themselves
+TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
+LIBRARIES = {  # imported in one file each, inside functions: a run that did not choose them never asks for them
+    "transformer_engine": "megapipe.gpu.transformer_engine",
+    "apex": "megapipe.gpu.apex",
+    "fused_weight_gradient_mlp_cuda": "megapipe.gpu.apex",
+    "flash_attn": "megapipe.gpu.flash",
+}
+NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+LIVE_STATE = {
+    "Group",
+    "ProcessGroups",
+    "build_process_groups",
+    "new_group",
+    "Config",
+    "Topology",
+    "Tracer",
+    "World",
+    "Environment",
+}
+STATE_WITH_A_REASON = {
+    "changes _work of megapipe.data.preprocess": "a worker process of multiprocessing has no other place for what its initializer made",
+}
+UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
+READS_PICKLES = {  # files of others, with readers that call nothing (tests/extras/convert/test_crafted_pickles.py)
+    "megapipe.extras.convert.pickled",
+    "megapipe.extras.convert.dcp_folder",
+}
+RUNS_TEXT = (
+    "eval",
+    "exec",
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "yaml.load",
+    "yaml.unsafe_load",
+)
+MUTATORS = {
+    "append",
+    "add",
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "extend",
+    "insert",
+    "remove",
+    "discard",
+    "appendleft",
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of everything in the package."""
+    return {dotted_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def dotted_name(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_of(module: str) -> str:
+    """The package of a module: 'comm' for megapipe.comm.groups, 'extras.cli' for megapipe.extras.cli.plan, '' for megapipe itself."""
+    words = [*module.split("."), "", ""]
+    return words[1] if words[1] != "extras" else ".".join(words[1:3]) if words[2] else ""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """(line, module imported, names taken from it) wherever it stands: in functions, under TYPE_CHECKING, through importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, ()
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".") if is_package else module.split(".")[:-1]
+            prefix = base[: len(base) - node.level + 1] if node.level else []
+            yield (
+                node.lineno,
+                ".".join([*prefix, *([node.module] if node.module else [])]),
+                tuple(alias.name for alias in node.names),
+            )
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and isinstance(node.args[0].value, str)
+        ):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield node.lineno, node.args[0].value, ()
+
+
+def modules_imported(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """As imports_of, with `from megapipe import topology` and `from megapipe.comm import groups` resolved to modules."""
+    for line, name, taken in imports_of(tree, module, is_package):
+        submodules = [f"{name}.{word}" for word in taken if f"{name}.{word}" in modules() or name == "megapipe"]
+        yield from ((line, submodule) for submodule in submodules)
+        if not submodules or len(submodules) < len(taken):
+            yield line, name
+
+
+def breaches_of_levels(tree: ast.Module, module: str, is_package: bool = False) -> list[str]:
+    package = package_of(module)
+    breaches = []
+    for line, name in modules_imported(tree, module, is_package):
+        target = package_of(name)
+        if (
+            name.split(".")[0] != "megapipe"
+            or target in (package, "", "__version__")
+            or (target == "errors" and package != REFERENCE)
+        ):
+            continue
+        if target == REFERENCE:
+            allowed = LEVELS.get(package, 0) >= REFERENCE_IS_SEEN_FROM
+        else:
+            allowed = package != REFERENCE and target in LEVELS and LEVELS[target] < LEVELS[package]
+        if not allowed:
+            breaches.append(
+                f"{module}:{line} (level {LEVELS.get(package, 'beside')}) imports {name} (level {LEVELS.get(target, 'none')})"
+            )
+    return breaches
+
+
+def breaches_of_torch(tree: ast.Module, module: str) -> list[str]:
+    return [
+        f"{module}:{line} imports {name}"
+        for line, name, _ in imports_of(tree, module)
+        if name.split(".")[0] in TORCH_FAMILY
+    ]
+
+
+def breaches_of_the_one_door(tree: ast.Module, module: str) -> list[str]:
+    """Uses of torch.distributed outside comm: imported, or reached as an attribute."""
+    lines = [
+        line
+        for line, name, taken in imports_of(tree, module)
+        if name.startswith("torch.distributed") or (name == "torch" and "distributed" in taken)
+    ]
+    lines += [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+    ]
+    return [f"{module}:{line} uses torch.distributed" for line in lines]
+
+
+def breaches_of_libraries(tree: ast.Module, module: str) -> list[str]:
+    """Imports of a chosen library outside its one file, or there but outside functions."""
+    inside = {
+        node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+    }
+    lines_inside = {node.lineno for node in inside if isinstance(node, ast.Import | ast.ImportFrom)}
+    return [
+        f"{module}:{line} imports {name}"
+        for line, name, _ in imports_of(tree, module)
+        if (door := LIBRARIES.get(name.split(".")[0])) is not None and (module != door or line not in lines_inside)
+    ]
+
+
+def breaches_of_environment(tree: ast.Module, module: str) -> list[str]:
+    names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
+    lines += [
+        line
+        for line, name, taken in imports_of(tree, module)
+        if name == "os" and {f"os.{word}" for word in taken} & names
+    ]
+    return [f"{module}:{line} reads the environment" for line in lines]
+
+
+def breaches_of_what_runs_others(tree: ast.Module, module: str) -> list[str]:
+    """Pickles from anywhere but the restricted readers, torch's object collectives (which unpickle what arrives), shells, eval."""
+    breaches = [
+        f"{module}:{line} imports {name}"
+        for line, name, _ in imports_of(tree, module)
+        if name.split(".")[0] in UNPICKLERS and module not in READS_PICKLES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            word = node.attr if isinstance(node, ast.Attribute) else node.id
+            if word.endswith(("_object_list", "_object")) and ast.unparse(node).startswith(
+                ("dist.", "torch.", "distributed")
+            ):
+                breaches.append(f"{module}:{node.lineno} uses {word}, which unpickles what arrives")
+            if ast.unparse(node) in RUNS_TEXT:
+                breaches.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+            if ast.unparse(node) in ("pickle.load", "pickle.loads", "np.load", "numpy.load", "torch.load"):
+                breaches += _breaches_of_loading(tree, node, module)
+        if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
+            breaches.append(f"{module}:{node.value.lineno} starts a shell")
+    return breaches
+
+
+def _breaches_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, module: str) -> list[str]:
+    """Every use is a call that says it unpickles nothing, or only weights."""
+    says = {
+        "torch.load": ("weights_only", "True"),
+        "np.load": ("allow_pickle", "False"),
+        "numpy.load": ("allow_pickle", "False"),
+    }
+    wanted = says.get(ast.unparse(function))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func is function]
+    if any((keyword.arg, ast.unparse(keyword.value)) == wanted for call in calls for keyword in call.keywords):
+        return []
+    return [
+        f"{module}:{function.lineno} uses {ast.unparse(function)}" + (f" without {'='.join(wanted)}" if wanted else "")
+    ]
+
+
+def breaches_of_state(tree: ast.Module, module: str) -> list[str]:
+    """Live objects made at import, `global` statements, and module-level containers that functions change."""
+    breaches = []
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Call):
+            called = ast.unparse(statement.value.func).split(".")
+            if set(called) & LIVE_STATE:
+                breaches.append(f"{module}:{statement.lineno} makes a {'.'.join(called)} at import")
+    held = {
+        target.id
+        for statement in tree.body
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        if isinstance(target, ast.Name)
+    }
+    for function in ast.walk(tree):
+        if isinstance(function, ast.Global):
+            breaches.append(f"{module}:{function.lineno} declares global {', '.join(function.names)}")
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            breaches += [
+                f"line {line} changes {name} of {module}" for line, name in changed_names(function) if name in held
+            ]
+    return sorted(set(breaches))
+
+
+def changed_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
+    """(line, name) of containers that a function changes in place and does not bind itself."""
+    arguments = function.args
+    own = {
+        a.arg
+        for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
+        if a
+    }
+    own |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(function):
+        target: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            target = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            target = node.func.value
+        if isinstance(target, ast.Name) and target.id not in own:
+            yield target.lineno, target.id
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of modules, first module repeated at its end; empty if there is none."""
+    done: set[str] = set()
+    for start in graph:
+        trail: list[str] = []
+        stack: list[tuple[str, Iterator[str]]] = [("", iter([start]))]
+        while stack:
+            for module in stack[-1][1]:
+                if module in trail:
+                    return [*trail[trail.index(module) :], module]
+                if module not in done and module in graph:
+                    trail.append(module)
+                    stack.append((module, iter(sorted(graph[module]))))
+                    break
+            else:
+                finished, _ = stack.pop()
+                if finished:
+                    trail.pop()
+                    done.add(finished)
+    return []
+
+
+def doors() -> list[Path]:
+    """Scripts outside the package."""
+    return [
+        path
+        for path in (REPOSITORY / "pretrain_gpt.py", *sorted((REPOSITORY / "tools").rglob("*.py")))
+        if path.exists()
+    ]
+
+
+def test_every_package_has_a_level() -> None:
+    packages = {package_of(module) for module in modules()} - {"", REFERENCE}
+    assert packages <= set(LEVELS), f"give {sorted(packages - set(LEVELS))} a level in LEVELS"
+
+
+def test_imports_go_only_to_lower_levels() -> None:
+    found = [
+        breach for module, path in modules().items() if module != "megapipe" for breach in levels_of_file(module, path)
+    ]
+    assert not found, "\n".join(found)
+
+
+def levels_of_file(module: str, path: Path) -> list[str]:
+    return breaches_of_levels(tree_of(path), module, path.name == "__init__.py")
+
+
+def test_modules_import_in_no_circle() -> None:
+    graph = {
+        module: {
+            name for _, name in modules_imported(tree_of(path), module, path.name == "__init__.py") if name in modules()
+        }
+        - {module}
+        for module, path in modules().items()
+    }
+    assert circle_in(graph) == []
+
+
+def test_plan_half_names_no_torch() -> None:
+    found = [
+        b
+        for module, path in modules().items()
+        if package_of(module) in TORCH_FREE
+        for b in breaches_of_torch(tree_of(path), module)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_importing_the_plan_half_leaves_torch_out() -> None:
+    """In a fresh interpreter, third-party packages included."""
+    plan = [module for module in modules() if package_of(module) in ("", *TORCH_FREE)]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {plan!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name + ' brings torch'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def test_torch_distributed_is_used_only_in_comm() -> None:
+    found = [
+        b
+        for module, path in modules().items()
+        if package_of(module) != "comm" and module != "megapipe.extras.launch.torchrun"
+        for b in breaches_of_the_one_door(tree_of(path), module)
+    ]
+    found += [
+        b
+        for path in doors()
+        if PEERS not in path.parents
+        for b in breaches_of_the_one_door(tree_of(path), dotted_name(path))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_chosen_libraries_are_imported_in_one_file_each() -> None:
+    found = [b for module, path in modules().items() for b in breaches_of_libraries(tree_of(path), module)]
+    assert not found, "\n".join(found)
+
+
+def test_environment_is_read_in_one_file() -> None:
+    found = [
+        b
+        for module, path in modules().items()
+        if module != "megapipe.environment"
+        for b in breaches_of_environment(tree_of(path), module)
+    ]
+    found += [b for path in doors() for b in breaches_of_environment(tree_of(path), dotted_name(path))]
+    assert not found, "\n".join(found)
+
+
+def test_no_live_state_in_module_globals() -> None:
+    found = [breach for module, path in modules().items() for breach in breaches_of_state(tree_of(path), module)]
+    excused = {reason for reason in STATE_WITH_A_REASON for breach in found if breach.endswith(reason)}
+    assert not [breach for breach in found if not breach.endswith(tuple(excused))], "\n".join(found)
+    assert excused == set(STATE_WITH_A_REASON), "an excuse that is no longer needed"
+
+
+def test_nothing_that_arrives_is_unpickled_or_run() -> None:
+    found = [b for module, path in modules().items() for b in breaches_of_what_runs_others(tree_of(path), module)]
+    found += [
+        b
+        for path in doors()
+        for b in breaches_of_what_runs_others(tree_of(path), dotted_name(path))
+        if PEERS not in path.parents
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_reference_imports_torch_alone() -> None:
+    allowed = {"torch", "__future__", *sys.stdlib_module_names}
+    found = [
+        f"{module}:{line} imports {name}"
+        for module, path in modules().items()
+        if package_of(module) == REFERENCE
+        for line, name, _ in imports_of(tree_of(path), module, path.name == "__init__.py")
+        if name.split(".")[0] not in allowed and not name.startswith(f"megapipe.{REFERENCE}")
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_packages_are_introduced_by_a_docstring_and_re_export_nothing() -> None:
+    for module, path in modules().items():
+        assert ast.get_docstring(tree_of(path)), f"{module} has no docstring"
+        if path.name == "__init__.py" and module != "megapipe":
+            assert not list(imports_of(tree_of(path), module, True)), f"{module} imports in its __init__.py"
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    names = {path: set(path.relative_to(REPOSITORY).with_suffix("").parts) for path in (*modules().values(), *doors())}
+    assert not [path for path, parts in names.items() if parts & NAMES_THAT_SAY_NOTHING]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("from megapipe.model.attention import Attention", id="upwards"),
+        pytest.param("def f():\n    import megapipe.train.loop", id="inside a function"),
+        pytest.param(
+            "if TYPE_CHECKING:\n    from megapipe.data_parallel.buffers import StageBuffers", id="same level, for types"
+        ),
+        pytest.param("from megapipe import verify", id="from the package"),
+        pytest.param("from ..pipeline import engine", id="relative"),
+        pytest.param("importlib.import_module('megapipe.assembly.assembly')", id="by name"),
+        pytest.param("import megapipe.extras.reference.gpt", id="the oracle"),
+        pytest.param("import megapipe.attic", id="a package without a level"),
+    ],
+)
+def test_planted_import_upwards_is_seen(source: str) -> None:
+    assert breaches_of_levels(ast.parse(source), "megapipe.tensor_parallel.linear")
+    assert not breaches_of_levels(
+        ast.parse("from megapipe.comm.groups import Group"), "megapipe.tensor_parallel.linear"
+    )
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch.distributed as dist", "from torch import distributed", "def f():\n    torch.distributed.barrier()"],
+)
+def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
+    assert breaches_of_the_one_door(ast.parse(source), "megapipe.optimizer.norm")
+    assert not breaches_of_the_one_door(ast.parse("import torch\ntorch.zeros(1)"), "megapipe.optimizer.norm")
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("def f():\n    import flash_attn", "megapipe.model.attention"),
+        ("import apex.optimizers", "megapipe.gpu.apex"),
+        ("from transformer_engine.pytorch import Linear", "megapipe.gpu.transformer_engine"),
+    ],
+)
+def test_planted_import_of_a_library_is_seen(source: str, module: str) -> None:
+    assert breaches_of_libraries(ast.parse(source), module)
+    assert not breaches_of_libraries(ast.parse("def f():\n    import flash_attn"), "megapipe.gpu.flash")
+
+
+@pytest.mark.parametrize("source", ["import torch", "def f():\n    from torch import Tensor", "import transformers"])
+def test_planted_torch_in_the_plan_is_seen(source: str) -> None:
+    assert breaches_of_torch(ast.parse(source), "megapipe.plan.flops")
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos.environ['RANK']", "from os import environ", "def f():\n    return os.getenv('RANK')"]
+)
+def test_planted_read_of_the_environment_is_seen(source: str) -> None:
+    assert breaches_of_environment(ast.parse(source), "megapipe.train.loop")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("import pickle", id="pickle"),
+        pytest.param("def f(x):\n    from pickle import loads", id="pickle in a function"),
+        pytest.param("torch.load(path)", id="torch.load as it comes"),
+        pytest.param("torch.load(path, weights_only=False)", id="torch.load of anything"),
+        pytest.param("f = torch.load", id="torch.load handed on"),
+        pytest.param("np.load(path, allow_pickle=True)", id="arrays of objects"),
+        pytest.param("dist.all_gather_object(held, 1)", id="object collective"),
+        pytest.param("dist.broadcast_object_list(held)", id="object list"),
+        pytest.param("subprocess.run(text, shell=True)", id="shell"),
+        pytest.param("subprocess.run(text, shell=wanted)", id="shell if asked for"),
+        pytest.param("os.system(text)", id="os.system"),
+        pytest.param("eval(text)", id="eval"),
+        pytest.param("yaml.load(text, Loader)", id="yaml objects"),
+    ],
+)
+def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
+    assert breaches_of_what_runs_others(ast.parse(source), "megapipe.train.loop")
+    harmless = "torch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\nsubprocess.run(['ls'])\nbroadcast_object(1, group)"
+    assert not breaches_of_what_runs_others(ast.parse(harmless), "megapipe.train.loop")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("GROUPS = build_process_groups(topology, 0)", id="groups at import"),
+        pytest.param(
+            "_config: Config | None = None\ndef set_config(c):\n    global _config\n    _config = c",
+            id="global statement",
+        ),
+        pytest.param("_state = {}\ndef f(x):\n    _state['rank'] = x", id="dict written"),
+        pytest.param("_seen = []\ndef f(x):\n    _seen.append(x)", id="list grown"),
+    ],
+)
+def test_planted_state_in_globals_is_seen(source: str) -> None:
+    assert breaches_of_state(ast.parse(source), "megapipe.comm.groups")
+    assert not breaches_of_state(
+        ast.parse("TABLE = {1: 2}\ndef f(table):\n    table[3] = TABLE[1]"), "megapipe.comm.groups"
+    )
+
+
+def test_planted_circle_is_seen() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -1,0 +1,217 @@
+"""What is done for the sake of a GPU, seen without one: memory that runs out, ranges named by actions, waits of the host in a step."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megapipe
+from megapipe.config.gpu import GpuConfig
+from megapipe.config.logging import LoggingConfig
+from megapipe.errors import ConfigError, TrainingError
+from megapipe.pipeline.stage import StageRunner
+from megapipe.plan.resolve import resolve
+from megapipe.train.gpu_setup import check_fp8, marks_of, out_of_memory, snapshot_path, watched_memory, ways_out
+from megapipe.train.step import TrainStep
+from tests.train.jobs import job
+from tests.train.runs import tiny
+
+
+def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forward = StageRunner.forward
+
+    def too_large(self: StageRunner, microbatch: int, *arguments: object) -> object:
+        if microbatch == 3:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79 GiB"
+            )
+        return forward(self, microbatch, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StageRunner, "forward", too_large)
+    code, said = job(f"--train-iters 2 --save {tmp_path}")
+    assert code == 1
+    assert "training stopped: rank 0 (pp 0) ran out of memory: planned " in said
+    assert "--recompute-granularity selective; --micro-batch-size 1; --recompute-granularity full" in said
+    assert "torch: CUDA out of memory; --record-memory-history shows who holds it" in said
+    assert any(
+        "ran out of memory" in json.loads(line).get("text", "")
+        for line in (tmp_path / "run.jsonl").read_text().splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "arch", "words"),
+    [
+        ((8, 0), None, "", "compute capability 8.0, has no fp8 matrix units"),
+        ((8, 9), None, "", None),
+        ((10, 0), None, "", None),
+        ((9, 4), "6.4", "gfx942:sramecc+", "has other 8-bit formats"),
+        ((9, 5), "7.0", "gfx950:sramecc+", None),
+    ],
+)
+def test_fp8_is_refused_at_the_start_by_a_card_that_cannot(
+    capability: tuple[int, int], hip: str | None, arch: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=arch))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    config, card = tiny(fp8_format="hybrid"), torch.device("cuda")
+    check_fp8(config, torch.device("cpu"))
+    check_fp8(tiny(), card)
+    if words is None:
+        check_fp8(config, card)
+    else:
+        with pytest.raises(ConfigError, match=f"--fp8-format hybrid: a card.* {words}.*; leave it out"):
+            check_fp8(config, card)
+
+
+def test_ways_out_name_only_what_is_not_done_yet() -> None:
+    plain = ways_out(resolve(tiny(tensor_model_parallel_size=2, micro_batch_size=1), 4))
+    assert (
+        "--use-distributed-optimizer; --sequence-parallel; --recompute-granularity selective; --recompute-granularity full"
+        in plain
+    )
+    done = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "micro_batch_size": 1,
+        "cpu_offloading_num_layers": 1,
+    }
+    assert ways_out(resolve(tiny(**done), 4)).startswith("Ways out: more tensor- or pipeline-parallel ranks")
+
+
+def test_message_shows_the_largest_items_of_its_own_pipeline_rank() -> None:
+    plan = resolve(tiny(pipeline_model_parallel_size=2), 4)
+    text = out_of_memory(plan, torch.device("cpu"), 3, torch.OutOfMemoryError("no room. more"))
+    assert text.startswith("rank 3 (pp 1) ran out of memory: planned")
+    assert text.count("optimizer") == 2, "as an item, and in a way out"
+    assert text.endswith("torch: no room")
+
+
+def test_other_errors_go_on_their_way() -> None:
+    with pytest.raises(KeyError), watched_memory(resolve(tiny(), 1), torch.device("cpu"), 0):
+        raise KeyError("x")
+    with pytest.raises(TrainingError), watched_memory(resolve(tiny(), 1), torch.device("cpu"), 0):
+        raise torch.OutOfMemoryError("x")
+
+
+def test_each_rank_writes_its_own_snapshot() -> None:
+    assert snapshot_path(GpuConfig(memory_snapshot_path="runs/a/memory.pickle"), 12) == Path(
+        "runs/a/memory_rank_00012.pickle"
+    )
+
+
+def test_profiled_steps_name_actions_and_phases(tmp_path: Path) -> None:
+    code, said = job(f"--train-iters 2 --save {tmp_path} --profile --profile-step-start 1 --profile-step-end 2")
+    assert code == 0, said
+    trace = json.loads((tmp_path / "trace_rank_00000.json").read_text())
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {f"0{op}{microbatch}" for op in "FB" for microbatch in range(4)} <= names
+    assert {"forward-backward", "optimizer"} <= names
+
+
+def test_ranges_go_to_whom_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        opened.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", span)
+    marks = marks_of(GpuConfig(nvtx_ranges=True), LoggingConfig(), 0)
+    assert marks is not None
+    with marks("3B7"):
+        pass
+    assert opened == ["3B7"]
+    assert marks_of(GpuConfig(), LoggingConfig(profile=True, profile_ranks=(1,)), 1) is torch.profiler.record_function
+    assert marks_of(GpuConfig(), LoggingConfig(profile=True, profile_ranks=(1,)), 0) is None
+
+
+READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim"}
+METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
+PACKAGE = str(Path(megapipe.__file__).parent)
+OTHERWISE_ON_A_GPU = ("check_ids", "_contributing")  # branches for CPUs
+
+
+@contextmanager
+def host_waits(seen: list[str]) -> Iterator[None]:
+    """Collects where the host reads a tensor: on a GPU it waits for the device there."""
+
+    def note() -> None:
+        frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
+        if not any(frame.name in OTHERWISE_ON_A_GPU for frame in frames):
+            seen.append(f"{Path(frames[-1].filename).stem}.{frames[-1].name}")
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ in READS:
+                note()
+            return func(*args, **(kwargs or {}))
+
+    class Methods(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in METHODS:
+                note()
+            return func(*args, **(kwargs or {}))
+
+    with Operations(), Methods():
+        yield
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """By part of a step: where the host read something of the device in it."""
+    found: dict[str, list[str]] = {"launch": [], "settle": []}
+    for part, seen in found.items():
+        run = getattr(TrainStep, part)
+
+        def watched(self: TrainStep, *arguments: Any, run: Any = run, seen: list[str] = seen) -> Any:
+            with host_waits(seen):
+                return run(self, *arguments)
+
+        monkeypatch.setattr(TrainStep, part, watched)
+    return found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("", id="plain"),
+        pytest.param(
+            "--hidden-dropout 0.1 --attention-dropout 0.1 --bf16 --use-distributed-optimizer", id="dropout bf16"
+        ),
+        pytest.param(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --label-smoothing 0.1",
+            id="recompute",
+        ),
+        pytest.param("--log-num-zeros-in-grad --decoupled-lr 0.1 --fp16 --initial-loss-scale 64", id="fp16"),
+    ],
+)
+def test_host_reads_nothing_of_the_device_until_a_step_has_been_launched(
+    flags: str, waits: dict[str, list[str]]
+) -> None:
+    code, said = job(f"--train-iters 3 {flags}")
+    assert code == 0, said
+    assert waits["launch"] == []
+    per_step = [sorted(set(waits["settle"]))]
+    assert 0 < len(waits["settle"]) <= 3 * 8, per_step
+    assert set(waits["settle"]) <= {"loss.wait", "gradient_norm.wait"}, per_step
