@@ -10,7 +10,7 @@
 - `ping`:        messages to and fro, timed: for clocks that are compared, and for what a message takes
 - `failures`:    what a RuntimeError of a backend means, as a `CommunicationError` that names group, operation and peer
 - `torch_checkpoint`: a folder of torch.distributed.checkpoint, written without a process group
-- `paper`:       a process group that is not there: what would travel is written into a `Ledger`; for the dry run
+- `fake_backend`: process groups of the dry run, which move nothing and count operations in a `Ledger`
 - `trace`:       `Tracer`, launch and completion of all of this, when asked
 
 Groups are arguments: no rank, group or backend stands in a module's globals.

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.comm.failures import communication_error
+from megapipe.comm.fake_backend import FakeHandle
 from megapipe.comm.groups import Group, backend_of
 from megapipe.comm.host_copies import HostCopies, travels_through_host
-from megapipe.comm.paper import PaperHandle
 from megapipe.comm.wire import pack, unpack
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -238,7 +238,7 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
     number = 0 if group.heart is None else group.heart.joins(group.name)
     try:
         handle: Any
-        if isinstance(group.handle, PaperHandle):
+        if isinstance(group.handle, FakeHandle):
             handle = group.handle.start(name, tensors)
         elif tensors and travels_through_host(group.handle, tensors[0]):
             handle = HostCopies(tensors, 1, launch)

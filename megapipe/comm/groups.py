@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megapipe.comm.fake_backend import FakeHandle, Ledger
 from megapipe.comm.nccl import NcclSettings
-from megapipe.comm.paper import Ledger, PaperHandle
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.monitor.heartbeat import Heartbeat
@@ -108,23 +108,23 @@ def build_process_groups(
     return ProcessGroups(**made)  # type: ignore[arg-type]
 
 
-def paper_process_groups(topology: Topology, global_rank: int, ledger: Ledger) -> ProcessGroups:
-    """This rank's groups in a world that nobody has started: their collectives are written into `ledger` and do nothing else."""
+def fake_process_groups(topology: Topology, global_rank: int, ledger: Ledger) -> ProcessGroups:
+    """This rank's groups over the fake backend, which records operations in `ledger` and moves nothing."""
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank)
 
     def group(name: str) -> Group | None:
         ranks = topology.group_of(name, global_rank)
-        handle = PaperHandle(name, ledger) if len(ranks) > 1 else None
+        handle = FakeHandle(name, ledger) if len(ranks) > 1 else None
         return Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
 
     return ProcessGroups(**{name: group(name) for name in GROUP_NAMES})  # type: ignore[arg-type]
 
 
 def backend_of(group: Group) -> str | None:
-    """'nccl', 'gloo' or 'paper'; None for a group of one, which needs none."""
-    if group.handle is None or isinstance(group.handle, PaperHandle):
-        return None if group.handle is None else PaperHandle.backend
+    """'nccl', 'gloo' or 'fake'; None for a group of one, which needs none."""
+    if group.handle is None or isinstance(group.handle, FakeHandle):
+        return None if group.handle is None else FakeHandle.backend
     return str(dist.get_backend(group.handle))
 
 
@@ -153,8 +153,8 @@ def new_handle(
 
 def second_communicator(group: Group) -> Group:
     """The same ranks over a communicator of their own, so that what is sent over one does not wait for the other's. A group of one, or
-    on paper, is returned as it is. Called by all ranks of the world at one time; `group` is of one kind on all of them."""
-    if group.handle is None or isinstance(group.handle, PaperHandle):
+    of the fake backend, is returned as it is. Called by all ranks of the world at one time; `group` is of one kind on all of them."""
+    if group.handle is None or isinstance(group.handle, FakeHandle):
         return group
     backend, mine = dist.get_backend(group.handle), group
     for ranks in group.siblings:

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.comm.paper import PaperHandle
+from megapipe.comm.fake_backend import FakeHandle
 
 
 def travels_through_host(handle: Any, tensor: Tensor) -> bool:
     """Whether the group's backend cannot send this tensor from where it lies."""
-    return tensor.is_cuda and not isinstance(handle, PaperHandle) and dist.get_backend(handle) == "gloo"
+    return tensor.is_cuda and not isinstance(handle, FakeHandle) and dist.get_backend(handle) == "gloo"
 
 
 class HostCopies:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.comm.groups import ProcessGroups, paper_process_groups
-from megapipe.comm.paper import Ledger
+from megapipe.comm.fake_backend import Ledger
+from megapipe.comm.groups import ProcessGroups, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.extras.dry_run.live_bytes import LiveBytes
@@ -76,7 +76,7 @@ def count_rank(
     ledger, live = Ledger(), LiveBytes()
     ledger.observe = lambda tensor: live.name([tensor], "messages")
     with OnPaper(device), live:
-        groups = paper_process_groups(plan.topology, global_rank, ledger)
+        groups = fake_process_groups(plan.topology, global_rank, ledger)
         found, watch = count_step(plan, groups, META, live, read, _empty, count, ledger)
     if count != full:
         watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank])

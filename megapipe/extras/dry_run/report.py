@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megapipe.comm.paper import Ledger
+from megapipe.comm.fake_backend import Ledger
 from megapipe.extras.dry_run.grid import Kind
 from megapipe.extras.dry_run.rank import STATE, RankCount
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
