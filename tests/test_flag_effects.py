@@ -45,7 +45,7 @@ from megapipe.train.run import join
 from megapipe.train.step import Rates
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
-from tests.train.grids import machines_of, step_microbatches, trainer
+from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.jobs import job_on_rank
 
 BASE = (
@@ -206,7 +206,7 @@ def layer_times(pair: Pair, _: str) -> None:
 
 def saved_bytes(pair: Pair, _: str) -> None:
     def look(case: Case) -> int:
-        machines = machines_of(load_config(case.argv).config, 0, 1)
+        runtime = runtime_of(load_config(case.argv).config, 0, 1)
         total = 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,13 +214,11 @@ def saved_bytes(pair: Pair, _: str) -> None:
             total += tensor.numel() * tensor.element_size()
             return tensor
 
-        microbatches = step_microbatches(machines, batch_rows(), 0)
-        machines.reducer.begin_step(len(microbatches))
+        microbatches = step_microbatches(runtime, batch_rows(), 0)
+        runtime.reducer.begin_step(len(microbatches))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            machines.engine(len(microbatches)).run(
-                Step(
-                    microbatches, machines.message, lambda output, payload: (output.loss_sum, output.loss_sum.detach())
-                )
+            runtime.engine(len(microbatches)).run(
+                Step(microbatches, runtime.message, lambda output, payload: (output.loss_sum, output.loss_sum.detach()))
             )
         return total
 
@@ -234,10 +232,10 @@ def batch_rows() -> np.ndarray:
 
 def steps_on_a_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, Any]:
     tracer = Tracer()
-    machines = machines_of(load_config(argv).config, rank, world_size, tracer=tracer)
-    step = trainer(machines)
-    losses = [step.run(step_microbatches(machines, batch_rows(), index), Rates(1e-2, 0.0)).loss for index in range(2)]
-    machines.gather.finish()
+    runtime = runtime_of(load_config(argv).config, rank, world_size, tracer=tracer)
+    step = trainer(runtime)
+    losses = [step.run(step_microbatches(runtime, batch_rows(), index), Rates(1e-2, 0.0)).loss for index in range(2)]
+    runtime.gather.finish()
     # a collective is sorted by its launch: the moment at which it is done is chance
     events = sorted((event.start_ns, event.name) for event in tracer.events)
     names = [name for _, name in events]

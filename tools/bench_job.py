@@ -1,6 +1,6 @@
 """The timed side of tools/bench_cpu.py: one process a rank, which waits for orders and runs training steps.
 
-A job is a row of the table: the plain loop, or megapipe on some grid. megapipe's steps are those of pretrain_gpt.py: Machines and TrainStep
+A job is a row of the table: the plain loop, or megapipe on some grid. megapipe's steps are those of pretrain_gpt.py: TrainingRuntime and TrainStep
 with batches cut by the data room, clipping, AdamW, and the action tracer that a pipeline has on a CPU. All jobs stay alive and take turns.
 """
 
@@ -17,8 +17,8 @@ import torch
 from plain_loop import PlainLoop, Shape
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
@@ -118,13 +118,13 @@ class MegapipeJob:
         world = start(here, "gloo", TIMEOUT_SECONDS, "cpu")
         self.tracer = Tracer() if grid.pp > 1 else None
         groups = build_process_groups(self.plan.topology, rank, world.backend, world.timeout_seconds)
-        self.machines = Machines(self.plan, groups, world.device, tracer=self.tracer)
-        self._train = TrainStep(self.machines)
+        self.runtime = TrainingRuntime(self.plan, groups, world.device, tracer=self.tracer)
+        self._train = TrainStep(self.runtime)
         self._shape, self._rows, self._number = shape, draw_rows(shape), 0
 
     def step(self) -> StepResult:
         """One optimizer step on this rank's part of the global batch."""
-        dp, dp_rank, micro = self.plan.topology.dp, self.machines.coordinates.dp_rank, self._shape.micro_batch
+        dp, dp_rank, micro = self.plan.topology.dp, self.runtime.coordinates.dp_rank, self._shape.micro_batch
 
         def read(k: int) -> Batch:
             first = (k * dp + dp_rank) * micro
@@ -132,12 +132,12 @@ class MegapipeJob:
 
         keys = Keys(SEED, self._number, dp_rank, dp)
         self._number += 1
-        microbatches = Microbatches(self._shape.microbatches // dp, read, keys, self.machines.device)
+        microbatches = Microbatches(self._shape.microbatches // dp, read, keys, self.runtime.device)
         return self._train.run(microbatches, Rates(LR, WEIGHT_DECAY))
 
     def turn(self, steps: int) -> Measured:
         """A barrier, then timed steps."""
-        barrier(self.machines.groups.world)
+        barrier(self.runtime.groups.world)
         if self.tracer is not None:
             self.tracer.clear()
         return _timed(lambda: self.step().loss, steps, self._stage_times)
@@ -196,7 +196,7 @@ def agreement(shape: Shape) -> float:
     job, plain = MegapipeJob(shape, Grid(), 0, 0), PlainJob(shape)
     with torch.no_grad():
         for name, tensor in plain.loop.model.named_parameters():
-            tensor.copy_(_in_plain_order(name, job.machines.buffers[0].parameter(megatron_name(name)), shape))
+            tensor.copy_(_in_plain_order(name, job.runtime.buffers[0].parameter(megatron_name(name)), shape))
     worst = 0.0
     for _ in range(3):
         loss, norm = plain.step()

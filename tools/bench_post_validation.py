@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
@@ -74,7 +74,7 @@ def stretch(runner: StageRunner, seconds: float) -> None:
 
 
 class Contender:
-    """One run's machines, and the times of its verdicts."""
+    """One run's runtime, and the times of its verdicts."""
 
     def __init__(self, schedule: str, is_ahead: bool, arguments: argparse.Namespace, world: Any) -> None:
         flags = (
@@ -83,11 +83,11 @@ class Contender:
         flags += f" --pipeline-schedule {schedule}" + " --optimizer-post-validation" * is_ahead
         plan = resolve(load_config(flags.split()).config, world.world_size)
         groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
-        self.machines = Machines(plan, groups, world.device)
+        self.runtime = TrainingRuntime(plan, groups, world.device)
         seconds = arguments.unit / 1e3 / plan.num_chunks
-        for runner in self.machines.runners.values():
+        for runner in self.runtime.runners.values():
             stretch(runner, seconds)
-        self._step, self._count, self._index = TrainStep(self.machines), arguments.microbatches, 0
+        self._step, self._count, self._index = TrainStep(self.runtime), arguments.microbatches, 0
         self._rows = np.random.RandomState(0).randint(0, 32, (self._count, 9))
         costs = Costs({(s, op): UNITS[op][1] * seconds for s in range(plan.placement.num_stages) for op in COMPUTE_OPS})
         timeline = simulate(plan.schedule(self._count), costs)
@@ -96,7 +96,7 @@ class Contender:
 
     def round(self, steps: int) -> list[float]:
         """Seconds between verdicts, from the second to the last but one."""
-        barrier(self.machines.groups.world)
+        barrier(self.runtime.groups.world)
         verdicts: list[float] = []
 
         def settled(_: StepResult) -> bool:
@@ -114,7 +114,7 @@ class Contender:
     def _microbatches(self) -> Microbatches:
         self._index += 1
         read = lambda k: Batch.of(self._rows[k : k + 1], (k,), DocumentRules())  # noqa: E731
-        return Microbatches(self._count, read, Keys(1, self._index, 0, 1), self.machines.device)
+        return Microbatches(self._count, read, Keys(1, self._index, 0, 1), self.runtime.device)
 
 
 def main() -> None:

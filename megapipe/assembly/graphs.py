@@ -26,7 +26,7 @@ def build_graphs(
     stages: Mapping[int, tuple[GPTStage, StageBuffers, StageRunner]],
     gather: ParameterGather,
     recorder: Recorder | None = None,
-    heart: Heartbeat | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> RankGraphs | None:
     """None where nothing is recorded. recorder: of CUDA graphs if None."""
     gpu = plan.config.gpu
@@ -41,7 +41,7 @@ def build_graphs(
         recorder or CudaRecorder(),
         settle=gather.finish,
         example=_without_key,
-        during=nullcontext if heart is None else partial(heart.phase, "recording graphs", PATIENCE),
+        during=nullcontext if heartbeat is None else partial(heartbeat.phase, "recording graphs", PATIENCE),
     )
 
 

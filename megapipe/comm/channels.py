@@ -235,15 +235,15 @@ class Channel:
 
     def wait_for(self, handle: Any, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
         """Wait once for one of torch's handles, a failure told as CommunicationError."""
-        heart = self._group.heart
-        if heart is not None:
-            heart.wait_for_peer(Wait.SEND if self.sends else Wait.RECEIVE, self._word, self.peer)
+        heartbeat = self._group.heartbeat
+        if heartbeat is not None:
+            heartbeat.wait_for_peer(Wait.SEND if self.sends else Wait.RECEIVE, self._word, self.peer)
         try:
             handle.wait()
         except RuntimeError as error:
             raise self._failed(error, start_ns, tensors) from error
-        if heart is not None:
-            heart.goes_on()
+        if heartbeat is not None:
+            heartbeat.goes_on()
 
     def compare(self, header: _Header, start_ns: int, tensors: tuple[Tensor, ...]) -> None:
         """Raise CommunicationError unless the sender declared what is expected here. Once a header, by whichever message waits first."""

@@ -47,7 +47,7 @@ class Work:
     def __init__(
         self, handle: Any, name: str, group: Group, start_ns: int, kept: tuple[Tensor, ...] = (), number: int = 0
     ) -> None:
-        self._number = number  # among the group's, where it has a heart
+        self._number = number  # among the group's, where it has a heartbeat
         self._handle = handle
         self._name = name
         self._group = group
@@ -64,9 +64,9 @@ class Work:
             raise self._error
         if self._handle is None:
             return
-        heart = self._group.heart
-        if heart is not None:
-            heart.wait_for_all(self._group.name, self._name, self._number)
+        heartbeat = self._group.heartbeat
+        if heartbeat is not None:
+            heartbeat.wait_for_all(self._group.name, self._name, self._number)
         try:
             self._handle.wait()
         except RuntimeError as error:
@@ -74,8 +74,8 @@ class Work:
             raise self._error from error
         finally:
             self._handle, self._kept = None, ()
-        if heart is not None:
-            heart.goes_on()
+        if heartbeat is not None:
+            heartbeat.goes_on()
         self._trace()
 
     def _trace_completion(self, handle: Any, kept: tuple[Tensor, ...]) -> None:
@@ -235,7 +235,7 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
     start_ns = perf_counter_ns()
     if group.handle is None:
         return Work(None, name, group, start_ns)
-    number = 0 if group.heart is None else group.heart.joins(group.name)
+    number = 0 if group.heartbeat is None else group.heartbeat.joins(group.name)
     try:
         handle: Any
         if isinstance(group.handle, FakeHandle):
@@ -254,15 +254,15 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
 
 def _blocking(name: str, group: Group, call: Callable[[], Any]) -> Any:
     start_ns = perf_counter_ns()
-    heart = group.heart
-    if heart is not None:
-        heart.wait_for_all(group.name, name, heart.joins(group.name))
+    heartbeat = group.heartbeat
+    if heartbeat is not None:
+        heartbeat.wait_for_all(group.name, name, heartbeat.joins(group.name))
     try:
         answer = call()
     except RuntimeError as error:
         raise _failed(name, group, (), start_ns, error) from error
-    if heart is not None:
-        heart.goes_on()
+    if heartbeat is not None:
+        heartbeat.goes_on()
     if group.tracer is not None:
         group.tracer.event(f"{group.name} {name}", "collective", start_ns)
     return answer

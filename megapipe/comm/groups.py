@@ -23,7 +23,7 @@ class Group:
 
     name: of topology.GROUP_NAMES. ranks: global, ascending. rank: this rank's index in `ranks`. handle: torch's process group; None for a
     group of one, where every operation is a no-op. siblings: all groups of this kind in the world, this one included. timeout_seconds:
-    after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog). heart: told of
+    after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog). heartbeat: told of
     every operation and wait. nccl: how communicators made later for these ranks are set.
     """
 
@@ -34,15 +34,15 @@ class Group:
     tracer: Tracer | None = field(default=None, repr=False)
     timeout_seconds: float | None = None
     siblings: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    heart: Heartbeat | None = field(default=None, repr=False)
+    heartbeat: Heartbeat | None = field(default=None, repr=False)
     nccl: NcclSettings | None = field(default=None, repr=False)
 
     @classmethod
     def alone(
-        cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None
+        cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heartbeat: Heartbeat | None = None
     ) -> Group:
         """A group of one: needs no torch.distributed."""
-        return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),), heart)
+        return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),), heartbeat)
 
     @property
     def size(self) -> int:
@@ -74,9 +74,11 @@ class ProcessGroups:
     kv: Group
 
     @classmethod
-    def alone(cls, global_rank: int = 0, tracer: Tracer | None = None, heart: Heartbeat | None = None) -> ProcessGroups:
+    def alone(
+        cls, global_rank: int = 0, tracer: Tracer | None = None, heartbeat: Heartbeat | None = None
+    ) -> ProcessGroups:
         """The groups of a world of one."""
-        return cls(**{name: Group.alone(name, global_rank, tracer, heart) for name in GROUP_NAMES})
+        return cls(**{name: Group.alone(name, global_rank, tracer, heartbeat) for name in GROUP_NAMES})
 
 
 def build_process_groups(
@@ -85,7 +87,7 @@ def build_process_groups(
     backend: str,
     timeout_seconds: float,
     tracer: Tracer | None = None,
-    heart: Heartbeat | None = None,
+    heartbeat: Heartbeat | None = None,
     nccl: NcclSettings | None = None,
 ) -> ProcessGroups:
     """Make every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
@@ -96,13 +98,13 @@ def build_process_groups(
     Raises CommunicationError if torch.distributed was started with another world.
     """
     if topology.world_size == 1:
-        return ProcessGroups.alone(global_rank, tracer, heart)
+        return ProcessGroups.alone(global_rank, tracer, heartbeat)
     _check_world(topology, global_rank)
     made: dict[str, Group | None] = {}
     for name in GROUP_NAMES:
         other = _same_ranks(name, topology)
         if other is None:
-            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer, heart, nccl)
+            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer, heartbeat, nccl)
         else:
             made[name] = _renamed(made[other], name)
     return ProcessGroups(**made)  # type: ignore[arg-type]
@@ -171,7 +173,7 @@ def _build(
     backend: str,
     timeout_seconds: float,
     tracer: Tracer | None,
-    heart: Heartbeat | None,
+    heartbeat: Heartbeat | None,
     nccl: NcclSettings | None,
 ) -> Group | None:
     siblings = topology.groups(name)
@@ -182,7 +184,9 @@ def _build(
         else:
             handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
         if global_rank in ranks:
-            mine = Group(name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings, heart, nccl)
+            mine = Group(
+                name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings, heartbeat, nccl
+            )
     return mine
 
 

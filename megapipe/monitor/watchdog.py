@@ -66,7 +66,7 @@ class Watchdog:
 
     def __init__(
         self,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         roster: Roster,
         rank: int,
         live: Path,
@@ -76,7 +76,7 @@ class Watchdog:
         exchange: Exchange | None = None,
         kills: bool = False,
     ) -> None:
-        self._heart, self._roster, self._rank, self._live = heart, roster, rank, live
+        self._heartbeat, self._roster, self._rank, self._live = heartbeat, roster, rank, live
         self._limit_seconds, self._say, self._end, self._exchange, self._kills = (
             limit_seconds,
             say,
@@ -113,7 +113,7 @@ class Watchdog:
 
     def _run(self) -> None:
         interval = min(MOST_INTERVAL_SECONDS, self._limit_seconds / 8)
-        self._heart.pulse()
+        self._heartbeat.pulse()
         before = time.time()
         while not self._stopped.wait(interval):
             now = time.time()
@@ -122,7 +122,7 @@ class Watchdog:
             ):  # stopped and continued, or a clock that was set: all records look old, none is
                 self._not_before = now + self._limit_seconds
             before = now
-            self._heart.pulse()
+            self._heartbeat.pulse()
             if self.is_told:
                 self._leave(())
             elif now >= self._not_before and (self._stands_still() or self._somebody_is_gone()):
@@ -133,7 +133,7 @@ class Watchdog:
 
     def _stands_still(self) -> bool:
         """This rank does. Its stack is then written down, once."""
-        record = self._heart.snapshot().record
+        record = self._heartbeat.snapshot().record
         if (time.time_ns() - record.since_ns) / 1e9 < self._limit_seconds * record.patience:
             return False
         if self._told_stack_of != record.beat:
@@ -196,7 +196,7 @@ class Watchdog:
         if before:
             for _ in range(SKEW_TURNS):
                 time.sleep(SKEW_SECONDS / SKEW_TURNS)
-                self._heart.pulse()
+                self._heartbeat.pulse()
             after = self._snapshots(ranks)
         found = {}
         for member in members:
@@ -226,7 +226,7 @@ class Watchdog:
         thread.start()
         while thread.is_alive():
             thread.join(MOST_INTERVAL_SECONDS)
-            self._heart.pulse()
+            self._heartbeat.pulse()
         return answers[0] if answers else None
 
     def _stacks(self, diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> dict[int, str]:
@@ -244,7 +244,7 @@ class Watchdog:
             wanted = [rank for rank in wanted if rank not in stacks]
             if wanted:
                 time.sleep(0.05)
-                self._heart.pulse()
+                self._heartbeat.pulse()
         return stacks
 
     def _stack_text(self, rank: int) -> str:

@@ -80,7 +80,7 @@ class Engine:
     records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
     GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
     weights: needed by schedules with UPDATE. head_start: how many of the row's first actions `begin` runs; they are closed under messages
-    (schedule.head_start). heart: told of every action as it begins. marks: opened around every action under its text form, for profilers.
+    (schedule.head_start). heartbeat: told of every action as it begins. marks: opened around every action under its text form, for profilers.
     offload: moves activations to the host and back as the row goes on.
     Raises ValueError for stages that are not those of the row.
     """
@@ -96,7 +96,7 @@ class Engine:
         streams: StageStreams | None = None,
         weights: StageWeights | None = None,
         head_start: int = 0,
-        heart: Heartbeat | None = None,
+        heartbeat: Heartbeat | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
         offload: RowOffload | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class Engine:
         self._tracer = tracer
         self._streams = streams
         self._head_start = head_start
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._offload = offload
         self._words = tuple(str(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
@@ -190,13 +190,13 @@ class Engine:
             self._offload.clear()
 
     def _act(self, run: BegunRun, part: slice, run_ends: bool) -> None:
-        heart = self._heart
+        heartbeat = self._heartbeat
         start = 0 if self._tracer is None else self._tracer.now()
         try:
             with torch.set_grad_enabled(self.is_training):
                 for action, word in zip(self.row[part], self._words[part], strict=True):
-                    if heart is not None:
-                        heart.act(word)
+                    if heartbeat is not None:
+                        heartbeat.act(word)
                     if self._tracer is None:
                         self._handlers[action.op](run, action)
                     else:
@@ -207,8 +207,8 @@ class Engine:
         except BaseException:
             self.discard()
             raise
-        if heart is not None:
-            heart.act(b"")
+        if heartbeat is not None:
+            heartbeat.act(b"")
         if self._tracer is not None:
             self._tracer.event("row", "row", start, self._tracer.now())
 

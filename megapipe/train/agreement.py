@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.train.signals import StopRequest
 
@@ -41,13 +41,13 @@ class Agreed:
 class Agreement:
     """One reduction of what any rank's clock, signals, disk and numbers say. Called by all ranks together."""
 
-    def __init__(self, machines: Machines, stop: StopRequest) -> None:
-        self._machines, self._stop = machines, stop
+    def __init__(self, runtime: TrainingRuntime, stop: StopRequest) -> None:
+        self._runtime, self._stop = runtime, stop
         self._started = time.monotonic()
 
     def after_step(self, step: int, seconds_since_save: float, is_ready: bool, trouble: Trouble) -> Agreed:
         """seconds_since_save: on this rank's clock. is_ready: this rank's part of a save beside the training is done."""
-        config = self._machines.plan.config
+        config = self._runtime.plan.config
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
         is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
         is_due = minutes is not None and seconds_since_save >= 60.0 * minutes
@@ -64,14 +64,14 @@ class Agreement:
         return 0 if self._stop.signal is None else int(self._stop.signal)
 
     def _largest(self, *flags: int) -> list[int]:
-        tensor = torch.tensor([int(flag) for flag in flags], device=self._machines.device)
-        all_reduce(tensor, self._machines.groups.world, op="max")
+        tensor = torch.tensor([int(flag) for flag in flags], device=self._runtime.device)
+        all_reduce(tensor, self._runtime.groups.world, op="max")
         values: list[int] = tensor.tolist()
         return values
 
     def _reason(self, asked: int, late: bool, step: int) -> str | None:
         """asked: a signal's number, or 0."""
-        training = self._machines.plan.config.training
+        training = self._runtime.plan.config.training
         if asked:
             return f"{signal.Signals(asked).name} received"
         if late:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.model.microbatch import Microbatch
 from megapipe.pipeline.engine import Step
 from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep
@@ -26,26 +26,26 @@ class AsynchronousStep(TrainStep):
         settled: Callable[[StepResult], bool] = lambda _: True,
     ) -> bool:
         """One step but for its result. Nothing is raised for a NaN: the norm and the loss say so."""
-        machines, count = self._machines, len(microbatches)
-        updates = machines.updates
+        runtime, count = self._runtime, len(microbatches)
+        updates = runtime.updates
         assert updates is not None, "a synchronous schedule has no updates in its row"
-        versions = machines.plan.weight_versions(count, machines.coordinates.pp_rank)
+        versions = runtime.plan.weight_versions(count, runtime.coordinates.pp_rank)
         updates.begin(versions, rates.lr, rates.weight_decay, rates.decoupled_lr)
         with timers.phase("forward-backward"):
-            objective = self._average.objective(lambda: machines.optimizer.loss_scale)
-            reports = machines.engine(count).run(Step(microbatches, machines.message, objective))
+            objective = self._average.objective(lambda: runtime.optimizer.loss_scale)
+            reports = runtime.engine(count).run(Step(microbatches, runtime.message, objective))
         updates.finish()
-        replicas, world = machines.groups.dp_cp.size, machines.groups.world
-        self._loss = self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device)
+        replicas, world = runtime.groups.dp_cp.size, runtime.groups.world
+        self._loss = self._average.start(reports, runtime.reports_loss, count, replicas, world, runtime.device)
         return True
 
     def settle(self, timers: Timers = NO_TIMERS) -> StepResult:
         """The result of the step that was launched last."""
         loss = self._take_loss()
-        return StepResult(loss.loss, loss.num_tokens, self._machines.optimizer.last_update(self._count_zero_gradients))
+        return StepResult(loss.loss, loss.num_tokens, self._runtime.optimizer.last_update(self._count_zero_gradients))
 
 
-def step_of(machines: Machines, count_zero_gradients: bool = False) -> TrainStep:
+def step_of(runtime: TrainingRuntime, count_zero_gradients: bool = False) -> TrainStep:
     """The step that the plan's schedule takes."""
-    kind = TrainStep if machines.updates is None else AsynchronousStep
-    return kind(machines, count_zero_gradients)
+    kind = TrainStep if runtime.updates is None else AsynchronousStep
+    return kind(runtime, count_zero_gradients)

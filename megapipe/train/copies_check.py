@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
 from megapipe.data_parallel.copies import Copies, Difference
 from megapipe.errors import TrainingError
@@ -35,10 +35,10 @@ class CopiesCheck:
     changed since the last update.
     """
 
-    def __init__(self, machines: Machines, heart: Heartbeat) -> None:
-        self.interval = machines.plan.config.training.check_weight_hash_across_dp_replicas_interval
-        self._machines, self._heart = machines, heart
-        self._copies = Copies(machines.buffers, machines.groups)
+    def __init__(self, runtime: TrainingRuntime, heartbeat: Heartbeat) -> None:
+        self.interval = runtime.plan.config.training.check_weight_hash_across_dp_replicas_interval
+        self._runtime, self._heartbeat = runtime, heartbeat
+        self._copies = Copies(runtime.buffers, runtime.groups)
         self._compared_step: int | None = None
 
     def compare(self, step: int) -> None:
@@ -48,19 +48,19 @@ class CopiesCheck:
         """
         if self.interval is None or self._compared_step == step:
             return
-        with self._heart.phase("comparing copies", PATIENCE):
-            self._machines.gather.finish()
+        with self._heartbeat.phase("comparing copies", PATIENCE):
+            self._runtime.gather.finish()
             self._compare(step)
         self._compared_step = step
 
     def _compare(self, step: int) -> None:
-        machines, world = self._machines, self._machines.groups.world
-        stale = tuple(machines.optimizer.stale_parameters())
-        found = torch.tensor(int(self._copies.differ() or bool(stale)), device=machines.device)
+        runtime, world = self._runtime, self._runtime.groups.world
+        stale = tuple(runtime.optimizer.stale_parameters())
+        found = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
         all_reduce(found, world, "max")
         if found:
             seen = gather_objects(_Seen(host(), tuple(self._copies.differences()), stale), world)
-            raise TrainingError(text(step, seen, machines.plan.topology))
+            raise TrainingError(text(step, seen, runtime.plan.topology))
 
 
 def text(step: int, seen: Sequence[_Seen], topology: Topology) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.data.loader import Loader
 from megapipe.model.microbatch import Microbatch
 from megapipe.monitor.heartbeat import Heartbeat
@@ -33,15 +33,21 @@ class Evaluation:
 
     def __init__(
         self,
-        machines: Machines,
+        runtime: TrainingRuntime,
         step: TrainStep,
         reader: Reader,
         agreement: Agreement,
         writers: Writers,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
     ) -> None:
-        self._training, self._batch = machines.plan.config.training, machines.plan.batch
-        self._step, self._reader, self._agreement, self._writers, self._heart = step, reader, agreement, writers, heart
+        self._training, self._batch = runtime.plan.config.training, runtime.plan.batch
+        self._step, self._reader, self._agreement, self._writers, self._heartbeat = (
+            step,
+            reader,
+            agreement,
+            writers,
+            heartbeat,
+        )
 
     def run(self, split: str, loader: Loader | None, after_step: int) -> str | None:
         """Evaluate and record it. Returns the signal that cut it short, of which nothing is recorded then. loader: None for no data."""
@@ -66,7 +72,7 @@ class Evaluation:
                     return
                 yield self._reader.microbatches(loader, first + i * samples, count, None)
 
-        with self._heart.phase(split):
+        with self._heartbeat.phase(split):
             loss, tokens = evaluate(self._step, batches(), self._training.calculate_per_token_loss)
         if asked is None:
             self._writers.evaluation(EvaluationMetrics(split, after_step, loss, tokens, time.perf_counter() - started))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.assembly.loss import LossAverage
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
 from megapipe.pipeline.engine import Step
@@ -37,25 +37,25 @@ class Finding:
     text: str
 
 
-def search(machines: Machines, microbatches: Microbatches) -> str:
+def search(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
     """Run the step again and say where the first bad number arises; called by all ranks of a synchronous schedule, with their microbatches
     of that step. The gradients are lost; weights and optimizer stay."""
-    rank = machines.groups.world.global_rank
+    rank = runtime.groups.world.global_rank
     findings = [
         Finding(
             0, -1, stage, rank, f"weight {name} of stage {stage} on rank {rank} was no number before the step began"
         )
-        for stage, module in machines.stages.items()
+        for stage, module in runtime.stages.items()
         for name, parameter in module.named_parameters()
         if not _is_finite(parameter)
     ][:1]
-    watch = _Watch(machines, microbatches)
+    watch = _Watch(runtime, microbatches)
     try:
-        _run(machines, microbatches)
+        _run(runtime, microbatches)
     finally:
         watch.remove()
     found = [
-        finding for of_rank in gather_objects(findings + watch.findings, machines.groups.world) for finding in of_rank
+        finding for of_rank in gather_objects(findings + watch.findings, runtime.groups.world) for finding in of_rank
     ]
     if not found:
         return NOT_REPEATED
@@ -65,50 +65,50 @@ def search(machines: Machines, microbatches: Microbatches) -> str:
     return f"run once more: {first.text}{count}"
 
 
-def _run(machines: Machines, microbatches: Microbatches) -> None:
-    machines.gather.finish()
-    if machines.graphs is not None:
-        machines.graphs.release()  # a replay runs no hooks
+def _run(runtime: TrainingRuntime, microbatches: Microbatches) -> None:
+    runtime.gather.finish()
+    if runtime.graphs is not None:
+        runtime.graphs.release()  # a replay runs no hooks
     count = len(microbatches)
-    average = LossAverage(machines.plan.config.training.calculate_per_token_loss)
-    machines.reducer.begin_step(count)
-    machines.engine(count).run(
-        Step(microbatches, machines.message, average.objective(lambda: machines.optimizer.loss_scale))
+    average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
+    runtime.reducer.begin_step(count)
+    runtime.engine(count).run(
+        Step(microbatches, runtime.message, average.objective(lambda: runtime.optimizer.loss_scale))
     )
-    machines.reducer.finish()
+    runtime.reducer.finish()
 
 
 class _Watch:
     """Looks at what every module returns, at every gradient that comes back, and after each backward at the weight gradients."""
 
-    def __init__(self, machines: Machines, microbatches: Microbatches) -> None:
+    def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches) -> None:
         self.findings: list[Finding] = []
-        self._rank = machines.groups.world.global_rank
+        self._rank = runtime.groups.world.global_rank
         self._microbatches = microbatches
-        self._last_stage = machines.plan.placement.num_stages - 1
+        self._last_stage = runtime.plan.placement.num_stages - 1
         self._undo: list[Callable[[], None]] = []
         self._bad_gradient: dict[tuple[int, int], tuple[Tensor, Finding]] = {}
         self._bad_weights: set[str] = set()
-        for stage, module in machines.stages.items():
+        for stage, module in runtime.stages.items():
             self._current = 0
             self._undo.append(module.register_forward_pre_hook(partial(self._enter, stage)).remove)
             for name, part in module.named_modules():
                 self._undo.append(part.register_forward_hook(partial(self._leave, stage, name)).remove)
             for operation in ("backward", "backward_weight"):
-                self._wrap(machines, stage, operation)
+                self._wrap(runtime, stage, operation)
 
     def remove(self) -> None:
         for undo in reversed(self._undo):
             undo()
 
-    def _wrap(self, machines: Machines, stage: int, operation: str) -> None:
-        runner = machines.runners[stage]
+    def _wrap(self, runtime: TrainingRuntime, stage: int, operation: str) -> None:
+        runner = runtime.runners[stage]
         original = getattr(runner, operation)
 
         def watched(microbatch: int, *rest: Any) -> Any:
             result = original(microbatch, *rest)
-            for name in machines.buffers[stage].names:
-                if name not in self._bad_weights and not _is_finite(machines.buffers[stage].main_grad(name)):
+            for name in runtime.buffers[stage].names:
+                if name not in self._bad_weights and not _is_finite(runtime.buffers[stage].main_grad(name)):
                     self._bad_weights.add(name)
                     self._find(
                         3,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.errors import TrainingError
 from megapipe.model.microbatch import StageLoss
@@ -24,9 +24,9 @@ Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the sta
 class OutputWatch:
     """The sum of every stage's output of this step. An evaluation's forwards are not looked at."""
 
-    def __init__(self, machines: Machines) -> None:
+    def __init__(self, runtime: TrainingRuntime) -> None:
         self._sums: dict[tuple[int, int], Tensor] = {}
-        for stage, runner in machines.runners.items():
+        for stage, runner in runtime.runners.items():
             runner.observe = self._observer(stage)
 
     def take(self) -> Sums:
@@ -45,7 +45,7 @@ class OutputWatch:
 
 
 def unsound(
-    machines: Machines,
+    runtime: TrainingRuntime,
     sums: Sums,
     result: StepResult,
     step: int,
@@ -56,14 +56,14 @@ def unsound(
     last, for it may overwrite the gradients; says more, or ''."""
     first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
     samples = () if first is None else sample_ids.get(first[0], ())
-    bad_gradients = machines.optimizer.nonfinite_gradients()[:3]
-    found = gather_objects((first, samples, bad_gradients), machines.groups.world)
+    bad_gradients = runtime.optimizer.nonfinite_gradients()[:3]
+    found = gather_objects((first, samples, bad_gradients), runtime.groups.world)
     outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
     scale = "" if result.update.loss_scale == 1.0 else f", loss scale {result.update.loss_scale:g}"
     text = f"step {step}: loss {result.loss}, gradient norm {result.update.grad_norm}{scale}"
     if outputs:
         (microbatch, stage), rank, samples = min(outputs)
-        layers = machines.plan.partition.stages[stage]
+        layers = runtime.plan.partition.stages[stage]
         place = (
             f"layers {layers.first_layer} to {layers.last_layer_exclusive - 1}" if layers.num_layers else "no layers"
         )

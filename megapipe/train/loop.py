@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from megapipe.assembly.datasets import RunData
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.topology import GROUP_NAMES
@@ -49,7 +49,7 @@ class Training:
 
     def __init__(
         self,
-        machines: Machines,
+        runtime: TrainingRuntime,
         data: RunData,
         state: TrainingState,
         schedules: Schedules | None,
@@ -57,25 +57,25 @@ class Training:
         stop: StopRequest,
         saves: Saves | None = None,
     ) -> None:
-        config = machines.plan.config
-        self.machines, self.data, self.state, self.writers = machines, data, state, writers
+        config = runtime.plan.config
+        self.runtime, self.data, self.state, self.writers = runtime, data, state, writers
         self._saves = saves
-        self._agreement = Agreement(machines, stop)
+        self._agreement = Agreement(runtime, stop)
         self._config, self._training = config, config.training
-        self._step = step_of(machines, config.logging.log_num_zeros_in_grad)
-        self._heart = machines.groups.world.heart or Heartbeat(GROUP_NAMES)
+        self._step = step_of(runtime, config.logging.log_num_zeros_in_grad)
+        self._heartbeat = runtime.groups.world.heartbeat or Heartbeat(GROUP_NAMES)
         self._timers = Timers(
-            config.logging.timing_log_level, machines.device, machines.tracer, self._heart, machines.marks
+            config.logging.timing_log_level, runtime.device, runtime.tracer, self._heartbeat, runtime.marks
         )
-        self._pace = Pace(machines)
-        self._profile = Profile(config.logging, machines)
-        self._pipeline_profile = PipelineProfiler(machines, run_folder(config), writers.say)
-        self._copies = CopiesCheck(machines, self._heart)
-        self._stragglers = StragglerLog(machines, self._heart, writers)
-        self._watch = OutputWatch(machines) if self._training.check_for_nan_in_loss_and_grad else None
-        self._reader = Reader(machines, self._heart)
-        self._recovery = Recovery(machines, state, data.train, self._reader, writers, self._heart)
-        self._evaluation = Evaluation(machines, self._step, self._reader, self._agreement, writers, self._heart)
+        self._pace = Pace(runtime)
+        self._profile = Profile(config.logging, runtime)
+        self._pipeline_profile = PipelineProfiler(runtime, run_folder(config), writers.say)
+        self._copies = CopiesCheck(runtime, self._heartbeat)
+        self._stragglers = StragglerLog(runtime, self._heartbeat, writers)
+        self._watch = OutputWatch(runtime) if self._training.check_for_nan_in_loss_and_grad else None
+        self._reader = Reader(runtime, self._heartbeat)
+        self._recovery = Recovery(runtime, state, data.train, self._reader, writers, self._heartbeat)
+        self._evaluation = Evaluation(runtime, self._step, self._reader, self._agreement, writers, self._heartbeat)
         self._schedules = schedules
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -90,19 +90,19 @@ class Training:
         except TrainingError as error:
             if self._saves is not None:
                 try:
-                    with self._heart.phase("saving", PATIENCE):
+                    with self._heartbeat.phase("saving", PATIENCE):
                         self._saves.finish(is_last=False)  # what came before the NaN is what the next run starts from
                 except CheckpointError as failure:
                     raise TrainingError(f"{error}; and the save under way failed: {failure}") from failure
             raise
         self._save_now()  # first: an evaluation that fails must not cost the last steps
         if self._saves is not None:
-            with self._heart.phase("saving", PATIENCE):
+            with self._heartbeat.phase("saving", PATIENCE):
                 self._saves.finish(is_last=True)
         if not ending.early:
             asked = self._evaluate("validation") or self._evaluate("test")
             ending = ending if asked is None else Ending(asked, early=True)
-        self.machines.gather.finish()
+        self.runtime.gather.finish()
         self._profile.finish(self.state.step)
         self._pipeline_profile.finish(self.state.step)
         return ending
@@ -118,7 +118,7 @@ class Training:
             return Ending(asked, early=True)
         while self.state.step < train_iters:
             # in the first step kernels are compiled and connections made
-            with self._heart.patient() if self.state.step == first else nullcontext():
+            with self._heartbeat.patient() if self.state.step == first else nullcontext():
                 self._one_step()
             if not self._step.is_ahead or self._something_is_due():
                 self._settle()
@@ -145,9 +145,9 @@ class Training:
     def _one_step(self) -> None:
         """Launch a step, which settles the one before if that is still to be done, and gives this one up if ranks then agree on something
         else to do first."""
-        state, plan = self.state, self.machines.plan
+        state, plan = self.state, self.runtime.plan
         assert self.data.train is not None and self._schedules is not None
-        self._heart.step(state.step + 1)
+        self._heartbeat.step(state.step + 1)
         self._stragglers.begins(state.step + 1)
         consumed = state.consumed_samples
         count = plan.batch.num_microbatches_at(consumed)
@@ -200,19 +200,19 @@ class Training:
         if self._is_due(self._config.logging.log_interval) or self.state.step == self._training.train_iters:
             self._log(result, launched)
             self._stragglers.report(self.state.step, launched.num_microbatches)
-        spiked = self._recovery.has_spiked(result) and self.machines.groups.world.rank == 0
+        spiked = self._recovery.has_spiked(result) and self.runtime.groups.world.rank == 0
         self._agreed = agreed = self._agree(Trouble.SPIKE if spiked else Trouble.NONE)
         if agreed.save_ready and self._saves is not None:
-            with self._heart.phase("saving", PATIENCE):
+            with self._heartbeat.phase("saving", PATIENCE):
                 self._saves.advance()
         return agreed.goes_on
 
     def _log(self, result: StepResult, launched: Launched) -> None:
         train_iters, rates = self._training.train_iters, launched.rates
         assert train_iters is not None
-        phases = self._timers.take(self.machines.tracer, self._pace.num_steps)
+        phases = self._timers.take(self.runtime.tracer, self._pace.num_steps)
         pace = self._pace.take(self.state, train_iters)
-        norm = self.machines.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
+        norm = self.runtime.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
         self.writers.step(
             StepMetrics(
                 step=self.state.step,
@@ -246,7 +246,7 @@ class Training:
             return
         self._copies.compare(self.state.step)
         self._recovery.keep_state()
-        with self._heart.phase("saving", PATIENCE):
+        with self._heartbeat.phase("saving", PATIENCE):
             self._saves.save(self.state)
         self._saved_step = self.state.step
         self._saved_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The state of a run to a checkpoint and back: which tensors of `Machines` are saved and loaded, and what the checkpoint flags mean.
+"""The state of a run to a checkpoint and back: which tensors of `TrainingRuntime` are saved and loaded, and what the checkpoint flags mean.
 
 What stands in the manifest's `state`:
     training    step, consumed samples and tokens, skipped steps
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.saved_weights import held_weights
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
@@ -86,7 +86,7 @@ def _check_way(root: Path, step: int, num_rollbacks: int) -> None:
 
 
 def save(
-    machines: Machines,
+    runtime: TrainingRuntime,
     state: TrainingState,
     schedules: Schedules | None,
     root: Path,
@@ -98,42 +98,40 @@ def save(
 
     tokenizer: contents of its files by name, of which rank 0's are saved. Raises CheckpointError on all ranks.
     """
-    boxes, content = what_to_save(machines, state, schedules)
+    boxes, content = what_to_save(runtime, state, schedules)
     extras = Extras(content, config_text, tokenizer or {})
-    return save_checkpoint(
-        root, state.step, boxes, extras, machines.groups.world, retention(machines.plan.config), disk
-    )
+    return save_checkpoint(root, state.step, boxes, extras, runtime.groups.world, retention(runtime.plan.config), disk)
 
 
 def what_to_save(
-    machines: Machines, state: TrainingState, schedules: Schedules | None
+    runtime: TrainingRuntime, state: TrainingState, schedules: Schedules | None
 ) -> tuple[Iterator[TensorBox], dict[str, Any]]:
     """The boxes of live tensors that this rank answers for, and the manifest's `state`; called by all ranks after the same step."""
-    machines.gather.finish()
-    return boxes_to_save(machines), _state_content(machines, state, schedules)
+    runtime.gather.finish()
+    return boxes_to_save(runtime), _state_content(runtime, state, schedules)
 
 
 def retention(config: Config) -> Retention:
     return Retention(config.checkpoint.keep_last, config.checkpoint.save_retain_interval)
 
 
-def load(machines: Machines, root: Path, flags: CheckpointConfig | None = None) -> Resumed:
+def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = None) -> Resumed:
     """Load the newest complete checkpoint of root, or --ckpt-step, as the flags of the checkpoint section say; called by all ranks.
 
     A newest one that proves damaged as it is read is passed over for the one before. A root without any checkpoint is a fresh start, unless
     --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any grid. flags: instead of the configuration's. Raises
     CheckpointError on all ranks.
     """
-    flags = flags or machines.plan.config.checkpoint
+    flags = flags or runtime.plan.config.checkpoint
     remarks: list[str] = []
     damaged: list[tuple[Path, int]] = []
     while True:
         below = damaged[-1][1] if damaged else None
-        folder = _find(root, flags.ckpt_step, below, machines.groups.world)
+        folder = _find(root, flags.ckpt_step, below, runtime.groups.world)
         if folder is None and damaged:
             raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
         try:
-            resumed = _load_from(machines, root, folder, flags)
+            resumed = _load_from(runtime, root, folder, flags)
         except DamageError as error:
             if folder is None or flags.ckpt_step is not None:
                 raise
@@ -143,8 +141,10 @@ def load(machines: Machines, root: Path, flags: CheckpointConfig | None = None) 
         return replace(resumed, remarks=(*remarks, *resumed.remarks), damaged=tuple(path for path, _ in damaged))
 
 
-def _load_from(machines: Machines, root: Path, folder: CheckpointFolder | None, flags: CheckpointConfig) -> Resumed:
-    config = machines.plan.config
+def _load_from(
+    runtime: TrainingRuntime, root: Path, folder: CheckpointFolder | None, flags: CheckpointConfig
+) -> Resumed:
+    config = runtime.plan.config
     own = None if config.optimizer.lr is None else Schedules.of(config)
     if folder is None:
         if flags.exit_on_missing_checkpoint:
@@ -153,15 +153,15 @@ def _load_from(machines: Machines, root: Path, folder: CheckpointFolder | None, 
     saved = folder.manifest.state
     with_optimizer = not (flags.no_load_optim or flags.finetune)
     if not (flags.finetune or config.training.skip_train):
-        _check_batch(machines, saved, folder.path)
+        _check_batch(runtime, saved, folder.path)
     if not (flags.finetune or flags.no_load_rng):
         _check_random(config, saved, folder.path)
     if with_optimizer:
         _check_optimizer(config, saved, folder.path)
         own = _schedules(config, own, saved, folder.path)
-    _load_tensors(machines, folder, with_optimizer)
+    _load_tensors(runtime, folder, with_optimizer)
     if with_optimizer:
-        _load_plain_state(machines, saved)
+        _load_plain_state(runtime, saved)
     state = TrainingState() if flags.finetune else _position(saved, read_rollbacks(root))
     return Resumed(state, own, folder.path, folder.remarks)
 
@@ -172,13 +172,13 @@ def _position(saved: dict[str, Any], rollbacks: Sequence[Rollback]) -> TrainingS
     return TrainingState.from_dict(saved["training"], account, saved.get("spikes"))
 
 
-def _state_content(machines: Machines, state: TrainingState, schedules: Schedules | None) -> dict[str, Any]:
-    config, topology = machines.plan.config, machines.plan.topology
+def _state_content(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules | None) -> dict[str, Any]:
+    config, topology = runtime.plan.config, runtime.plan.topology
     optimizer: dict[str, Any] | None = None
     if not config.checkpoint.no_save_optim:
-        optimizer = machines.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
+        optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
         optimizer["num_steps"] = _largest(
-            machines, optimizer["num_steps"]
+            runtime, optimizer["num_steps"]
         )  # a rank whose shards are all padding counts no steps
     content = {
         "training": state.to_dict(),
@@ -187,44 +187,44 @@ def _state_content(machines: Machines, state: TrainingState, schedules: Schedule
         "optimizer": optimizer,
         "random": None if config.checkpoint.no_save_rng else {"seed": config.training.seed},
         "schedules": None if schedules is None else schedules.to_dict(),
-        "global_batch_size": machines.plan.batch.full,
+        "global_batch_size": runtime.plan.batch.full,
         "precision": config.precision.dtype,
         "grid": {
             "tp": topology.tp,
             "cp": topology.cp,
             "pp": topology.pp,
             "dp": topology.dp,
-            "chunks": machines.plan.num_chunks,
+            "chunks": runtime.plan.num_chunks,
         },
     }
     as_json: dict[str, Any] = json.loads(json.dumps(content))
     return as_json
 
 
-def _largest(machines: Machines, value: int) -> int:
-    tensor = torch.tensor([value], dtype=torch.int64, device=machines.device)
-    all_reduce(tensor, machines.groups.world, "max")
+def _largest(runtime: TrainingRuntime, value: int) -> int:
+    tensor = torch.tensor([value], dtype=torch.int64, device=runtime.device)
+    all_reduce(tensor, runtime.groups.world, "max")
     return int(tensor.item())
 
 
-def boxes_to_save(machines: Machines) -> Iterator[TensorBox]:
+def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
     """What this rank answers for: masters and moments; without the optimizer masters alone, or weights where they are other memory."""
-    with_optimizer = not machines.plan.config.checkpoint.no_save_optim
-    if with_optimizer or _masters_are_parameters(machines):
-        for held in machines.optimizer.state():
+    with_optimizer = not runtime.plan.config.checkpoint.no_save_optim
+    if with_optimizer or _masters_are_parameters(runtime):
+        for held in runtime.optimizer.state():
             if held.primary and (with_optimizer or held.key == "master"):
                 box = tensor_box(held.key, held.piece, held.values)
                 if box is not None:
                     yield box
         return
-    for is_primary, box in held_weights(machines.buffers, machines.groups):
+    for is_primary, box in held_weights(runtime.buffers, runtime.groups):
         if is_primary:
             yield box
 
 
-def _masters_are_parameters(machines: Machines) -> bool:
+def _masters_are_parameters(runtime: TrainingRuntime) -> bool:
     """The same on all ranks, those without parameters included."""
-    return machines.parameter_dtype == machines.main_dtype
+    return runtime.parameter_dtype == runtime.main_dtype
 
 
 def _find(root: Path, step: int | None, below: int | None, world: Group) -> CheckpointFolder | None:
@@ -254,9 +254,9 @@ def _check_random(config: Config, saved: dict[str, Any], path: Path) -> None:
         )
 
 
-def _check_batch(machines: Machines, saved: dict[str, Any], path: Path) -> None:
+def _check_batch(runtime: TrainingRuntime, saved: dict[str, Any], path: Path) -> None:
     """A batch that is made of the number of ranks must not change with it: a run may be started again on more or fewer."""
-    batch, dp = machines.plan.batch, machines.plan.topology.dp
+    batch, dp = runtime.plan.batch, runtime.plan.topology.dp
     before = saved.get("global_batch_size")
     if before is None or not batch.is_derived or before == batch.full:
         return
@@ -284,16 +284,16 @@ def _schedules(config: Config, own: Schedules | None, saved: dict[str, Any], pat
     return schedules_to_resume(own, Schedules.from_dict(saved["schedules"]), config.optimizer, str(path))
 
 
-def _load_tensors(machines: Machines, folder: CheckpointFolder, with_optimizer: bool) -> None:
+def _load_tensors(runtime: TrainingRuntime, folder: CheckpointFolder, with_optimizer: bool) -> None:
     """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards."""
-    machines.gather.finish()
-    world = machines.groups.world
+    runtime.gather.finish()
+    world = runtime.groups.world
     if not with_optimizer and not folder.manifest.holds("master"):
-        load_tensors(folder, (box for _, box in held_weights(machines.buffers, machines.groups)), world)
-        machines.optimizer.parameters_to_masters()
+        load_tensors(folder, (box for _, box in held_weights(runtime.buffers, runtime.groups)), world)
+        runtime.optimizer.parameters_to_masters()
         return
     wanted = []
-    for held in machines.optimizer.state():
+    for held in runtime.optimizer.state():
         if held.key != "master" and not with_optimizer:
             continue
         if held.key != "master":
@@ -302,13 +302,13 @@ def _load_tensors(machines: Machines, folder: CheckpointFolder, with_optimizer: 
         if box is not None:
             wanted.append(box)
     load_tensors(folder, wanted, world)
-    machines.optimizer.masters_to_parameters()
+    runtime.optimizer.masters_to_parameters()
 
 
-def _load_plain_state(machines: Machines, saved: dict[str, Any]) -> None:
+def _load_plain_state(runtime: TrainingRuntime, saved: dict[str, Any]) -> None:
     plain = dict(saved["optimizer"])
-    if saved["precision"] != machines.plan.config.precision.dtype:
-        plain["loss_scaler"] = machines.optimizer.plain_state()[
+    if saved["precision"] != runtime.plan.config.precision.dtype:
+        plain["loss_scaler"] = runtime.optimizer.plain_state()[
             "loss_scaler"
         ]  # another precision's scale means nothing here
-    machines.optimizer.load_plain_state(plain)
+    runtime.optimizer.load_plain_state(plain)

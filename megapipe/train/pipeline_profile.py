@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects, objects_at
 from megapipe.comm.ping import round_trips
 from megapipe.comm.trace import Event
@@ -59,16 +59,16 @@ class PipelineProfiler:
 
     def __init__(
         self,
-        machines: Machines,
+        runtime: TrainingRuntime,
         write_to: Path,
         say: Callable[[str], None],
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        logging = machines.plan.config.logging
-        self._machines, self._write_to, self._say, self._now = machines, write_to, say, now
+        logging = runtime.plan.config.logging
+        self._runtime, self._write_to, self._say, self._now = runtime, write_to, say, now
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
-        self._events = EventClock(machines.device, now=now) if self._active and machines.device.type == "cuda" else None
+        self._events = EventClock(runtime.device, now=now) if self._active and runtime.device.type == "cuda" else None
         self._recorded: list[_Recorded] = []
         self._began: int | None = None  # when the step under way did
         self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: what the clocks said at the start
@@ -78,7 +78,7 @@ class PipelineProfiler:
         """Called before each step (the first is 0); a run resumed inside the span starts there."""
         if not self._active or not self._start <= step < self._end:
             return
-        tracer = self._machines.tracer
+        tracer = self._runtime.tracer
         assert tracer is not None, "a run with --profile-pipeline has a tracer"
         if not self._recorded:
             self._clocks, self._links = self._read_clocks(), self._time_links()
@@ -91,7 +91,7 @@ class PipelineProfiler:
         """Called after each step; after the last one of the span the profile is written."""
         if self._began is None:
             return
-        tracer = self._machines.tracer
+        tracer = self._runtime.tracer
         assert tracer is not None
         start, ended, error_ns = self._began, tracer.now(), 0
         self._began = None
@@ -118,9 +118,9 @@ class PipelineProfiler:
     def _finish(self) -> None:
         self._active = False
         after = self._read_clocks()
-        kept = self._machines.groups.world.global_rank in self._kept()
-        recorded = objects_at(self._recorded if kept else None, self._machines.groups.world)
-        links = objects_at(self._links, self._machines.groups.world)
+        kept = self._runtime.groups.world.global_rank in self._kept()
+        recorded = objects_at(self._recorded if kept else None, self._runtime.groups.world)
+        links = objects_at(self._links, self._runtime.groups.world)
         self._recorded = []
         if recorded:
             self._write(
@@ -139,14 +139,14 @@ class PipelineProfiler:
         except OSError as error:  # as with a writer: training is worth more
             self._say(f"{text}\n  could not be written to {path}: {error.strerror}")
             return
-        world = self._machines.groups.world.size
+        world = self._runtime.groups.world.size
         some = "" if len(clocks) == world else f"; the first {len(clocks)} of {world} ranks"
         self._say(f"{text}\n  written to {path} and {trace_path(path).name} (for ui.perfetto.dev){some}")
 
     def _profile(self, recorded: list[list[_Recorded]], links: list[Link], clocks: dict[int, Clock]) -> Profile:
-        plan, kept = self._machines.plan, self._kept()
+        plan, kept = self._runtime.plan, self._kept()
         counts = {step.num_microbatches for step in recorded[0]}
-        row_here = {count: self._machines.engine(count).row for count in counts}
+        row_here = {count: self._runtime.engine(count).row for count in counts}
         schedules = {count: as_run(plan.schedule(count), row_here[count]) for count in counts}
         origin = min(
             clocks[rank].to_here(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events
@@ -158,7 +158,7 @@ class PipelineProfiler:
                 each = zip(*(recorded[rank] for rank in ranks), strict=True)
                 steps = tuple(self._step(schedules, same, [clocks[rank] for rank in ranks], origin) for same in each)
                 pipelines.append(PipelineSteps(place.tp_rank, place.dp_rank, ranks, steps))
-        message = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._machines.message(0))
+        message = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in self._runtime.message(0))
         notes = tuple(_clock_note(rank, clocks[rank], max(step.error_ns for step in recorded[rank])) for rank in kept)
         return Profile(self._about(), schedules, message, tuple(links), notes, tuple(pipelines))
 
@@ -175,20 +175,20 @@ class PipelineProfiler:
 
     def _kept(self) -> tuple[int, ...]:
         """Ranks that are recorded: whole pipelines, as many as MOST_RANKS hold."""
-        topology = self._machines.plan.topology
+        topology = self._runtime.plan.topology
         pipelines = topology.groups("pp")[: max(1, MOST_RANKS // topology.pp)]
         return tuple(sorted(rank for ranks in pipelines for rank in ranks))
 
     def _read_clocks(self) -> dict[int, Reading]:
         """On rank 0: of every recorded rank whose clock is another than rank 0's, how far it is ahead."""
-        world, found = self._machines.groups.world, {}
+        world, found = self._runtime.groups.world, {}
         try:
             boot = BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:
             boot = f"rank {world.rank}"  # not known to share a clock with anybody
         boots = gather_objects(boot, world)
         for rank in self._kept()[1:]:
-            trips = round_trips(world, 0, rank, ROUND_TRIPS, self._machines.device, now=self._now)
+            trips = round_trips(world, 0, rank, ROUND_TRIPS, self._runtime.device, now=self._now)
             if trips:
                 read = reading([RoundTrip(*trip) for trip in trips])
                 # one kernel, one clock; but a container may have a time namespace of its own
@@ -198,22 +198,22 @@ class PipelineProfiler:
 
     def _time_links(self) -> tuple[Link, ...]:
         """The links that this rank measured as the lower end of a hop between pipeline ranks."""
-        machines, pp, links = self._machines, self._machines.groups.pp, []
-        num_bytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in machines.message(0))
-        directions = machines.plan.placement.directions
+        runtime, pp, links = self._runtime, self._runtime.groups.pp, []
+        num_bytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in runtime.message(0))
+        directions = runtime.plan.placement.directions
         hops = {(min(pair), max(pair)) for ranks in directions for pair in pairwise(ranks) if pair[0] != pair[1]}
         for low, high in sorted(hops):
             seconds = []
             for size in (8, num_bytes):
-                trips = round_trips(pp, low, high, ROUND_TRIPS, machines.device, size, self._now)
+                trips = round_trips(pp, low, high, ROUND_TRIPS, runtime.device, size, self._now)
                 seconds.append(median((back - sent) / 2e9 for sent, _, back in trips) if trips else 0.0)
             if pp.rank == low:
                 links.append(Link((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
-        is_first = self._machines.coordinates.tp_rank == 0 and self._machines.coordinates.dp_rank == 0
+        is_first = self._runtime.coordinates.tp_rank == 0 and self._runtime.coordinates.dp_rank == 0
         return tuple(links) if is_first else ()
 
     def _about(self) -> dict[str, object]:
-        plan, device = self._machines.plan, self._machines.device
+        plan, device = self._runtime.plan, self._runtime.device
         t = plan.topology
         return {
             "schedule": plan.schedule_name,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.config.logging import LoggingConfig
 
 
@@ -14,11 +14,11 @@ class Profile:
     """Records the steps [profile_step_start, profile_step_end) of the ranks in profile_ranks into trace_rank_00000.json in --save, or where
     the run was started."""
 
-    def __init__(self, logging: LoggingConfig, machines: Machines) -> None:
-        rank = machines.groups.world.global_rank
+    def __init__(self, logging: LoggingConfig, runtime: TrainingRuntime) -> None:
+        rank = runtime.groups.world.global_rank
         self._active = logging.profile and rank in logging.profile_ranks
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
-        self._path = Path(machines.plan.config.checkpoint.save or ".") / f"trace_rank_{rank:05}.json"
+        self._path = Path(runtime.plan.config.checkpoint.save or ".") / f"trace_rank_{rank:05}.json"
         self._first = self._start
         self._profiler: torch.profiler.profile | None = None
 

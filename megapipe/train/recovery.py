@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import broadcast_object
 from megapipe.data.loader import Loader
 from megapipe.errors import TrainingError
@@ -41,29 +41,29 @@ class Recovery:
 
     def __init__(
         self,
-        machines: Machines,
+        runtime: TrainingRuntime,
         state: TrainingState,
         loader: Loader | None,
         reader: Reader,
         writers: Writers,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
     ) -> None:
-        training = machines.plan.config.training
-        self._machines, self._state, self._loader, self._reader = machines, state, loader, reader
-        self._writers, self._heart = writers, heart
+        training = runtime.plan.config.training
+        self._runtime, self._state, self._loader, self._reader = runtime, state, loader, reader
+        self._writers, self._heartbeat = writers, heartbeat
         self._spikes, self._rollback = None, None
         if training.spike_rollback is not None and loader is not None:
             self._spikes = SpikeWatch(training)
             self._spikes.load_state(state.spikes)
-            self._rollback = SpikeRollback(machines, loader, writers)
+            self._rollback = SpikeRollback(runtime, loader, writers)
         self._spike = ""
         self._unsound: tuple[StepResult, Launched] | None = None
 
     def is_unsound(self, result: StepResult, launched: Launched) -> bool:
         """Is the loss or the norm of this step no number? Then `recover` explains it."""
         # an overflow is part of the search for a loss scale, until that cannot fall any further
-        lowest = self._machines.plan.config.precision.min_loss_scale
-        searching = self._machines.optimizer.scaler.is_dynamic and result.update.loss_scale > lowest
+        lowest = self._runtime.plan.config.precision.min_loss_scale
+        searching = self._runtime.optimizer.scaler.is_dynamic and result.update.loss_scale > lowest
         overflow = result.update.skipped and math.isfinite(result.loss) and searching
         if launched.sums is None or is_sound(result) or overflow:
             return False
@@ -94,11 +94,11 @@ class Recovery:
         if self._spikes is None or self._rollback is None:
             raise error or TrainingError(why)
         why, first_bad = broadcast_object(
-            (why, first_bad), self._machines.groups.world
+            (why, first_bad), self._runtime.groups.world
         )  # the last bits of a norm may differ
         if saves is not None:
             saves.finish(is_last=False)
-        with self._heart.phase("loading", PATIENCE):
+        with self._heartbeat.phase("loading", PATIENCE):
             went_back = self._rollback.go_back(self._state, first_bad, why)
         if not went_back:
             if error is not None:
@@ -116,9 +116,9 @@ class Recovery:
         microbatches = self._reader.microbatches(self._loader, consumed, launched.num_microbatches, step)
 
         def again() -> str:
-            if self._machines.updates is not None or not result.update.skipped:
+            if self._runtime.updates is not None or not result.update.skipped:
                 return ""
-            with self._heart.phase("searching", PATIENCE):
-                return search(self._machines, microbatches)
+            with self._heartbeat.phase("searching", PATIENCE):
+                return search(self._runtime, microbatches)
 
-        return unsound(self._machines, launched.sums, result, self._state.step, launched.sample_ids, again)
+        return unsound(self._runtime, launched.sums, result, self._state.step, launched.sample_ids, again)

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from pathlib import Path
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import folder_name, is_complete, steps_in
@@ -26,10 +26,10 @@ class SpikeRollback:
     before it goes on from the spike; one that ends after it, from before.
     """
 
-    def __init__(self, machines: Machines, loader: Loader, writers: Writers, disk: Disk | None = None) -> None:
-        checkpoint, training = machines.plan.config.checkpoint, machines.plan.config.training
+    def __init__(self, runtime: TrainingRuntime, loader: Loader, writers: Writers, disk: Disk | None = None) -> None:
+        checkpoint, training = runtime.plan.config.checkpoint, runtime.plan.config.training
         assert checkpoint.save is not None and training.spike_rollback is not None
-        self._machines, self._loader, self._writers, self._disk = machines, loader, writers, disk or Disk()
+        self._runtime, self._loader, self._writers, self._disk = runtime, loader, writers, disk or Disk()
         self._root, self._back, self._limit = Path(checkpoint.save), training.spike_rollback, training.spike_limit
         self._flags = dataclasses.replace(checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
 
@@ -49,7 +49,7 @@ class SpikeRollback:
             return False
         rollback = self._entry(state, resumed, why)
         resumed.account = Account.from_dict(rollback.account)
-        train_samples = self._machines.plan.config.training.train_samples
+        train_samples = self._runtime.plan.config.training.train_samples
         assert train_samples is not None
         self._loader.skip(resumed.account.skipped, train_samples)
         moved = self._commit(rollback)
@@ -60,7 +60,7 @@ class SpikeRollback:
         return True
 
     def _load_before(self, step: int) -> TrainingState | None:
-        world = self._machines.groups.world
+        world = self._runtime.groups.world
         found = (
             [s for s in steps_in(self._root) if s < step and is_complete(self._root / folder_name(s))]
             if world.rank == 0
@@ -70,7 +70,7 @@ class SpikeRollback:
         for candidate in reversed(found[: max(1, len(found) - self._back + 1)]):
             try:
                 return persistence.load(
-                    self._machines, self._root, dataclasses.replace(self._flags, ckpt_step=candidate)
+                    self._runtime, self._root, dataclasses.replace(self._flags, ckpt_step=candidate)
                 ).state
             except DamageError as error:
                 self._writers.say(f"passed over: {error}")
@@ -90,7 +90,7 @@ class SpikeRollback:
         return Rollback(after.rollbacks, state.step, resumed.step, first, past, why, time.time(), after.to_dict())
 
     def _commit(self, rollback: Rollback) -> tuple[str, ...]:
-        world = self._machines.groups.world
+        world = self._runtime.groups.world
         outcome: tuple[str, ...] | CheckpointError = ()
         if world.rank == 0:
             try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megapipe.assembly.datasets import RunData, build_data
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.starts import Starts, forget_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
@@ -32,10 +32,10 @@ from megapipe.train.schedules import Schedules
 from megapipe.train.signals import StopRequest, stop_requests
 from megapipe.train.state import TrainingState
 from megapipe.train.timers import ACTION_LEVEL
-from megapipe.train.watch import heart_of, watched
+from megapipe.train.watch import heartbeat_of, watched
 from megapipe.train.writers import Writers, build_writers, recorded_folder
 
-Afterwards = Callable[[Machines, RunData, Writers], None]
+Afterwards = Callable[[TrainingRuntime, RunData, Writers], None]
 
 
 def pretrain(
@@ -48,7 +48,7 @@ def pretrain(
     """Train as planned on this rank. Ends the process when there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
 
     config_text: the configuration as YAML that loads again, saved beside every checkpoint. afterwards: called on every rank after a run
-    that reached its end, with the trained machines. remarks: on the configuration, for the record of the run.
+    that reached its end, with the trained runtime. remarks: on the configuration, for the record of the run.
     """
     config = plan.config
     if config.training.deterministic_mode:
@@ -67,9 +67,9 @@ def pretrain(
             print("kernels: " + "\n         ".join(words), flush=True)
         for remark in unused(config.gpu, world):
             writers.say(remark)
-        heart = heart_of(config)
+        heartbeat = heartbeat_of(config)
         groups = build_process_groups(
-            plan.topology, world.global_rank, world.backend, world.timeout_seconds, heart=heart, nccl=nccl
+            plan.topology, world.global_rank, world.backend, world.timeout_seconds, heartbeat=heartbeat, nccl=nccl
         )
         starts = restart.agreed(counted, config, groups.world)
         with (
@@ -102,24 +102,24 @@ def _train(
 ) -> None:
     """Build, load, train."""
     writers = around.writers
-    heart = groups.world.heart or Heartbeat(GROUP_NAMES)
-    with heart.phase("starting", PATIENCE):
+    heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)
+    with heartbeat.phase("starting", PATIENCE):
         marks = marks_of(plan.config.gpu, plan.config.logging, world.global_rank)
-        machines = Machines(plan, groups, world.device, tracer=tracer_of(plan, world.device), marks=marks)
+        runtime = TrainingRuntime(plan, groups, world.device, tracer=tracer_of(plan, world.device), marks=marks)
         data = build_data(plan)
     try:
-        with heart.phase("loading", PATIENCE):
-            resumed = resume(machines, writers, around.starts)
+        with heartbeat.phase("loading", PATIENCE):
+            resumed = resume(runtime, writers, around.starts)
             if resumed.path is not None:
                 around.log.resumed(resumed.path)
-            saves = saves_of(machines, resumed, config_text, data.tokenizer, writers)
+            saves = saves_of(runtime, resumed, config_text, data.tokenizer, writers)
         if data.train is not None and plan.config.training.train_samples is not None:
             data.train.skip(resumed.state.account.skipped, plan.config.training.train_samples)
-        training = Training(machines, data, resumed.state, resumed.schedules, writers, around.stop, saves)
+        training = Training(runtime, data, resumed.state, resumed.schedules, writers, around.stop, saves)
         ending = training.run()
         if afterwards is not None and not ending.early:
-            with heart.phase("after the training", PATIENCE):
-                afterwards(machines, data, writers)
+            with heartbeat.phase("after the training", PATIENCE):
+                afterwards(runtime, data, writers)
         writers.say(f"ended after step {resumed.state.step}: {ending.reason}")
         around.log.end(resumed.state.step, ending.reason, ending.early)
         if around.starts is not None and not ending.early and groups.world.rank == 0:
@@ -155,16 +155,16 @@ def join(plan: RunPlan, environment: Environment) -> World:
     )
 
 
-def resume(machines: Machines, writers: Writers, starts: Starts | None = None) -> Resumed:
+def resume(runtime: TrainingRuntime, writers: Writers, starts: Starts | None = None) -> Resumed:
     """What to go on from: a checkpoint where --load holds one, or of a restarted job --save; else the beginning."""
-    config = machines.plan.config
+    config = runtime.plan.config
     flags, remark = restart.flags_to_load_with(config.checkpoint, starts)
     if remark:
         writers.say(remark)
     if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
-    resumed = persistence.load(machines, Path(flags.load), flags)
+    resumed = persistence.load(runtime, Path(flags.load), flags)
     for remark in resumed.remarks:
         writers.say(remark)
     if resumed.path is not None:
@@ -177,16 +177,16 @@ def resume(machines: Machines, writers: Writers, starts: Starts | None = None) -
 
 
 def saves_of(
-    machines: Machines, resumed: Resumed, config_text: str, tokenizer: Tokenizer | None, writers: Writers
+    runtime: TrainingRuntime, resumed: Resumed, config_text: str, tokenizer: Tokenizer | None, writers: Writers
 ) -> Saves | None:
     """What the loop saves with; None without --save. Cleans up after interrupted saves first."""
-    config = machines.plan.config
+    config = runtime.plan.config
     if config.checkpoint.save is None:
         return None
     root = Path(config.checkpoint.save)
     for remark in persistence.prepare_save(
-        root, resumed.state.step, machines.groups.world, resumed.damaged, resumed.state.account.rollbacks
+        root, resumed.state.step, runtime.groups.world, resumed.damaged, resumed.state.account.rollbacks
     ):
         writers.say(remark)
-    beside = files_of(tokenizer) if tokenizer is not None and machines.groups.world.rank == 0 else {}
-    return Saves(machines, resumed.schedules, root, config_text, beside, writers.say)
+    beside = files_of(tokenizer) if tokenizer is not None and runtime.groups.world.rank == 0 else {}
+    return Saves(runtime, resumed.schedules, root, config_text, beside, writers.say)

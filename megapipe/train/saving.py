@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.save import BackgroundSave
@@ -27,7 +27,7 @@ class Saves:
 
     def __init__(
         self,
-        machines: Machines,
+        runtime: TrainingRuntime,
         schedules: Schedules | None,
         root: Path,
         config_text: str,
@@ -35,13 +35,13 @@ class Saves:
         say: Callable[[str], None],
         disk: Disk | None = None,
     ) -> None:
-        self._machines, self._schedules, self._root = machines, schedules, root
+        self._runtime, self._schedules, self._root = runtime, schedules, root
         self._config_text, self._tokenizer, self._say = config_text, tokenizer, say
         self._disk = disk or Disk()
-        self._flags = machines.plan.config.checkpoint
+        self._flags = runtime.plan.config.checkpoint
         self._staging = Staging()
         if self._flags.async_save:
-            self._staging.reserve(list(boxes_to_save(machines)))
+            self._staging.reserve(list(boxes_to_save(runtime)))
         self._under_way: BackgroundSave | None = None
         self._failure: CheckpointError | None = None  # of the newest save, where training went on
 
@@ -59,7 +59,7 @@ class Saves:
             self._say(
                 _told(
                     save(
-                        self._machines,
+                        self._runtime,
                         state,
                         self._schedules,
                         self._root,
@@ -77,13 +77,11 @@ class Saves:
                 f"waited {time.monotonic() - began:.1f} s for the save of step {step} to end before the next begins"
             )
         self._failure = None
-        boxes, content = what_to_save(self._machines, state, self._schedules)
+        boxes, content = what_to_save(self._runtime, state, self._schedules)
         extras = Extras(content, self._config_text, self._tokenizer)
-        attempt = Attempt(
-            self._disk, self._root, state.step, extras, retention(self._machines.plan.config), BLOCK_BYTES
-        )
+        attempt = Attempt(self._disk, self._root, state.step, extras, retention(self._runtime.plan.config), BLOCK_BYTES)
         try:
-            self._under_way = BackgroundSave(attempt, boxes, self._machines.groups.world, self._staging)
+            self._under_way = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
         except CheckpointError as error:
             self._failed(state.step, error)
 

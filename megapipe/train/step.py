@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megapipe.assembly.loss import LossAverage, PendingLoss, StepLoss
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.trace import Tracer
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.optimizer import StepReport
@@ -49,9 +49,9 @@ class TrainStep:
     waits for the verdict; if the update was taken back, they are run again.
     """
 
-    def __init__(self, machines: Machines, count_zero_gradients: bool = False) -> None:
-        self._machines = machines
-        self._average = LossAverage(machines.plan.config.training.calculate_per_token_loss)
+    def __init__(self, runtime: TrainingRuntime, count_zero_gradients: bool = False) -> None:
+        self._runtime = runtime
+        self._average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
         self._count_zero_gradients = count_zero_gradients
         self._loss: PendingLoss | None = None  # of the step under way
 
@@ -81,7 +81,7 @@ class TrainStep:
         if loss is None:
             return False
         with timers.phase("optimizer"):
-            self._machines.optimizer.start(
+            self._runtime.optimizer.start(
                 1.0 / loss.denominator,
                 rates.lr,
                 rates.weight_decay,
@@ -94,14 +94,14 @@ class TrainStep:
     def settle(self, timers: Timers = NO_TIMERS) -> StepResult:
         """The result of the step that was launched last; its weights are final from here on."""
         loss = self._take_loss()
-        with timers.phase("verdict" if self._machines.optimizer.is_ahead else "optimizer"):
-            update = self._machines.optimizer.settle()
+        with timers.phase("verdict" if self._runtime.optimizer.is_ahead else "optimizer"):
+            update = self._runtime.optimizer.settle()
         return StepResult(loss.loss, loss.num_tokens, update)
 
     @property
     def is_ahead(self) -> bool:
         """The step launched last has updated before its verdict, and is not settled: its weights may still be taken back."""
-        return self._machines.optimizer.is_ahead
+        return self._runtime.optimizer.is_ahead
 
     def _take_loss(self) -> StepLoss:
         pending, self._loss = self._loss, None
@@ -113,27 +113,27 @@ class TrainStep:
         self, microbatches: Sequence[Microbatch], timers: Timers, settled: Callable[[StepResult], bool]
     ) -> PendingLoss | None:
         """None if `settled`, asked about the step before, says no."""
-        machines, count = self._machines, len(microbatches)
-        engine = machines.engine(count)
-        step = Step(microbatches, machines.message, self._average.objective(lambda: machines.optimizer.loss_scale))
+        runtime, count = self._runtime, len(microbatches)
+        engine = runtime.engine(count)
+        step = Step(microbatches, runtime.message, self._average.objective(lambda: runtime.optimizer.loss_scale))
         goes_on, begun = self._head_start(engine, step, timers, settled) if self.is_ahead else (True, None)
         if not goes_on:
             return None
         with timers.phase("forward-backward"):
-            machines.reducer.begin_step(count)
+            runtime.reducer.begin_step(count)
             reports = engine.run(step) if begun is None else engine.finish(begun)
         with timers.phase("gradient-reduce"):
-            machines.reducer.finish()
-        if machines.graphs is not None:
-            machines.graphs.after_step(step)
-        replicas, world = machines.groups.dp_cp.size, machines.groups.world
-        return self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device)
+            runtime.reducer.finish()
+        if runtime.graphs is not None:
+            runtime.graphs.after_step(step)
+        replicas, world = runtime.groups.dp_cp.size, runtime.groups.world
+        return self._average.start(reports, runtime.reports_loss, count, replicas, world, runtime.device)
 
     def _head_start(
         self, engine: Engine, step: Step, timers: Timers, settled: Callable[[StepResult], bool]
     ) -> tuple[bool, BegunRun | None]:
         """Forwards with weights that may be taken back, then the verdict: (what `settled` says, the run begun, unless it was in vain)."""
-        tracer = self._machines.tracer or Tracer()
+        tracer = self._runtime.tracer or Tracer()
         mark = len(tracer.events)
         with timers.phase("forward-backward"):
             begun = engine.begin(step)
@@ -149,15 +149,15 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """The loss of one global batch, forwards only, without dropout."""
-        machines = self._machines
+        runtime = self._runtime
         if self.is_ahead:
             raise RuntimeError("the verdict on the last update is not known yet: call settle before an evaluation")
-        machines.gather.finish()
+        runtime.gather.finish()
         count = len(microbatches)
-        run = Step(microbatches, machines.message, self._average.objective(lambda: 1.0))
-        reports = machines.forward_engine(count).run(run)
-        replicas, world = machines.groups.dp_cp.size, machines.groups.world
-        return self._average.start(reports, machines.reports_loss, count, replicas, world, machines.device).wait()
+        run = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
+        reports = runtime.forward_engine(count).run(run)
+        replicas, world = runtime.groups.dp_cp.size, runtime.groups.world
+        return self._average.start(reports, runtime.reports_loss, count, replicas, world, runtime.device).wait()
 
 
 def is_sound(result: StepResult) -> bool:

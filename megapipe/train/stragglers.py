@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.channels import Moment
 from megapipe.comm.collectives import all_gather, gather_objects
 from megapipe.gpu.device_clock import EventClock
@@ -36,12 +36,12 @@ class StragglerLog:
     On a CPU every step since the last line counts. On a GPU the last whole one before a line does, by events in its streams.
     """
 
-    def __init__(self, machines: Machines, heart: Heartbeat, writers: Writers) -> None:
-        logging = machines.plan.config.logging
-        self._machines, self._heart, self._writers = machines, heart, writers
+    def __init__(self, runtime: TrainingRuntime, heartbeat: Heartbeat, writers: Writers) -> None:
+        logging = runtime.plan.config.logging
+        self._runtime, self._heartbeat, self._writers = runtime, heartbeat, writers
         self._interval, self._count = logging.log_interval, logging.straggler_minmax_count
-        self._active = logging.log_straggler and machines.groups.world.size > 1
-        self._events = EventClock(machines.device) if self._active and machines.device.type == "cuda" else None
+        self._active = logging.log_straggler and runtime.groups.world.size > 1
+        self._events = EventClock(runtime.device) if self._active and runtime.device.type == "cuda" else None
         self._observed: DeviceWaits | None = None
         self._has_begun = False
         self._steps: list[StepTimes] = []
@@ -49,17 +49,17 @@ class StragglerLog:
         self._hosts: list[str] = []
 
     def begins(self, step: int) -> None:
-        """Step number `step` begins (the first of all is 1), after `heart.step`. The first of this process is not counted."""
+        """Step number `step` begins (the first of all is 1), after `heartbeat.step`. The first of this process is not counted."""
         if not self._active:
             return
-        has_begun, self._has_begun = self._has_begun, self._heart.last_step is not None
+        has_begun, self._has_begun = self._has_begun, self._heartbeat.last_step is not None
         records = (step + 1) % self._interval == 0 or self._interval == 1  # the last whole step before a log line
         if self._events is not None:
             self._observe(self._events, records and self._has_begun)
             return
-        if self._heart.last_step is not None and has_begun:
-            self._steps.append(self._heart.last_step)
-        channels = self._machines.channels.values()
+        if self._heartbeat.last_step is not None and has_begun:
+            self._steps.append(self._heartbeat.last_step)
+        channels = self._runtime.channels.values()
         if any(channel.moments is not None for channel in channels):
             self._moments = {str(channel): channel.moments or [] for channel in channels}
         for channel in channels:
@@ -70,8 +70,8 @@ class StragglerLog:
         if self._observed is not None:
             times, self._moments = self._observed.finish()
             self._steps.append(times)
-        self._observed = self._heart.observer = (
-            DeviceWaits(clock, self._machines.channels.values()) if records else None
+        self._observed = self._heartbeat.observer = (
+            DeviceWaits(clock, self._runtime.channels.values()) if records else None
         )
 
     def report(self, step: int, num_microbatches: int) -> None:
@@ -81,7 +81,7 @@ class StragglerLog:
         paces = self._gathered(num_microbatches)
         steps, self._steps, self._moments = len(self._steps), [], {}
         names = self._names()
-        topology = self._machines.plan.topology
+        topology = self._runtime.plan.topology
         groups = {name: topology.groups(name) for name in ("tp", "cp", "replicas")}
         told = [
             sentence(found, paces, names)
@@ -97,16 +97,16 @@ class StragglerLog:
             )
 
     def _gathered(self, num_microbatches: int) -> list[RankPace]:
-        machines, world = self._machines, self._machines.groups.world
+        runtime, world = self._runtime, self._runtime.groups.world
         peer, seconds = self._slowest_link()
-        own = torch.tensor([*_medians(self._steps), peer, seconds], dtype=torch.float64, device=machines.device)
+        own = torch.tensor([*_medians(self._steps), peer, seconds], dtype=torch.float64, device=runtime.device)
         whole = own.new_empty(world.size * own.numel())
         all_gather(whole, own, world)
-        work = simulate(machines.plan.schedule(num_microbatches), machines.plan.stage_costs).work_seconds
+        work = simulate(runtime.plan.schedule(num_microbatches), runtime.plan.stage_costs).work_seconds
         return [self._pace(rank, row, work) for rank, row in enumerate(whole.view(world.size, -1).tolist())]
 
     def _pace(self, rank: int, row: Sequence[float], work: Sequence[float]) -> RankPace:
-        topology = self._machines.plan.topology
+        topology = self._runtime.plan.topology
         pp_rank = topology.coordinates(rank).pp_rank
         peers = tuple(r for r in range(topology.world_size) if r != rank and topology.coordinates(r).pp_rank == pp_rank)
         step, computing, reading, *waits = row[:-2]
@@ -124,14 +124,14 @@ class StragglerLog:
 
     def _slowest_link(self) -> tuple[int, float]:
         """(global rank, seconds there and back) of the link to a higher pipeline rank that takes longest; (-1, 0) if none is known."""
-        pp = self._machines.groups.pp
+        pp = self._runtime.groups.pp
         if pp.size == 1:
             return -1, 0.0
         shown = {name: [list(moment) for moment in moments[:MOST_MESSAGES]] for name, moments in self._moments.items()}
         everyone = gather_objects(shown, pp)
         there: dict[int, float] = {}
         back: dict[int, float] = {}
-        for channel in self._machines.channels.values():
+        for channel in self._runtime.channels.values():
             place = pp.ranks.index(channel.peer)
             ends = self._moments.get(str(channel), []), [tuple(m) for m in everyone[place].get(str(channel), [])]
             sent, received = ends if channel.sends else ends[::-1]
@@ -144,8 +144,8 @@ class StragglerLog:
 
     def _names(self) -> list[str]:
         if not self._hosts:
-            self._hosts = gather_objects(host(), self._machines.groups.world)
-        topology = self._machines.plan.topology
+            self._hosts = gather_objects(host(), self._runtime.groups.world)
+        topology = self._runtime.plan.topology
         sizes = {"pp": topology.pp, "dp": topology.dp, "cp": topology.cp, "tp": topology.tp}
         names = []
         for rank, where in enumerate(self._hosts):

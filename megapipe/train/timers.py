@@ -35,7 +35,7 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 
 
 class Timers:
-    """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event. heart: told of each phase. marks:
+    """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event. heartbeat: told of each phase. marks:
     opened around each, for profilers. clock: the device's own if None."""
 
     def __init__(
@@ -43,21 +43,21 @@ class Timers:
         level: int,
         device: torch.device,
         tracer: Tracer | None = None,
-        heart: Heartbeat | None = None,
+        heartbeat: Heartbeat | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
         clock: DeviceClock | None = None,
     ) -> None:
         self.level = level
         self._marks = marks or (lambda name: nullcontext())
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._tracer = tracer
         self._clock = clock or device_clock(device)
         self._spans: list[tuple[str, int, int]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step; costs nothing below level 1 and without a tracer or heart."""
-        with self._marks(name), nullcontext() if self._heart is None else self._heart.phase(name):
+        """Time a phase of the step; costs nothing below level 1 and without a tracer or heartbeat."""
+        with self._marks(name), nullcontext() if self._heartbeat is None else self._heartbeat.phase(name):
             if self.level < PHASE_LEVEL and self._tracer is None:
                 yield
             else:

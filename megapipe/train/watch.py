@@ -43,7 +43,7 @@ LAST_WORDS_SECONDS = 2.0  # for the other ranks of this host to end too
 DYING_SECONDS = 0.3  # between a broken connection and the end of the process that held it
 
 
-def heart_of(config: Config) -> Heartbeat | None:
+def heartbeat_of(config: Config) -> Heartbeat | None:
     """This rank's heartbeat; None where nobody shall watch it."""
     return Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
 
@@ -56,11 +56,11 @@ def watched(
 
     folder: of the run, for `megapipe status`; None for a run that writes none.
     """
-    heart = groups.world.heart
-    if heart is None:
+    heartbeat = groups.world.heartbeat
+    if heartbeat is None:
         yield
         return
-    watch = _Watch(plan, environment, groups, heart, folder, log)
+    watch = _Watch(plan, environment, groups, heartbeat, folder, log)
     watch.start()
     try:
         yield
@@ -82,16 +82,16 @@ class _Watch:
         plan: RunPlan,
         environment: Environment,
         groups: ProcessGroups,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         folder: Path | None,
         log: RunLog,
     ) -> None:
-        self._heart, self._folder, self._log = heart, folder, log
+        self._heartbeat, self._folder, self._log = heartbeat, folder, log
         self._rank = groups.world.global_rank
         token = broadcast_object(secrets.token_hex(6), groups.world)
         try:
             self._live = live_folder(token)
-            heart.share(record_path(self._live, self._rank))
+            heartbeat.share(record_path(self._live, self._rank))
         except OSError as error:
             raise ConfigError(
                 f"heartbeats cannot be kept in {base_folder()}: {error.strerror}; free it, or give --hang-timeout-seconds 0 to go without"
@@ -104,11 +104,11 @@ class _Watch:
         self._writes = self._rank == min(here)
         self._exchange = None
         if len(here) < len(self.roster.members):
-            self._exchange = StoreExchange(self._rank, token, heart.as_bytes)
+            self._exchange = StoreExchange(self._rank, token, heartbeat.as_bytes)
         limit = plan.config.parallel.hang_timeout_seconds
         kills = environment.launcher != "torchrun"  # whose agent does
         self._watchdog = Watchdog(
-            heart,
+            heartbeat,
             self.roster,
             self._rank,
             self._live,
@@ -137,7 +137,7 @@ class _Watch:
     def stop(self, last_phase: str) -> None:
         """The last copy is that of the whole host; after a run that went well the live records go."""
         self._watchdog.stop()
-        self._heart.leave(last_phase)
+        self._heartbeat.leave(last_phase)
         self._stopped.set()
         if self._exchange is not None:
             self._exchange.stop()

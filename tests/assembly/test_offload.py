@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.gpu.copies import HostPool
 from megapipe.model.microbatch import Microbatch
@@ -73,16 +73,16 @@ def trained(
     """Parameters after some steps, bytes of host buffers, and what the streams did. late: copies as late as streams allow."""
     plan = make_plan(world_size, "fp64", **changes)
     groups = ProcessGroups.alone() if world_size == 1 else build_process_groups(plan.topology, rank, "gloo", 30)
-    machines = Machines(plan, groups, torch.device("cpu"))
+    runtime = TrainingRuntime(plan, groups, torch.device("cpu"))
     copies = LateCopies()
     if late:
-        assert machines.offload is not None
-        machines.offload.copies, machines.offload.pool = copies, HostPool(copies.host_memory)
-    step, count = step_of(machines), plan.batch.full // plan.batch.samples_per_microbatch
+        assert runtime.offload is not None
+        runtime.offload.copies, runtime.offload.pool = copies, HostPool(copies.host_memory)
+    step, count = step_of(runtime), plan.batch.full // plan.batch.samples_per_microbatch
     generator = torch.Generator().manual_seed(0)
     documents = plan.config.data.reset_attention_mask
     for number in range(steps):
-        keys = Keys(1, number, machines.coordinates.dp_rank, plan.topology.dp)
+        keys = Keys(1, number, runtime.coordinates.dp_rank, plan.topology.dp)
         tokens = [torch.randint(28, (2, 8), generator=generator) for _ in range(count)]
         ids = torch.tensor([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2]) if documents else None
         at = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]]) if documents else None
@@ -90,12 +90,12 @@ def trained(
             [Microbatch(each, each.clone(), None, at, ids, keys.of(k)) for k, each in enumerate(tokens)],
             Rates(1e-2, 0.0),
         )
-    machines.finish_parameters()
-    if machines.offload is not None:
-        assert not machines.offload._units
-        assert not machines.offload._coming
-    parameters = [buffer.parameters.clone() for held in machines.buffers.values() for buffer in held.buffers]
-    return parameters, 0 if machines.offload is None else machines.offload.pool.num_bytes, copies.cuda.log
+    runtime.finish_parameters()
+    if runtime.offload is not None:
+        assert not runtime.offload._units
+        assert not runtime.offload._coming
+    parameters = [buffer.parameters.clone() for held in runtime.buffers.values() for buffer in held.buffers]
+    return parameters, 0 if runtime.offload is None else runtime.offload.pool.num_bytes, copies.cuda.log
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

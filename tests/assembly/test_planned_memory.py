@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -161,21 +161,21 @@ class _Held:
 def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) -> dict[str, int]:
     """Bytes on one rank."""
     plan = make_plan(world_size, dtype, **changes)
-    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
-    buffers = [buffer for stage in machines.buffers.values() for buffer in stage.buffers]
+    runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    buffers = [buffer for stage in runtime.buffers.values() for buffer in stage.buffers]
     generator = torch.Generator().manual_seed(rank)
     count = plan.batch.full // plan.batch.samples_per_microbatch
-    keys = Keys(1, 2, machines.coordinates.dp_rank, plan.topology.dp)
+    keys = Keys(1, 2, runtime.coordinates.dp_rank, plan.topology.dp)
     tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
     versions = [version for buffer in buffers for version in buffer.versions]
-    peak, step = LivePeak(versions), step_of(machines)
+    peak, step = LivePeak(versions), step_of(runtime)
     with peak.hooks:
         if plan.is_synchronous:
             step.gradients(microbatches)
         else:
             step.run(microbatches, Rates(1e-2, 0.0))
-    shards = machines.optimizer._shards
+    shards = runtime.optimizer._shards
     state = [
         tensor
         for shard in shards
@@ -186,8 +186,8 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
         "gradients": _bytes([buffer.gradients for buffer in buffers]),
         "optimizer": _bytes(state),
         "rollback": 0
-        if machines.optimizer._kept is None
-        else _bytes([kept for _, kept in machines.optimizer._kept._pairs]),
+        if runtime.optimizer._kept is None
+        else _bytes([kept for _, kept in runtime.optimizer._kept._pairs]),
         "activations": peak.most,
     }
 

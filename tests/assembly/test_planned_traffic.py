@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm import collectives
 from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Group, build_process_groups
@@ -50,7 +50,7 @@ HIDDEN = 16
 def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float]:
     """Bytes by group, counted where they are handed over; over tp only hidden states, which the plan counts alone."""
     plan = make_plan(world_size, "fp32", **changes)
-    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     found: Counter[str] = Counter()
     run, send = collectives._run, Channel.send
 
@@ -69,12 +69,12 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
         return send(channel, tensors)
 
     count = plan.batch.full // plan.batch.samples_per_microbatch
-    keys = Keys(1, 2, machines.coordinates.dp_rank, plan.topology.dp)
+    keys = Keys(1, 2, runtime.coordinates.dp_rank, plan.topology.dp)
     tokens = torch.randint(29, (count, 2, 8), generator=torch.Generator().manual_seed(rank))
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
     with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "send", counted_send):
-        step_of(machines).run(microbatches, Rates(1e-2, 0.0))
-        machines.gather.finish()
+        step_of(runtime).run(microbatches, Rates(1e-2, 0.0))
+        runtime.gather.finish()
     return dict(found)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import deferred_bytes
@@ -36,14 +36,14 @@ CASES: dict[str, dict[str, Any]] = {
 def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any]) -> list[int]:
     """What this rank holds for backwards after each computation of its row."""
     plan = make_plan(world_size, "fp32", **changes)
-    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     count = plan.batch.full // plan.batch.samples_per_microbatch
     tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
     microbatches = [
         Microbatch(each, labels=each.clone(), dropout_key=Keys(1, 2, 0, 1).of(k)) for k, each in enumerate(tokens)
     ]
-    buffers = [buffer for stage in machines.buffers.values() for buffer in stage.buffers]
+    buffers = [buffer for stage in runtime.buffers.values() for buffer in stage.buffers]
     live = LivePeak([buffer.parameters for buffer in buffers])
     flat = [tensor for buffer in buffers for tensor in (buffer.parameters, buffer.gradients)]
     given = [tensor for each in microbatches for tensor in (each.tokens, each.labels) if tensor is not None]
@@ -54,9 +54,7 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
         def run(run: Any, action: Any) -> None:
             handler(run, action)
             waiting = [
-                tensor
-                for runner in machines.runners.values()
-                for tensor in tensors_of(runner.weight_gradients._waiting)
+                tensor for runner in runtime.runners.values() for tensor in tensors_of(runner.weight_gradients._waiting)
             ]
             storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in waiting}
             alone = [size for address, size in storages.items() if address not in known and not live._holders[address]]
@@ -64,11 +62,11 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
 
         return run
 
-    engine = machines.engine(count)
+    engine = runtime.engine(count)
     for op in COMPUTE_OPS & engine._handlers.keys():
         engine._handlers[op] = recorded(engine._handlers[op])
     with live.hooks:
-        TrainStep(machines).gradients(microbatches)
+        TrainStep(runtime).gradients(microbatches)
     return found
 
 

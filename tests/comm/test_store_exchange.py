@@ -21,10 +21,10 @@ def until(question, seconds: float = 10.0) -> bool:  # type: ignore[no-untyped-d
 
 def test_ranks_see_each_others_records_and_one_gets_the_claim() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
-    hearts = [Heartbeat(("world",)) for _ in range(2)]
-    exchanges = [StoreExchange(rank, "t", heart.as_bytes, store) for rank, heart in enumerate(hearts)]
+    heartbeats = [Heartbeat(("world",)) for _ in range(2)]
+    exchanges = [StoreExchange(rank, "t", heartbeat.as_bytes, store) for rank, heartbeat in enumerate(heartbeats)]
     assert exchanges[0].fetch([0, 1]) == {}
-    hearts[1].act(b"1F7")
+    heartbeats[1].act(b"1F7")
     for exchange in exchanges:
         exchange.start()
     assert until(lambda: len(exchanges[0].fetch([0, 1])) == 2)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.extras.dry_run.rank import count_rank, count_step
@@ -43,13 +43,13 @@ def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    machines = Machines(plan, ProcessGroups.alone(), torch.device("cuda", 0))
+    runtime = TrainingRuntime(plan, ProcessGroups.alone(), torch.device("cuda", 0))
     read, count = read_for(plan), plan.batch.full // plan.batch.samples_per_microbatch
     keys = Keys(1, 0, 0, 1)
-    step_of(machines).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
-    machines.finish_parameters()
+    step_of(runtime).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
+    runtime.finish_parameters()
     taken = torch.cuda.max_memory_allocated() - before
-    return taken, rank_memory(plan, 0).total, 0 if machines.offload is None else machines.offload.pool.num_bytes
+    return taken, rank_memory(plan, 0).total, 0 if runtime.offload is None else runtime.offload.pool.num_bytes
 
 
 def test_offloading_lowers_the_peak_as_planned() -> None:

@@ -67,9 +67,9 @@ def unreadable_data(step: TrainStep) -> None:
 
 def flipped_bit(step: TrainStep) -> None:
     """One bit of one weight; the value stays finite."""
-    machines = step._machines
-    machines.gather.finish()
-    buffers = next(iter(machines.buffers.values()))
+    runtime = step._runtime
+    runtime.gather.finish()
+    buffers = next(iter(runtime.buffers.values()))
     values = buffers.parameter(next(name for name in buffers.names if "mlp" in name)).reshape(-1)
     raw_bytes(values)[values.numel() // 2 * values.element_size() + 2] ^= 1
 

@@ -38,7 +38,7 @@ from tests.model.grids import (
 )
 from tests.model.test_tensor_parallel_stage import assert_gradients
 from tests.tensor_parallel.ranks import tp_group
-from tests.train.grids import machines_of, step_microbatches, trainer, whole_parameters
+from tests.train.grids import runtime_of, step_microbatches, trainer, whole_parameters
 
 Pools = Callable[[int], RankPool]
 BASE = (
@@ -161,11 +161,11 @@ def test_a_stage_of_transformer_engine_equals_the_reference(
 def trained(rank: int, world_size: int, flags: str) -> tuple[list[float], list[tuple[str, Tensor]]]:
     """Losses of three steps, and the parameters after them."""
     with installed():
-        machines = machines_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
-        step = trainer(machines)
+        runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
+        step = trainer(runtime)
         rows = np.random.RandomState(0).randint(0, 32, (4, 9))
-        losses = [step.run(step_microbatches(machines, rows, index), Rates(1e-2, 0.1)).loss for index in range(3)]
-        return losses, [(name, tensor.clone()) for name, tensor in whole_parameters(machines)]
+        losses = [step.run(step_microbatches(runtime, rows, index), Rates(1e-2, 0.1)).loss for index in range(3)]
+        return losses, [(name, tensor.clone()) for name, tensor in whole_parameters(runtime)]
 
 
 GRIDS = {
@@ -215,15 +215,14 @@ def test_training_with_a_library_equals_training_with_torch(rank_pools: Pools, l
 def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, bool]]:
     """(enabled, recipe, is over tp) of the outermost fp8 regions of one step."""
     with installed():
-        machines = machines_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
+        runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
         rows = np.random.RandomState(0).randint(0, 32, (4, 9))
-        loss = trainer(machines).run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.1)).loss
+        loss = trainer(runtime).run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.1)).loss
         assert np.isfinite(loss)
         import transformer_engine.pytorch as te
 
         return [
-            (enabled, type(recipe).__name__, group is machines.groups.tp.handle)
-            for enabled, recipe, group in te.ENTERED
+            (enabled, type(recipe).__name__, group is runtime.groups.tp.handle) for enabled, recipe, group in te.ENTERED
         ]
 
 

@@ -21,7 +21,7 @@ def slow_down() -> None:
     seconds, fault = float(os.environ.get("PACE", "0")), os.environ.get("FAULT", "")
 
     def paced(self: Any) -> None:
-        if fault == f"{self.machines.groups.world.rank}:{self.state.step + 1}":
+        if fault == f"{self.runtime.groups.world.rank}:{self.state.step + 1}":
             raise RuntimeError(f"planted in step {self.state.step + 1}")
         time.sleep(seconds)
         step(self)

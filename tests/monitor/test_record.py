@@ -36,11 +36,11 @@ def test_a_slot_that_is_part_of_one_record_and_part_of_the_next_is_noticed(
 
 @given(st.integers(1, 20), st.integers(0, SLOT_BYTES - 1), st.integers(1, 255))
 def test_while_a_slot_is_damaged_the_record_before_it_counts(num_beats: int, byte: int, change: int) -> None:
-    heart = Heartbeat(("tp",))
+    heartbeat = Heartbeat(("tp",))
     for step in range(num_beats):
-        heart.step(step)
-    data = bytearray(heart.as_bytes())
-    newest = heart.snapshot().record
+        heartbeat.step(step)
+    data = bytearray(heartbeat.as_bytes())
+    newest = heartbeat.snapshot().record
     start = SLOT_AT + SLOT_BYTES * (newest.beat & 1)
     data[start + byte] ^= change
     seen = read_snapshot(bytes(data))
@@ -50,16 +50,16 @@ def test_while_a_slot_is_damaged_the_record_before_it_counts(num_beats: int, byt
 
 def test_a_reader_sees_only_whole_records_while_another_thread_writes(tmp_path: Path) -> None:
     """Each record carries one number four times."""
-    heart, path = Heartbeat(("world",)), tmp_path / "rank_00000"
-    heart.share(path)
+    heartbeat, path = Heartbeat(("world",)), tmp_path / "rank_00000"
+    heartbeat.share(path)
     done = threading.Event()
 
     def write() -> None:
         for n in range(20_000):
-            heart.step(n)
-            heart.act(b"%dF%d" % (n, n))
-            heart.wait_for_all("world", "all_reduce", n)
-            heart.goes_on()
+            heartbeat.step(n)
+            heartbeat.act(b"%dF%d" % (n, n))
+            heartbeat.wait_for_all("world", "all_reduce", n)
+            heartbeat.goes_on()
         done.set()
 
     writer = threading.Thread(target=write)
@@ -79,18 +79,21 @@ def test_a_reader_sees_only_whole_records_while_another_thread_writes(tmp_path: 
 
 
 def test_phases_nest_and_the_longest_patience_holds() -> None:
-    heart = Heartbeat(("tp",))
-    with heart.phase("saving", PATIENCE):
-        with heart.phase("reading data"):
-            assert (heart.snapshot().record.phase, heart.snapshot().record.patience) == ("reading data", PATIENCE)
-        assert heart.snapshot().record.phase == "saving"
-    assert (heart.snapshot().record.phase, heart.snapshot().record.patience) == ("", 1)
+    heartbeat = Heartbeat(("tp",))
+    with heartbeat.phase("saving", PATIENCE):
+        with heartbeat.phase("reading data"):
+            assert (heartbeat.snapshot().record.phase, heartbeat.snapshot().record.patience) == (
+                "reading data",
+                PATIENCE,
+            )
+        assert heartbeat.snapshot().record.phase == "saving"
+    assert (heartbeat.snapshot().record.phase, heartbeat.snapshot().record.patience) == ("", 1)
 
 
 def test_collectives_are_counted_by_kind_of_group() -> None:
-    heart = Heartbeat(("tp", "dp"))
-    assert [heart.joins("dp"), heart.joins("dp"), heart.joins("tp")] == [1, 2, 1]
-    assert heart.snapshot().counts[:2] == (1, 2)
+    heartbeat = Heartbeat(("tp", "dp"))
+    assert [heartbeat.joins("dp"), heartbeat.joins("dp"), heartbeat.joins("tp")] == [1, 2, 1]
+    assert heartbeat.snapshot().counts[:2] == (1, 2)
 
 
 def test_what_is_no_record_is_none() -> None:

@@ -116,14 +116,14 @@ def test_a_step_is_what_is_waited_read_and_computed(parts: list[tuple[str, int]]
 
 
 def test_the_record_holds_the_last_whole_step() -> None:
-    heart = Heartbeat(("tp",))
-    heart.step(1)
-    first = read_snapshot(heart.as_bytes())
-    heart.wait_for_all("tp", "all_reduce", heart.joins("tp"))
-    heart.goes_on()
-    heart.step(2)
-    second = read_snapshot(heart.as_bytes())
-    assert first is not None and second is not None and heart.last_step is not None
-    assert first.elapsed_ns == 0 < second.elapsed_ns == heart.last_step.elapsed
+    heartbeat = Heartbeat(("tp",))
+    heartbeat.step(1)
+    first = read_snapshot(heartbeat.as_bytes())
+    heartbeat.wait_for_all("tp", "all_reduce", heartbeat.joins("tp"))
+    heartbeat.goes_on()
+    heartbeat.step(2)
+    second = read_snapshot(heartbeat.as_bytes())
+    assert first is not None and second is not None and heartbeat.last_step is not None
+    assert first.elapsed_ns == 0 < second.elapsed_ns == heartbeat.last_step.elapsed
     assert 0 < second.computing_ns < second.elapsed_ns
     assert second.counts[0] == 1

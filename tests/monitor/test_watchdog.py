@@ -23,18 +23,18 @@ LIMIT_SECONDS = 0.4
 class OtherHost:
     """An exchange behind which rank 1 lives, or has stopped to."""
 
-    def __init__(self, heart: Heartbeat, answers: bool, is_taken: bool = False) -> None:
-        self.heart, self.answers, self.is_taken = heart, answers, is_taken
+    def __init__(self, heartbeat: Heartbeat, answers: bool, is_taken: bool = False) -> None:
+        self.heartbeat, self.answers, self.is_taken = heartbeat, answers, is_taken
         self.is_told = False
-        heart.pulse()
+        heartbeat.pulse()
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
         if self.answers:
-            self.heart.pulse()
-        return {1: self.heart.as_bytes()} if 1 in ranks else {}
+            self.heartbeat.pulse()
+        return {1: self.heartbeat.as_bytes()} if 1 in ranks else {}
 
     def stack(self, rank: int) -> str:
-        return f"{self.heart.snapshot().record.beat}\n  File data.py\n    read()"
+        return f"{self.heartbeat.snapshot().record.beat}\n  File data.py\n    read()"
 
     def publish_stack(self, text: str) -> None:
         self.published = text
@@ -47,18 +47,23 @@ class OtherHost:
 
 
 def watched(live: Path, exchange: OtherHost) -> tuple[Heartbeat, list[str], threading.Event, Watchdog]:
-    heart = Heartbeat(("world",))
-    heart.share(record_path(live, 0))
+    heartbeat = Heartbeat(("world",))
+    heartbeat.share(record_path(live, 0))
     pid = os.getpid()
     here = Member(0, "a", pid, start_ticks(pid), process_space(), "pp 0", (0,))
     roster = Roster((here, Member(1, "b", 77, 5, "elsewhere", "pp 1", (1,))), {"world": ((0, 1),)})
     reports: list[str] = []
     ended = threading.Event()
-    return heart, reports, ended, Watchdog(heart, roster, 0, live, LIMIT_SECONDS, reports.append, ended.set, exchange)
+    return (
+        heartbeat,
+        reports,
+        ended,
+        Watchdog(heartbeat, roster, 0, live, LIMIT_SECONDS, reports.append, ended.set, exchange),
+    )
 
 
-def hang(heart: Heartbeat) -> None:
-    heart.wait_for_peer(Wait.RECEIVE, b"gradient from stage 1 to 0", 1)
+def hang(heartbeat: Heartbeat) -> None:
+    heartbeat.wait_for_peer(Wait.RECEIVE, b"gradient from stage 1 to 0", 1)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +78,8 @@ def test_a_rank_of_another_host_is_told(tmp_path: Path, answers: bool, words: tu
     far = Heartbeat(("world",))
     far.act(b"1F2")
     exchange = OtherHost(far, answers)
-    heart, reports, ended, watchdog = watched(tmp_path, exchange)
-    hang(heart)
+    heartbeat, reports, ended, watchdog = watched(tmp_path, exchange)
+    hang(heartbeat)
     watchdog.start()
     assert ended.wait(10)
     (report,) = reports
@@ -86,8 +91,8 @@ def test_a_rank_of_another_host_is_told(tmp_path: Path, answers: bool, words: tu
 
 def test_a_rank_leaves_in_silence_when_another_host_has_told(tmp_path: Path) -> None:
     exchange = OtherHost(Heartbeat(("world",)), True, is_taken=True)
-    heart, reports, ended, watchdog = watched(tmp_path, exchange)
-    hang(heart)
+    heartbeat, reports, ended, watchdog = watched(tmp_path, exchange)
+    hang(heartbeat)
     watchdog.start()
     assert not ended.wait(3 * LIMIT_SECONDS + 2)
     exchange.is_told = True
@@ -100,8 +105,8 @@ def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(
 ) -> None:
     """As after SIGSTOP and SIGCONT of the whole job: every record looks old."""
     exchange = OtherHost(Heartbeat(("world",)), True)
-    heart, _, ended, watchdog = watched(tmp_path, exchange)
-    hang(heart)
+    heartbeat, _, ended, watchdog = watched(tmp_path, exchange)
+    hang(heartbeat)
     told: list[float] = []
     real, jump = time.time, 100.0
 
@@ -112,7 +117,7 @@ def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(
     watchdog.start()
     told.append(real())
     began = time.monotonic()
-    beat: Callable[[], None] = heart.goes_on
+    beat: Callable[[], None] = heartbeat.goes_on
     while time.monotonic() - began < 2 * LIMIT_SECONDS:
         beat()
         time.sleep(0.02)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
@@ -74,19 +74,19 @@ def test_dualpipe_equals_reference(rank_pools: Pools, name: str) -> None:
 def different_copies(rank: int, world_size: int, config: Config) -> list[str]:
     """Trains two steps; the parameters of which two ranks hold different bits."""
     plan = resolve(config, world_size)
-    machines = Machines(
+    runtime = TrainingRuntime(
         plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"), drawn_slices(7, torch.float32)
     )
-    step, dp = TrainStep(machines), plan.topology.dp
+    step, dp = TrainStep(runtime), plan.topology.dp
     for number, batch in enumerate(random_batches(plan.config, dp, [4, 4], seed=1)):
-        step.run(share_of(machines, batch, number), Rates(0.02, 0.1))
-    machines.gather.finish()
+        step.run(share_of(runtime, batch, number), Rates(0.02, 0.1))
+    runtime.gather.finish()
     mine = {
         (stage, name): bits(buffers.parameter(name))
-        for stage, buffers in machines.buffers.items()
+        for stage, buffers in runtime.buffers.items()
         for name in buffers.names
     }
-    every = gather_objects(mine, machines.groups.replicas)
+    every = gather_objects(mine, runtime.groups.replicas)
     assert len(every) == 2 * dp and all(other.keys() == mine.keys() for other in every)
     return [
         f"stage {stage} {name}"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
@@ -96,26 +96,26 @@ def test_microbatches_without_a_token_that_counts_equal_reference(rank_pools: Po
     assert_equals_reference(rank_pools(8), grid, without_loss=(0, 2, 4, 5))
 
 
-def machines_of(config: Config, rank: int, world_size: int) -> Machines:
+def runtime_of(config: Config, rank: int, world_size: int) -> TrainingRuntime:
     plan = resolve(config, world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
-    return Machines(plan, groups, torch.device("cpu"), drawn_slices(7, torch.float32))
+    return TrainingRuntime(plan, groups, torch.device("cpu"), drawn_slices(7, torch.float32))
 
 
 def evaluation_and_oracle(rank: int, world_size: int, config: Config, count: int) -> tuple[float, float]:
     """Losses of one batch without dropout, after two steps of `count` microbatches with it: of the grid and of the reference."""
-    machines = machines_of(config, rank, world_size)
-    oracle = Oracle(machines.plan.config, whole_weights(machines.plan.specs, drawn_slices(7, torch.float32)))
-    batches = random_batches(machines.plan.config, 2, [count, count, count - 1], seed=1)
-    step = TrainStep(machines)
+    runtime = runtime_of(config, rank, world_size)
+    oracle = Oracle(runtime.plan.config, whole_weights(runtime.plan.specs, drawn_slices(7, torch.float32)))
+    batches = random_batches(runtime.plan.config, 2, [count, count, count - 1], seed=1)
+    step = TrainStep(runtime)
     for number, batch in enumerate(batches[:2]):
-        step.run(share_of(machines, batch, number), Rates(0.02, 0.0))
+        step.run(share_of(runtime, batch, number), Rates(0.02, 0.0))
         oracle.step(batch, number, Rates(0.02, 0.0))
     parts = [(torch.from_numpy(part.tokens), torch.from_numpy(part.labels)) for part in batches[2]]
     sums = [oracle.model(tokens, labels, torch.ones(tokens.shape))[0] for tokens, labels in parts]
     expected = torch.stack(sums).mean().item() / parts[0][0].numel()
-    dp_rank = machines.coordinates.dp_rank
-    without_keys = Microbatches(count - 1, lambda k: batches[2][2 * k + dp_rank], None, machines.device)
+    dp_rank = runtime.coordinates.dp_rank
+    without_keys = Microbatches(count - 1, lambda k: batches[2][2 * k + dp_rank], None, runtime.device)
     return step.evaluate(without_keys).loss, expected
 
 
@@ -135,12 +135,10 @@ def test_evaluation_equals_reference_without_dropout(rank_pools: Pools, schedule
 
 
 def losses_of(rank: int, world_size: int, config: Config) -> list[float]:
-    machines = machines_of(config, rank, world_size)
-    batches = random_batches(
-        machines.plan.config, machines.plan.topology.dp, [6 // machines.plan.topology.dp] * 3, seed=1
-    )
+    runtime = runtime_of(config, rank, world_size)
+    batches = random_batches(runtime.plan.config, runtime.plan.topology.dp, [6 // runtime.plan.topology.dp] * 3, seed=1)
     return [
-        TrainStep(machines).run(share_of(machines, batch, step), Rates(0.02, 0.1)).loss
+        TrainStep(runtime).run(share_of(runtime, batch, step), Rates(0.02, 0.1)).loss
         for step, batch in enumerate(batches)
     ]
 
@@ -167,18 +165,16 @@ def without_cut(config: Config) -> ParallelConfig:
 
 def scale_history(rank: int, world_size: int, config: Config, num_steps: int) -> list[tuple[bool, float, float]]:
     """(skipped, loss scale of the next step, this rank's largest weight) of each step."""
-    machines = machines_of(config, rank, world_size)
-    step, found = TrainStep(machines), []
-    batches = random_batches(machines.plan.config, machines.plan.topology.dp, [2] * num_steps, seed=1)
+    runtime = runtime_of(config, rank, world_size)
+    step, found = TrainStep(runtime), []
+    batches = random_batches(runtime.plan.config, runtime.plan.topology.dp, [2] * num_steps, seed=1)
     for number, batch in enumerate(batches):
-        update = step.run(share_of(machines, batch, number), Rates(0.02, 0.0)).update
-        machines.gather.finish()
+        update = step.run(share_of(runtime, batch, number), Rates(0.02, 0.0)).update
+        runtime.gather.finish()
         largest = max(
-            buffers.parameter(name).abs().max().item()
-            for buffers in machines.buffers.values()
-            for name in buffers.names
+            buffers.parameter(name).abs().max().item() for buffers in runtime.buffers.values() for name in buffers.names
         )
-        found.append((update.skipped, machines.optimizer.loss_scale, largest))
+        found.append((update.skipped, runtime.optimizer.loss_scale, largest))
     return found
 
 

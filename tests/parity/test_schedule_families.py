@@ -17,7 +17,7 @@ from megapipe.train.step import Rates
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.options import FAMILIES, Grid, plain_grid, world_of
-from tests.train.grids import machines_of, step_microbatches, trainer, whole_parameters
+from tests.train.grids import runtime_of, step_microbatches, trainer, whole_parameters
 from tests.train.runs import tiny
 
 Pools = Callable[[int], RankPool]
@@ -65,12 +65,12 @@ def test_no_family_is_left_out() -> None:
 
 def weights_after(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, Tensor]:
     """This rank's parameters after three steps with dropout, fp32."""
-    machines = machines_of(tiny(**changes), rank, world_size)
-    step = trainer(machines)
+    runtime = runtime_of(tiny(**changes), rank, world_size)
+    step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (10, 9))
     for number in range(3):
-        step.run(step_microbatches(machines, rows, number), Rates(1e-2, 0.1))
-    return {name: tensor.clone() for name, tensor in whole_parameters(machines)}
+        step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.1))
+    return {name: tensor.clone() for name, tensor in whole_parameters(runtime)}
 
 
 # layers and vocabulary such that flat buffers start and end at odd places, another on each rank
@@ -131,12 +131,12 @@ def events_of_a_step(rank: int, world_size: int, name: str) -> list[Event]:
         ddp_bucket_size=400,
         global_batch_size=32,
     )
-    machines = machines_of(config, rank, world_size, tracer=tracer)
-    step = trainer(machines)
+    runtime = runtime_of(config, rank, world_size, tracer=tracer)
+    step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (32, 9))
-    step.run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
+    step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
     start = tracer.now()
-    step.run(step_microbatches(machines, rows, 1), Rates(1e-2, 0.0))
+    step.run(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0))
     return [event for event in tracer.events if event.start_ns >= start]
 
 

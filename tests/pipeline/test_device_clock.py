@@ -55,7 +55,7 @@ def test_a_moment_costs_the_host_no_wait() -> None:
     assert device.main.busy_until - began >= 10 * SECOND
 
 
-def test_the_two_machines_tell_times_alike() -> None:
+def test_the_two_runtimes_tell_times_alike() -> None:
     host, device = HostClock(), FakeDevice()
     begin = host.mark()
     assert host.seconds(begin, host.mark()) >= 0

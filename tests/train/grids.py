@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import Config
@@ -27,41 +27,41 @@ def local_slice(whole: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor
     return whole.index_select(spec.slicing.dim or 0, rows)
 
 
-def machines_of(
+def runtime_of(
     config: Config,
     rank: int,
     world_size: int,
     weights: Mapping[str, Tensor] | None = None,
     tracer: Tracer | None = None,
-) -> Machines:
-    """This rank's machines on gloo. weights: whole tensors by name instead of drawn ones."""
+) -> TrainingRuntime:
+    """This rank's runtime on gloo. weights: whole tensors by name instead of drawn ones."""
     plan = resolve(config, world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60, tracer)
     draw: Callable[[ParamSpec, int, int], Tensor] | None = None
     if weights is not None:
         draw = lambda spec, tp_rank, tp: local_slice(weights[spec.name], spec, tp_rank, tp)  # noqa: E731
-    return Machines(plan, groups, torch.device("cpu"), draw, tracer)
+    return TrainingRuntime(plan, groups, torch.device("cpu"), draw, tracer)
 
 
 def step_microbatches(
-    machines: Machines, rows: np.ndarray, step: int, rules: DocumentRules | None = None
+    runtime: TrainingRuntime, rows: np.ndarray, step: int, rules: DocumentRules | None = None
 ) -> Microbatches:
     """The microbatches of this rank for a global batch of rows [global batch, seq + 1]."""
-    training = machines.plan.config.training
-    micro, dp, dp_rank = training.micro_batch_size, machines.plan.topology.dp, machines.coordinates.dp_rank
+    training = runtime.plan.config.training
+    micro, dp, dp_rank = training.micro_batch_size, runtime.plan.topology.dp, runtime.coordinates.dp_rank
 
     def read(k: int) -> Batch:
         first = (k * dp + dp_rank) * micro
         return Batch.of(rows[first : first + micro], tuple(range(first, first + micro)), rules or DocumentRules())
 
-    return Microbatches(len(rows) // (micro * dp), read, Keys(training.seed, step, dp_rank, dp), machines.device)
+    return Microbatches(len(rows) // (micro * dp), read, Keys(training.seed, step, dp_rank, dp), runtime.device)
 
 
-def trainer(machines: Machines) -> TrainStep:
-    return TrainStep(machines)
+def trainer(runtime: TrainingRuntime) -> TrainStep:
+    return TrainStep(runtime)
 
 
-def whole_parameters(machines: Machines) -> Sequence[tuple[str, Tensor]]:
+def whole_parameters(runtime: TrainingRuntime) -> Sequence[tuple[str, Tensor]]:
     """(name, local tensor) of every parameter on this rank."""
-    machines.gather.finish()
-    return [(name, buffers.parameter(name)) for buffers in machines.buffers.values() for name in buffers.names]
+    runtime.gather.finish()
+    return [(name, buffers.parameter(name)) for buffers in runtime.buffers.values() for name in buffers.names]

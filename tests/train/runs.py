@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.checkpoint import CheckpointConfig
@@ -48,19 +48,19 @@ def tiny(**changes: Any) -> Config:
     return config
 
 
-def machines_of(rank: int, world_size: int, **changes: Any) -> Machines:
+def runtime_of(rank: int, world_size: int, **changes: Any) -> TrainingRuntime:
     plan = resolve(tiny(**changes), world_size)
-    return Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    return TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
 
 
-def scramble(machines: Machines, salt: int = 0) -> None:
+def scramble(runtime: TrainingRuntime, salt: int = 0) -> None:
     """Fill masters and moments with values that depend on the global element alone, as a trained run's state does."""
-    for held in machines.optimizer.state():
+    for held in runtime.optimizer.state():
         held.values.copy_(
             expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)[held.piece.box.slices].reshape(-1)
         )
-    machines.optimizer.masters_to_parameters()
-    machines.gather.finish()
+    runtime.optimizer.masters_to_parameters()
+    runtime.gather.finish()
 
 
 def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
@@ -73,19 +73,19 @@ def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tens
     return torch.stack(rows)
 
 
-def differences(machines: Machines, keys: tuple[str, ...], salt: int = 0) -> list[str]:
+def differences(runtime: TrainingRuntime, keys: tuple[str, ...], salt: int = 0) -> list[str]:
     """Where masters, moments and parameters are not those of `scramble`, vocabulary padding aside; and how many values were compared."""
-    machines.gather.finish()
+    runtime.gather.finish()
     found = []
-    for held in machines.optimizer.state():
+    for held in runtime.optimizer.state():
         if held.key in keys:
             whole = expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)
             found += _unequal(held.key, held.piece.spec.true_rows, held.piece.box, whole, held.values)
-    for buffers in machines.buffers.values():
+    for buffers in runtime.buffers.values():
         for buffer in buffers.buffers:
             for slot in buffer.layout.slots:
                 whole = expected("master", slot.spec.name, slot.spec.shape, salt)
-                for piece in pieces(slot.spec, machines.coordinates.tp_rank, machines.plan.topology.tp):
+                for piece in pieces(slot.spec, runtime.coordinates.tp_rank, runtime.plan.topology.tp):
                     values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
                     found += _unequal(
                         f"parameter {slot.spec.name}", slot.spec.true_rows, piece.box, whole.to(values.dtype), values
@@ -99,18 +99,18 @@ def _unequal(what: str, true_rows: int | None, box: Any, whole: Tensor, values: 
     return [] if torch.equal(here, there) else [f"{what} {box}"]
 
 
-def state_of(machines: Machines) -> dict[str, Tensor]:
+def state_of(runtime: TrainingRuntime) -> dict[str, Tensor]:
     """A copy of everything this rank holds, vocabulary padding aside: it means nothing and is not saved."""
-    machines.gather.finish()
+    runtime.gather.finish()
     found = {}
-    for held in machines.optimizer.state():
+    for held in runtime.optimizer.state():
         box = tensor_box(held.key, held.piece, held.values)
         if box is not None:
             found[f"{box.name} {box.box} of stage {held.stage}"] = box.values.clone()
-    for stage, buffers in machines.buffers.items():
+    for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
             for slot in buffer.layout.slots:
-                for piece in pieces(slot.spec, machines.coordinates.tp_rank, machines.plan.topology.tp):
+                for piece in pieces(slot.spec, runtime.coordinates.tp_rank, runtime.plan.topology.tp):
                     box = tensor_box(
                         "parameter", piece, buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
                     )

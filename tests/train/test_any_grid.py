@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.compare import compare
 from megapipe.checkpoint.disk import Disk
@@ -28,7 +28,7 @@ from megapipe.train.persistence import boxes_to_save, load, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool
-from tests.train.runs import expected, machines_of, tiny
+from tests.train.runs import expected, runtime_of, tiny
 from tests.train.test_resume import train
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -61,10 +61,10 @@ Pools = Callable[[int], RankPool]
 # --- all pairs, without processes
 
 
-def simulated(world: int, changes: dict[str, Any]) -> list[Machines]:
-    """The machines of every rank, in one process: they hold tensors and cannot communicate."""
+def simulated(world: int, changes: dict[str, Any]) -> list[TrainingRuntime]:
+    """The runtime of every rank, in one process: they hold tensors and cannot communicate."""
     plan = resolve(tiny(**MODEL, **changes), world)
-    return [Machines(plan, groups_of(plan.topology, rank), torch.device("cpu")) for rank in range(world)]
+    return [TrainingRuntime(plan, groups_of(plan.topology, rank), torch.device("cpu")) for rank in range(world)]
 
 
 def groups_of(topology: Topology, rank: int) -> ProcessGroups:
@@ -82,32 +82,32 @@ def whole(key: str, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def all_machines() -> dict[str, list[Machines]]:
+def all_runtimes() -> dict[str, list[TrainingRuntime]]:
     return {name: simulated(*layout) for name, layout in LAYOUTS.items()}
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
 def test_every_layout_loads_what_every_other_saved(
-    tmp_path: Path, all_machines: dict[str, list[Machines]], writer: str
+    tmp_path: Path, all_runtimes: dict[str, list[TrainingRuntime]], writer: str
 ) -> None:
     attempt = Attempt(Disk(), tmp_path, 1, Extras({}, ""), KEEP_ALL, 1 << 22)
     temporary = attempt.begin().temporary
     assert temporary is not None
     written = []
-    for rank, machines in enumerate(all_machines[writer]):
-        for held in machines.optimizer.state():
+    for rank, runtime in enumerate(all_runtimes[writer]):
+        for held in runtime.optimizer.state():
             held.values.copy_(
                 whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices].reshape(-1)
             )
-        written.append(attempt.write(temporary, list(boxes_to_save(machines)), rank))
+        written.append(attempt.write(temporary, list(boxes_to_save(runtime)), rank))
     report = attempt.finish(temporary, written).report
     assert report is not None, attempt.finish(temporary, written).error
     folder = open_folder(report.path)
-    for reader, ranks in all_machines.items():
-        for machines in ranks:
+    for reader, ranks in all_runtimes.items():
+        for runtime in ranks:
             boxes = [
                 box
-                for held in machines.optimizer.state()
+                for held in runtime.optimizer.state()
                 if (box := tensor_box(held.key, held.piece, held.values)) is not None
             ]
             for box in boxes:
@@ -124,20 +124,20 @@ def test_every_layout_loads_what_every_other_saved(
 
 def begun(rank: int, world: int, changes: dict[str, Any], root: str) -> list[float]:
     """Two steps, a save, and the losses of the next three."""
-    machines, state = machines_of(rank, world, **MODEL, **changes), TrainingState()
-    schedules = Schedules.of(machines.plan.config)
-    train(machines, state, schedules, 2)
-    save(machines, state, schedules, Path(root), to_yaml(machines.plan.config))
-    return train(machines, state, schedules, 5)
+    runtime, state = runtime_of(rank, world, **MODEL, **changes), TrainingState()
+    schedules = Schedules.of(runtime.plan.config)
+    train(runtime, state, schedules, 2)
+    save(runtime, state, schedules, Path(root), to_yaml(runtime.plan.config))
+    return train(runtime, state, schedules, 5)
 
 
 def taken_over(rank: int, world: int, changes: dict[str, Any], there: str, root: str) -> list[float]:
     """Load, save the same elsewhere, and the losses of the next three steps."""
-    machines = machines_of(rank, world, **MODEL, **changes)
-    resumed = load(machines, Path(there))
+    runtime = runtime_of(rank, world, **MODEL, **changes)
+    resumed = load(runtime, Path(there))
     assert resumed.schedules is not None and resumed.state.step == 2
-    save(machines, resumed.state, resumed.schedules, Path(root), to_yaml(machines.plan.config))
-    return train(machines, resumed.state, resumed.schedules, 5)
+    save(runtime, resumed.state, resumed.schedules, Path(root), to_yaml(runtime.plan.config))
+    return train(runtime, resumed.state, resumed.schedules, 5)
 
 
 NAMES = list(LAYOUTS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.folder import steps_in
 from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.train.step import TrainStep
@@ -38,22 +38,22 @@ def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "param
         count += 1
         if count == STRIKES_AFTER:
             TrainStep.settle = settle  # type: ignore[method-assign]
-            machines = self._machines
-            machines.gather.finish()
-            strike(machines, name, where)
+            runtime = self._runtime
+            runtime.gather.finish()
+            strike(runtime, name, where)
         return result
 
     if rank in victims:
         TrainStep.settle = settled  # type: ignore[method-assign]
 
 
-def strike(machines: Machines, name: str, where: str) -> None:
-    for buffers in machines.buffers.values():
+def strike(runtime: TrainingRuntime, name: str, where: str) -> None:
+    for buffers in runtime.buffers.values():
         for found in [one for one in buffers.names if name in one][:1]:
             if where == "parameter":
                 flip(buffers.parameter(found).reshape(-1), buffers.parameter(found).numel() // 2)
                 return
-    for shard in machines.optimizer._shards:
+    for shard in runtime.optimizer._shards:
         for position, piece in shard.pieces():
             if name in piece.spec.name:
                 flip(shard.master, position)
@@ -143,14 +143,14 @@ def test_a_run_that_starts_with_different_copies_is_refused(rank_pools: Pools) -
 
 
 def other_start(rank: int) -> None:
-    begin = Machines.__init__
+    begin = TrainingRuntime.__init__
 
-    def begun(self: Machines, *arguments: Any, **named: Any) -> None:
-        Machines.__init__ = begin  # type: ignore[method-assign]
+    def begun(self: TrainingRuntime, *arguments: Any, **named: Any) -> None:
+        TrainingRuntime.__init__ = begin  # type: ignore[method-assign]
         begin(self, *arguments, **named)
         if rank == 1:
             for buffers in self.buffers.values():
                 for buffer in buffers.buffers:
                     buffer.parameters.mul_(1.5)
 
-    Machines.__init__ = begun  # type: ignore[method-assign]
+    TrainingRuntime.__init__ = begun  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool
 from tests.train.jobs import furthest, job_on_rank, steps_of
-from tests.train.runs import machines_of
+from tests.train.runs import runtime_of
 
 Pools = Callable[[int], RankPool]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 6"
@@ -54,11 +54,11 @@ def test_dp_halved_and_doubled_changes_no_step(
 
 
 def test_a_batch_made_of_the_number_of_ranks_does_not_change_with_it(tmp_path: Path) -> None:
-    before = machines_of(0, 1, global_batch_size=None, micro_batch_size=4)  # as two ranks of 2 make it
+    before = runtime_of(0, 1, global_batch_size=None, micro_batch_size=4)  # as two ranks of 2 make it
     config = before.plan.config
     save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path, to_yaml(config))
     with pytest.raises(
         CheckpointError, match=r"size 1 would make it 2, but .* was trained with 4: give --global-batch-size 4"
     ):
-        load(machines_of(0, 1, global_batch_size=None, micro_batch_size=2), tmp_path)
-    assert load(machines_of(0, 1, global_batch_size=4, micro_batch_size=2), tmp_path).state.consumed_samples == 12
+        load(runtime_of(0, 1, global_batch_size=None, micro_batch_size=2), tmp_path)
+    assert load(runtime_of(0, 1, global_batch_size=4, micro_batch_size=2), tmp_path).state.consumed_samples == 12

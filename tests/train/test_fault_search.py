@@ -27,7 +27,7 @@ def in_step_three(rank: int, plant: Callable[[Any], None]) -> None:
         nonlocal count
         count += 1
         if count == 3:
-            plant(self._machines)
+            plant(self._runtime)
         return launch(self, microbatches, *rest)
 
     TrainStep.launch = launched  # type: ignore[method-assign]
@@ -47,11 +47,11 @@ class Break(torch.autograd.Function):
         return gradient * torch.nan if ctx.backwards else gradient, None
 
 
-def break_mlp(machines: Any, backwards: bool, transient: bool = False) -> None:
+def break_mlp(runtime: Any, backwards: bool, transient: bool = False) -> None:
     """The MLP of layer 2 gives NaN in the third microbatch."""
-    if 1 not in machines.stages:
+    if 1 not in runtime.stages:
         return
-    broken = machines.stages[1].decoder.layers["2"].mlp
+    broken = runtime.stages[1].decoder.layers["2"].mlp
     forward, calls = MLP.forward, []
 
     def planted(self: MLP, *arguments: Any) -> torch.Tensor:
@@ -65,28 +65,28 @@ def break_mlp(machines: Any, backwards: bool, transient: bool = False) -> None:
     MLP.forward = planted  # type: ignore[method-assign]
 
 
-def forward(machines: Any) -> None:
-    break_mlp(machines, backwards=False)
+def forward(runtime: Any) -> None:
+    break_mlp(runtime, backwards=False)
 
 
-def once(machines: Any) -> None:
-    break_mlp(machines, backwards=False, transient=True)
+def once(runtime: Any) -> None:
+    break_mlp(runtime, backwards=False, transient=True)
 
 
-def backward(machines: Any) -> None:
-    break_mlp(machines, backwards=True)
+def backward(runtime: Any) -> None:
+    break_mlp(runtime, backwards=True)
 
 
-def weight(machines: Any) -> None:
-    if 0 in machines.stages:
+def weight(runtime: Any) -> None:
+    if 0 in runtime.stages:
         with torch.no_grad():
-            machines.buffers[0].parameter("decoder.layers.1.self_attention.linear_qkv.weight").view(-1)[3] = torch.inf
+            runtime.buffers[0].parameter("decoder.layers.1.self_attention.linear_qkv.weight").view(-1)[3] = torch.inf
 
 
-def weight_gradient(machines: Any) -> None:
-    if 0 not in machines.stages:
+def weight_gradient(runtime: Any) -> None:
+    if 0 not in runtime.stages:
         return
-    runner, gradient = machines.runners[0], machines.buffers[0].main_grad("decoder.layers.0.mlp.linear_fc1.weight")
+    runner, gradient = runtime.runners[0], runtime.buffers[0].main_grad("decoder.layers.0.mlp.linear_fc1.weight")
     original = type(runner).backward
 
     def broken(self: Any, microbatch: int, *rest: Any) -> Any:

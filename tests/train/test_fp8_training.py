@@ -12,7 +12,7 @@ from torch import Tensor
 from megapipe.config.load import load_config
 from megapipe.train.step import Rates
 from tests.harness import RankPool
-from tests.train.grids import machines_of, step_microbatches, trainer, whole_parameters
+from tests.train.grids import runtime_of, step_microbatches, trainer, whole_parameters
 
 Pools = Callable[[int], RankPool]
 BASE = (
@@ -25,15 +25,15 @@ BASE = (
 
 def trained(rank: int, world_size: int, flags: str, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some steps over one batch, with an evaluation between them, and this rank's weights after them."""
-    machines = machines_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
-    step = trainer(machines)
+    runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
+    step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 32, (4, 17))
     losses = []
     for index in range(num_steps):
-        losses.append(step.run(step_microbatches(machines, rows, index), Rates(1e-2, 0.0)).loss)
+        losses.append(step.run(step_microbatches(runtime, rows, index), Rates(1e-2, 0.0)).loss)
         if index == 0:
-            step.evaluate(step_microbatches(machines, rows[::-1].copy(), index))
-    return losses, {name: tensor.clone() for name, tensor in whole_parameters(machines)}
+            step.evaluate(step_microbatches(runtime, rows[::-1].copy(), index))
+    return losses, {name: tensor.clone() for name, tensor in whole_parameters(runtime)}
 
 
 @pytest.mark.parametrize(

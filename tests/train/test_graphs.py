@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import DocumentRules
 from megapipe.plan.resolve import resolve
@@ -71,13 +71,13 @@ def train(rank: int, world_size: int, changes: dict[str, Any], graphs: bool, doc
     plan = resolve(tiny(**(fixed | changes | asked)), world_size)
     recorder = TapeRecorder()
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
-    machines = Machines(plan, groups, torch.device("cpu"), recorder=recorder)
+    runtime = TrainingRuntime(plan, groups, torch.device("cpu"), recorder=recorder)
     with as_on_a_card():
-        return steps_of(machines, recorder, DocumentRules(3, True, True, True) if documents else None)
+        return steps_of(runtime, recorder, DocumentRules(3, True, True, True) if documents else None)
 
 
-def steps_of(machines: Machines, recorder: TapeRecorder, rules: DocumentRules | None = None) -> Trained:
-    calls = dict.fromkeys(machines.stages, 0)
+def steps_of(runtime: TrainingRuntime, recorder: TapeRecorder, rules: DocumentRules | None = None) -> Trained:
+    calls = dict.fromkeys(runtime.stages, 0)
 
     def count(stage: int) -> Callable[..., None]:
         def called(*_: Any) -> None:
@@ -85,20 +85,20 @@ def steps_of(machines: Machines, recorder: TapeRecorder, rules: DocumentRules | 
 
         return called
 
-    for stage, module in machines.stages.items():
+    for stage, module in runtime.stages.items():
         module.register_forward_pre_hook(count(stage))
-    watch, step, random = OutputWatch(machines), trainer(machines), np.random.RandomState(0)
+    watch, step, random = OutputWatch(runtime), trainer(runtime), np.random.RandomState(0)
     losses, sums = [], []
     for number, samples in enumerate(BATCHES):
-        rows = random.randint(0, 29, (samples * machines.plan.topology.dp, 9))
-        result = step.run(step_microbatches(machines, rows, number, rules), Rates(1e-2, 0.01))
+        rows = random.randint(0, 29, (samples * runtime.plan.topology.dp, 9))
+        result = step.run(step_microbatches(runtime, rows, number, rules), Rates(1e-2, 0.01))
         losses.append((result.loss, result.update.grad_norm))
         sums.append({key: float(value) for key, value in watch.take().items()})
         if number == 2:  # an evaluation between replays
-            step.evaluate(step_microbatches(machines, rows, number, rules))
+            step.evaluate(step_microbatches(runtime, rows, number, rules))
             watch.take()
-    machines.gather.finish()
-    weights = {f"{s} {n}": b.parameter(n).clone() for s, b in machines.buffers.items() for n in b.names}
+    runtime.gather.finish()
+    weights = {f"{s} {n}": b.parameter(n).clone() for s, b in runtime.buffers.items() for n in b.names}
     return Trained(losses, sums, weights, calls, [len(pool.tapes) for pool in recorder.pools])
 
 
@@ -197,23 +197,23 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
         }
         recorder = TapeRecorder()
         plan = resolve(tiny(**changes), 1)
-        machines = Machines(
+        runtime = TrainingRuntime(
             plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=recorder
         )
-        step, rows = trainer(machines), np.random.RandomState(0).randint(0, 29, (8, 9))
+        step, rows = trainer(runtime), np.random.RandomState(0).randint(0, 29, (8, 9))
         for number in range(2):
-            step.run(step_microbatches(machines, rows, number), Rates(1e-2, 0.0))
+            step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.0))
         pools = len(recorder.pools)
-        mlp: Any = machines.stages[0].decoder.layers["2"].mlp
+        mlp: Any = runtime.stages[0].decoder.layers["2"].mlp
         with monkeypatch.context() as patch:
             patch.setattr(mlp, "forward", lambda *arguments: type(mlp).forward(mlp, *arguments) * torch.nan)
             assert np.isfinite(
-                step.run(step_microbatches(machines, rows, 2), Rates(0.0, 0.0)).loss
+                step.run(step_microbatches(runtime, rows, 2), Rates(0.0, 0.0)).loss
             )  # a replay runs no Python
-            found = search(machines, step_microbatches(machines, rows, 2))
+            found = search(runtime, step_microbatches(runtime, rows, 2))
         assert "decoder.layers.2.mlp (MLP) returns what is no number" in found
         assert len(recorder.pools) == pools
-        step.run(step_microbatches(machines, rows, 3), Rates(0.0, 0.0))
+        step.run(step_microbatches(runtime, rows, 3), Rates(0.0, 0.0))
         assert len(recorder.pools) == 2 * pools
 
 
@@ -235,12 +235,12 @@ def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
                     alive.extend(name for name, parameter in parameters() if "warm-up" in adds_to(parameter).metadata)
                 return super().pool()
 
-        machines = Machines(
+        runtime = TrainingRuntime(
             plan, build_process_groups(plan.topology, 0, "gloo", 60), torch.device("cpu"), recorder=Looks()
         )
 
         def parameters() -> list[tuple[str, Tensor]]:
-            return [named for module in machines.stages.values() for named in module.named_parameters()]
+            return [named for module in runtime.stages.values() for named in module.named_parameters()]
 
         tagged = 0
 
@@ -250,12 +250,12 @@ def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
                 adds_to(parameter).metadata["warm-up"] = True
                 tagged += "warm-up" in adds_to(parameter).metadata
 
-        for module in machines.stages.values():
+        for module in runtime.stages.values():
             module.register_forward_hook(tag)
-        step, rows = trainer(machines), np.random.RandomState(0).randint(0, 29, (8, 9))
-        step.run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
-        assert tagged > len(parameters()) and machines.graphs is not None
-        assert all(graphs.are_recorded for graphs in machines.graphs.stages.values())
+        step, rows = trainer(runtime), np.random.RandomState(0).randint(0, 29, (8, 9))
+        step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
+        assert tagged > len(parameters()) and runtime.graphs is not None
+        assert all(graphs.are_recorded for graphs in runtime.graphs.stages.values())
         assert alive == []
 
 

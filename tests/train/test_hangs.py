@@ -78,7 +78,7 @@ def stopped(rank: int, folder: str) -> None:
 def in_another_collective(rank: int, folder: str) -> None:
     def meets(step: Any) -> None:
         struck(folder)
-        barrier(step._machines.groups.world)
+        barrier(step._runtime.groups.world)
 
     if rank == 1:
         at_step(3, meets)

@@ -24,7 +24,7 @@ from megapipe.train.faults import OutputWatch
 from megapipe.train.step import TrainStep
 from tests.harness import REPOSITORY, RankPool
 from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
-from tests.train.runs import machines_of
+from tests.train.runs import runtime_of
 
 Pools = Callable[[int], RankPool]
 
@@ -207,10 +207,10 @@ def test_nan_without_the_check_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_leaves_nothing_for_the_search_after_a_nan() -> None:
-    machines = machines_of(0, 1)
-    watch, step = OutputWatch(machines), TrainStep(machines)
+    runtime = runtime_of(0, 1)
+    watch, step = OutputWatch(runtime), TrainStep(runtime)
     batch = [
-        to_microbatch(part, machines.device, None) for part in random_batches(machines.plan.config, 1, [4], seed=1)[0]
+        to_microbatch(part, runtime.device, None) for part in random_batches(runtime.plan.config, 1, [4], seed=1)[0]
     ]
     step.evaluate(batch)
     assert not watch.take()

@@ -15,7 +15,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.train.step import Rates
 from tests.extras.reference.megatron_curves import Curve, load_curve
 from tests.harness import run_ranks
-from tests.train.grids import machines_of, step_microbatches, trainer
+from tests.train.grids import runtime_of, step_microbatches, trainer
 
 GPT2 = {
     "one": {},
@@ -65,12 +65,12 @@ def configuration(
 def run_curve(rank: int, world_size: int, name: str, grid: dict[str, Any]) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step."""
     curve = load_curve(name)
-    machines = machines_of(configuration(curve, **grid), rank, world_size, curve.weights)
-    step = trainer(machines)
+    runtime = runtime_of(configuration(curve, **grid), rank, world_size, curve.weights)
+    step = trainer(runtime)
     results = []
     for index, lr in enumerate(curve.lrs):
         rows = curve.rows[8 * index : 8 * index + 8].numpy()
-        result = step.run(step_microbatches(machines, rows, index), Rates(lr, 0.1))
+        result = step.run(step_microbatches(runtime, rows, index), Rates(lr, 0.1))
         results.append((result.loss, result.update.grad_norm))
     return results
 

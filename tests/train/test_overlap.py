@@ -17,7 +17,7 @@ from megapipe.data_parallel import gather as gather_module
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.train.step import Rates
 from tests.harness import RankPool
-from tests.train.grids import machines_of, step_microbatches, trainer
+from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.runs import tiny
 
 GRID = {
@@ -36,13 +36,13 @@ def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
     """The events of the second step, and of the end of the first: its gathers."""
     tracer = Tracer()
     changes = GRID | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    machines = machines_of(tiny(**changes), rank, world_size, tracer=tracer)
-    step = trainer(machines)
+    runtime = runtime_of(tiny(**changes), rank, world_size, tracer=tracer)
+    step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (16, 9))
-    step.run(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
+    step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
     last = max(event.end_ns for event in tracer.of_kind("row"))
-    step.run(step_microbatches(machines, rows, 1), Rates(1e-2, 0.0))
-    machines.gather.finish()
+    step.run(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0))
+    runtime.gather.finish()
     return [event for event in tracer.events if event.start_ns > last]
 
 
@@ -140,10 +140,10 @@ def losses(rank: int, world_size: int, changes: dict[str, Any], is_lazy: bool) -
             lambda: all_gather(output, tensor, group)
         )
     try:
-        machines = machines_of(tiny(**changes), rank, world_size)
-        step = trainer(machines)
+        runtime = runtime_of(tiny(**changes), rank, world_size)
+        step = trainer(runtime)
         rows = np.random.RandomState(0).randint(0, 29, (16, 9))
-        return [step.run(step_microbatches(machines, rows, index), Rates(3e-2, 0.0)).loss for index in range(3)]
+        return [step.run(step_microbatches(runtime, rows, index), Rates(3e-2, 0.0)).loss for index in range(3)]
     finally:
         gather_module.all_gather = eager
 

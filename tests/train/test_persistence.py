@@ -19,7 +19,7 @@ from megapipe.train.persistence import load, prepare_save, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool
-from tests.train.runs import differences, machines_of, scramble, state_of
+from tests.train.runs import differences, runtime_of, scramble, state_of
 
 ALL = ("master", "exp_avg", "exp_avg_sq")
 Pools = Callable[[int], RankPool]
@@ -27,11 +27,11 @@ STATE = TrainingState(step=7, consumed_samples=56, consumed_tokens=448, skipped_
 
 
 def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> None:
-    machines = machines_of(rank, world_size, **changes)
-    scramble(machines)
-    machines.optimizer.load_plain_state(machines.optimizer.plain_state() | {"num_steps": 6})
-    config = machines.plan.config
-    report = save(machines, STATE, Schedules.of(config), Path(root), to_yaml(config))
+    runtime = runtime_of(rank, world_size, **changes)
+    scramble(runtime)
+    runtime.optimizer.load_plain_state(runtime.optimizer.plain_state() | {"num_steps": 6})
+    config = runtime.plan.config
+    report = save(runtime, STATE, Schedules.of(config), Path(root), to_yaml(config))
     assert report.num_bytes == sum(
         path.stat().st_size for path in report.path.rglob("*") if path.is_file() and path.name != "manifest.json"
     )
@@ -40,11 +40,11 @@ def save_scrambled(rank: int, world_size: int, root: str, changes: dict[str, Any
 def load_and_compare(
     rank: int, world_size: int, root: str, changes: dict[str, Any], keys: tuple[str, ...]
 ) -> tuple[list[str], Any, int]:
-    machines = machines_of(rank, world_size, **changes)
-    scramble(machines, salt=1)  # what is loaded must replace everything
-    resumed = load(machines, Path(root))
-    has_runs = machines.optimizer.plain_state()["num_steps"]
-    return differences(machines, keys), resumed.state, has_runs
+    runtime = runtime_of(rank, world_size, **changes)
+    scramble(runtime, salt=1)  # what is loaded must replace everything
+    resumed = load(runtime, Path(root))
+    has_runs = runtime.optimizer.plain_state()["num_steps"]
+    return differences(runtime, keys), resumed.state, has_runs
 
 
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -155,11 +155,11 @@ def test_masters_of_bf16_weights_are_the_weights(rank_pools: Pools, tmp_path: Pa
 
 
 def masters_equal_parameters(rank: int, world_size: int, root: str) -> bool:
-    machines = machines_of(rank, world_size, dtype="bf16", no_load_optim=True, use_distributed_optimizer=True)
-    load(machines, Path(root))
-    before = state_of(machines)
-    machines.optimizer.masters_to_parameters()
-    after = state_of(machines)
+    runtime = runtime_of(rank, world_size, dtype="bf16", no_load_optim=True, use_distributed_optimizer=True)
+    load(runtime, Path(root))
+    before = state_of(runtime)
+    runtime.optimizer.masters_to_parameters()
+    after = state_of(runtime)
     masters = [values for name, values in after.items() if name.startswith("master/")]
     assert masters
     return all(torch.equal(before[name], after[name]) for name in after) and all(
@@ -168,9 +168,9 @@ def masters_equal_parameters(rank: int, world_size: int, root: str) -> bool:
 
 
 def refusal(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> str:
-    machines = machines_of(rank, world_size, **changes)
+    runtime = runtime_of(rank, world_size, **changes)
     try:
-        return f"no refusal: {load(machines, Path(root))}"
+        return f"no refusal: {load(runtime, Path(root))}"
     except CheckpointError as error:
         return str(error)
 
@@ -231,7 +231,7 @@ def test_flags_that_allow_it(rank_pools: Pools, tmp_path: Path, writer: dict[str
 
 
 def resumed_lr(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> float:
-    schedules = load(machines_of(rank, world_size, **changes), Path(root)).schedules
+    schedules = load(runtime_of(rank, world_size, **changes), Path(root)).schedules
     assert schedules is not None
     return schedules.rates(0).lr
 
@@ -270,7 +270,7 @@ def test_damage_that_one_rank_meets_ends_all(rank_pools: Pools, tmp_path: Path) 
 
 
 def prepare(rank: int, world_size: int, root: str, step: int) -> str:
-    world = machines_of(rank, world_size).groups.world
+    world = runtime_of(rank, world_size).groups.world
     try:
         return str(prepare_save(Path(root), step, world))
     except CheckpointError as error:
@@ -297,12 +297,12 @@ def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(ran
 
 def padding_and_scale(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> tuple[float, int, float]:
     """Largest moment in the vocabulary's padding, how many there are, and the loss scale, after loading."""
-    machines = machines_of(rank, world_size, **changes)
-    scramble(machines, salt=1)
-    load(machines, Path(root))
-    padding = [padding_of(held.piece, held.values) for held in machines.optimizer.state() if held.key != "master"]
+    runtime = runtime_of(rank, world_size, **changes)
+    scramble(runtime, salt=1)
+    load(runtime, Path(root))
+    padding = [padding_of(held.piece, held.values) for held in runtime.optimizer.state() if held.key != "master"]
     values = torch.cat(padding)
-    return values.abs().max().item(), values.numel(), machines.optimizer.loss_scale
+    return values.abs().max().item(), values.numel(), runtime.optimizer.loss_scale
 
 
 def test_moments_of_the_padding_are_zero_and_a_loss_scale_stays_with_its_precision(

@@ -27,7 +27,7 @@ from megapipe.train import pipeline_profile
 from megapipe.train.pipeline_profile import PipelineProfiler
 from tests.harness import RankPool
 from tests.pipeline.fake_device import FakeDevice
-from tests.train.grids import machines_of
+from tests.train.grids import runtime_of
 from tests.train.jobs import job, job_on_rank
 from tests.train.runs import tiny
 
@@ -154,9 +154,9 @@ def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(
     monkeypatch.setattr(pipeline_profile, "EventClock", lambda real, now: EventClock(real, device, device.now))
     monkeypatch.setattr(PipelineProfiler, "_write", lambda self, recorded, links, after: written.append(recorded[0]))
     tracer = Tracer()
-    machines = machines_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=2), 0, 1, tracer=tracer)
-    machines.device = torch.device("cuda")
-    profiler = PipelineProfiler(machines, tmp_path, print)
+    runtime = runtime_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=2), 0, 1, tracer=tracer)
+    runtime.device = torch.device("cuda")
+    profiler = PipelineProfiler(runtime, tmp_path, print)
     profiler.before(0)
     profiler.before(0)  # a save by the clock gave the step up
     truth = []

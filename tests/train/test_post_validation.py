@@ -23,7 +23,7 @@ from megapipe.optimizer.rollback import Confidence
 from megapipe.train import loop as loop_module
 from megapipe.train.step import Rates, StepResult, TrainStep
 from tests.harness import RankPool
-from tests.train.grids import machines_of, step_microbatches, trainer
+from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.jobs import job_on_rank, steps_of
 from tests.train.runs import state_of, tiny
 from tests.train.test_loop import plant, signal_in_step
@@ -74,8 +74,8 @@ def train(
     rank: int, world_size: int, changes: dict[str, Any], is_ahead: bool, steps: int = STEPS, spoiled: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[StepResult]]:
     """State, scaler state and results after some steps. spoiled: the rank in whose fourth step a gradient becomes infinite."""
-    machines = machines_of(tiny(**changes, optimizer_post_validation=is_ahead), rank, world_size)
-    step, results = trainer(machines), []
+    runtime = runtime_of(tiny(**changes, optimizer_post_validation=is_ahead), rank, world_size)
+    step, results = trainer(runtime), []
     rows = np.random.RandomState(0).randint(0, 29, (STEPS, 16, 9))
 
     def settled(result: StepResult) -> bool:
@@ -85,11 +85,11 @@ def train(
     for index in range(steps):
         restore = spoil(rank, spoiled if index == 3 else None, 1)
         try:
-            assert step.launch(step_microbatches(machines, rows[index], index), Rates(3e-2, 0.1), settled=settled)
+            assert step.launch(step_microbatches(runtime, rows[index], index), Rates(3e-2, 0.1), settled=settled)
         finally:
             restore()
     settled(step.settle())
-    return state_of(machines), machines.optimizer.plain_state(), results
+    return state_of(runtime), runtime.optimizer.plain_state(), results
 
 
 def without_rollbacks(results: list[StepResult]) -> list[tuple[float, float, float, bool, float]]:
@@ -176,8 +176,8 @@ def test_confidence_comes_back_when_clips_become_rare() -> None:
 def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) -> list[Event]:
     """The last rank sends its part of step 0's norm only when rank 0 has updated and run the head start of step 1. Rank 0's events."""
     tracer = Tracer()
-    machines = machines_of(tiny(**changes, optimizer_post_validation=True), rank, world_size, tracer=tracer)
-    step = trainer(machines)
+    runtime = runtime_of(tiny(**changes, optimizer_post_validation=True), rank, world_size, tracer=tracer)
+    step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (16, 9))
 
     class Late(ModelSum):
@@ -188,7 +188,7 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
 
     optimizer_module.ModelSum = Late  # type: ignore[misc]
     try:
-        step.launch(step_microbatches(machines, rows, 0), Rates(1e-2, 0.0))
+        step.launch(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
         tracer.clear()
 
         def settled(_: StepResult) -> bool:
@@ -197,7 +197,7 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
         if rank == 0:
             settle = step.settle
             step.settle = lambda *arguments: (Path(flag).touch(), settle(*arguments))[1]  # type: ignore[method-assign]
-        step.launch(step_microbatches(machines, rows, 1), Rates(1e-2, 0.0), settled=settled)
+        step.launch(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0), settled=settled)
         step.settle()
     finally:
         optimizer_module.ModelSum = ModelSum  # type: ignore[misc]
@@ -216,11 +216,11 @@ def test_a_late_norm_delays_neither_updates_nor_the_head_start_of_others(
 
 
 def premature(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
-    machines = machines_of(tiny(**changes, optimizer_post_validation=True), rank, world_size)
-    step = trainer(machines)
-    microbatches = step_microbatches(machines, np.random.RandomState(0).randint(0, 29, (16, 9)), 0)
+    runtime = runtime_of(tiny(**changes, optimizer_post_validation=True), rank, world_size)
+    step = trainer(runtime)
+    microbatches = step_microbatches(runtime, np.random.RandomState(0).randint(0, 29, (16, 9)), 0)
     step.launch(microbatches, Rates(1e-2, 0.0))
-    optimizer = machines.optimizer
+    optimizer = runtime.optimizer
     said = []
     for use in (
         lambda: list(optimizer.state()),

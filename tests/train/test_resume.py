@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.config.yaml_file import to_yaml
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.train.asynchronous_step import step_of
@@ -20,7 +20,7 @@ from megapipe.train.persistence import load, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool
-from tests.train.runs import machines_of, state_of
+from tests.train.runs import runtime_of, state_of
 
 INTERLEAVED_ZERO = {
     "pipeline_model_parallel_size": 2,
@@ -45,10 +45,10 @@ TENSOR_PARALLEL_FP16 = {
 }
 
 
-def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: int) -> list[float]:
+def train(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules, stop: int) -> list[float]:
     """Steps up to `stop` on samples that are numbers made from their index; returns the losses."""
-    config, coordinates, dp = machines.plan.config, machines.coordinates, machines.plan.topology.dp
-    step = step_of(machines)
+    config, coordinates, dp = runtime.plan.config, runtime.coordinates, runtime.plan.topology.dp
+    step = step_of(runtime)
     micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size
     assert batch_size is not None
     losses = []
@@ -63,7 +63,7 @@ def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: 
             return Batch.of(tokens.astype(np.int64), ids, DocumentRules())
 
         keys = Keys(config.training.seed, state.step, coordinates.dp_rank, dp)
-        batch = Microbatches(batch_size // (micro * dp), read, keys, machines.device)
+        batch = Microbatches(batch_size // (micro * dp), read, keys, runtime.device)
         result = step.run(batch, schedules.rates(start))
         state.advance(batch_size, int(result.num_tokens))
         state.skipped_steps += result.update.skipped
@@ -74,24 +74,24 @@ def train(machines: Machines, state: TrainingState, schedules: Schedules, stop: 
 def straight(
     rank: int, world_size: int, changes: dict[str, Any], steps: int
 ) -> tuple[list[float], dict[str, Tensor], TrainingState]:
-    machines, state = machines_of(rank, world_size, **changes), TrainingState()
-    losses = train(machines, state, Schedules.of(machines.plan.config), steps)
-    return losses, state_of(machines), state
+    runtime, state = runtime_of(rank, world_size, **changes), TrainingState()
+    losses = train(runtime, state, Schedules.of(runtime.plan.config), steps)
+    return losses, state_of(runtime), state
 
 
 def interrupted(
     rank: int, world_size: int, changes: dict[str, Any], steps: int, root: str
 ) -> tuple[list[float], dict[str, Tensor], TrainingState]:
-    machines, state = machines_of(rank, world_size, **changes), TrainingState()
-    schedules = Schedules.of(machines.plan.config)
-    losses = train(machines, state, schedules, steps // 2)
-    save(machines, state, schedules, Path(root), to_yaml(machines.plan.config))
-    del machines
-    machines = machines_of(rank, world_size, **changes)
-    resumed = load(machines, Path(root))
+    runtime, state = runtime_of(rank, world_size, **changes), TrainingState()
+    schedules = Schedules.of(runtime.plan.config)
+    losses = train(runtime, state, schedules, steps // 2)
+    save(runtime, state, schedules, Path(root), to_yaml(runtime.plan.config))
+    del runtime
+    runtime = runtime_of(rank, world_size, **changes)
+    resumed = load(runtime, Path(root))
     assert resumed.schedules is not None and resumed.state == state
-    losses += train(machines, resumed.state, resumed.schedules, steps)
-    return losses, state_of(machines), resumed.state
+    losses += train(runtime, resumed.state, resumed.schedules, steps)
+    return losses, state_of(runtime), resumed.state
 
 
 @pytest.mark.parametrize(

@@ -118,48 +118,48 @@ class FakeChannel:
     moments: list[tuple[int, int]] | None = None
     mark: Callable[[], int]
 
-    def receive(self, device: FakeDevice, heart: Heartbeat, nanoseconds: int) -> None:
-        heart.wait_for_peer(Wait.RECEIVE, b"activation", 1)
+    def receive(self, device: FakeDevice, heartbeat: Heartbeat, nanoseconds: int) -> None:
+        heartbeat.wait_for_peer(Wait.RECEIVE, b"activation", 1)
         begun = self.mark() if self.moments is not None else 0
         device.launch(nanoseconds)
         if self.moments is not None:
             self.moments.append((begun, self.mark()))
-        heart.goes_on()
+        heartbeat.goes_on()
 
     def __str__(self) -> str:
         return "activation from stage 0 to 1"
 
 
-def a_step(device: FakeDevice, heart: Heartbeat, channel: FakeChannel) -> None:
+def a_step(device: FakeDevice, heartbeat: Heartbeat, channel: FakeChannel) -> None:
     """40 ms of computation; waits of 20 and 7 ms; while the device has 57 ms to do, the host needs 200 ms to read what comes next."""
     device.launch(30 * MILLISECOND)
-    heart.wait_for_all("tp", "all_reduce", 1)
+    heartbeat.wait_for_all("tp", "all_reduce", 1)
     device.launch(20 * MILLISECOND)
-    heart.goes_on()
-    channel.receive(device, heart, 7 * MILLISECOND)
+    heartbeat.goes_on()
+    channel.receive(device, heartbeat, 7 * MILLISECOND)
     device.records_a_graph = True  # in which a collective is waited for
-    heart.wait_for_all("tp", "all_reduce", 2)
-    heart.goes_on()
+    heartbeat.wait_for_all("tp", "all_reduce", 2)
+    heartbeat.goes_on()
     device.records_a_graph = False
-    with heart.phase("reading data"):
+    with heartbeat.phase("reading data"):
         device.host_ns += 200 * MILLISECOND
     device.launch(10 * MILLISECOND)
 
 
 def test_on_a_gpu_the_last_whole_step_before_a_line_is_told_by_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, heart, channel = FakeDevice(), Heartbeat(GROUP_NAMES), FakeChannel()
+    device, heartbeat, channel = FakeDevice(), Heartbeat(GROUP_NAMES), FakeChannel()
     monkeypatch.setattr(stragglers, "EventClock", lambda real: EventClock(real, device, device.now))
     config = SimpleNamespace(logging=SimpleNamespace(log_interval=4, straggler_minmax_count=1, log_straggler=True))
     groups = SimpleNamespace(world=SimpleNamespace(size=2))
-    machines = SimpleNamespace(
+    runtime = SimpleNamespace(
         plan=SimpleNamespace(config=config), groups=groups, device=torch.device("cuda"), channels={0: channel}
     )
-    log = StragglerLog(machines, heart, SimpleNamespace())  # type: ignore[arg-type]
+    log = StragglerLog(runtime, heartbeat, SimpleNamespace())  # type: ignore[arg-type]
     for step in range(1, 5):
-        heart.step(step)
+        heartbeat.step(step)
         log.begins(step)
-        assert (heart.observer is not None) is (step == 3) and (channel.moments is not None) is (step == 3)
-        a_step(device, heart, channel)
+        assert (heartbeat.observer is not None) is (step == 3) and (channel.moments is not None) is (step == 3)
+        a_step(device, heartbeat, channel)
     (times,) = log._steps
     waits = {cause: nanoseconds / MILLISECOND for cause, nanoseconds in times.waits.items()}
     assert waits == {(Wait.COLLECTIVE, "tp"): pytest.approx(20, abs=0.1), (Wait.RECEIVE, 1): pytest.approx(7, abs=0.1)}

@@ -182,8 +182,8 @@ def test_profile_writes_a_trace_of_its_steps(tmp_path: Path, flags: str, said: s
 def test_norm_and_zeros_are_those_of_the_model(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
 
-    def look(machines: Any, data: Any, writers: Any) -> None:
-        (buffers,) = machines.buffers.values()
+    def look(runtime: Any, data: Any, writers: Any) -> None:
+        (buffers,) = runtime.buffers.values()
         squares = sum(buffers.parameter(name).double().square().sum().item() for name in buffers.names)
         zeros = sum(int((buffers.main_grad(name) == 0).sum()) for name in buffers.names)
         seen.append((math.sqrt(squares), zeros))

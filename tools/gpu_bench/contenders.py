@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gpu_bench.plain import PlainLlama
 from gpu_bench.shapes import CLIP, LR, WEIGHT_DECAY, Shape, configuration
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
@@ -75,7 +75,7 @@ class Wishes:
 
 
 class Megapipe:
-    """megapipe as pretrain_gpt.py runs it: Machines and TrainStep from a resolved configuration."""
+    """megapipe as pretrain_gpt.py runs it: TrainingRuntime and TrainStep from a resolved configuration."""
 
     def __init__(
         self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], wishes: Wishes
@@ -87,8 +87,8 @@ class Megapipe:
             entry = placed[spec.name]
             return entry.layout.join([weights[name] for name in entry.theirs]).clone()
 
-        self.machines = Machines(self.plan, ProcessGroups.alone(), device, draw_slice=slice_of)
-        self._step = TrainStep(self.machines)
+        self.runtime = TrainingRuntime(self.plan, ProcessGroups.alone(), device, draw_slice=slice_of)
+        self._step = TrainStep(self.runtime)
         self._shape, self._rows, self._number = shape, draw_rows(shape), 0
 
     def gradients(self) -> Tensor:
@@ -96,8 +96,8 @@ class Megapipe:
 
     def update(self) -> float:
         """After `gradients`: as the training step does it."""
-        self.machines.optimizer.start(1.0 / self._shape.microbatches, LR, WEIGHT_DECAY, LR, count_zero_gradients=False)
-        return self.machines.optimizer.settle().grad_norm
+        self.runtime.optimizer.start(1.0 / self._shape.microbatches, LR, WEIGHT_DECAY, LR, count_zero_gradients=False)
+        return self.runtime.optimizer.settle().grad_norm
 
     def _microbatches(self) -> Microbatches:
         micro = self._shape.micro_batch
@@ -107,7 +107,7 @@ class Megapipe:
             return Batch.of(self._rows[first : first + micro], tuple(range(first, first + micro)), DocumentRules())
 
         self._number += 1
-        return Microbatches(self._shape.microbatches, read, Keys(SEED, self._number, 0, 1), self.machines.device)
+        return Microbatches(self._shape.microbatches, read, Keys(SEED, self._number, 0, 1), self.runtime.device)
 
 
 class Peer:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.forward_machines import ForwardMachines
+from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
@@ -92,7 +92,7 @@ class _Parts:
     """The three stages with their parameters, and tensors to run them on."""
 
     def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> None:
-        self._machines = ForwardMachines(plan, groups, device, trains=True)
+        self._runtime = InferenceRuntime(plan, groups, device, trains=True)
         self._world, self._clock, self._seconds = groups.world, device_clock(device), seconds
         model, training = plan.config.model, plan.config.training
         assert model.vocab_size is not None
@@ -100,7 +100,7 @@ class _Parts:
         generator = torch.Generator().manual_seed(training.seed)
         tokens, labels = (torch.randint(model.vocab_size, shape, generator=generator).to(device) for _ in range(2))
         self._microbatch = Microbatch(tokens, labels, dropout_key=DropoutKey(training.seed, 0, 0))
-        (message,) = self._machines.message(0)
+        (message,) = self._runtime.message(0)
         self._hidden = torch.randn(message.shape, generator=generator).to(device, message.dtype)
 
     def cost(self, stage: int) -> PartCost:
@@ -110,18 +110,18 @@ class _Parts:
             (
                 lambda: self._forward(stage),
                 lambda: self._backward(stage, "backward_input"),
-                lambda: self._machines.runners[stage].backward_weight(0),
+                lambda: self._runtime.runners[stage].backward_weight(0),
             )
         )
         return PartCost(forward=whole[0], backward=whole[1], inputs=halves[1], weights=halves[2])
 
     def _forward(self, stage: int) -> None:
         inputs = () if stage == EMBEDDING else (self._hidden,)
-        self._machines.runners[stage].forward(0, inputs, self._microbatch, _objective if stage == HEAD else None)
+        self._runtime.runners[stage].forward(0, inputs, self._microbatch, _objective if stage == HEAD else None)
 
     def _backward(self, stage: int, how: str) -> None:
         gradients: tuple[Tensor | None, ...] = (None,) if stage == HEAD else (self._hidden,)
-        getattr(self._machines.runners[stage], how)(0, gradients)
+        getattr(self._runtime.runners[stage], how)(0, gradients)
 
     def _medians(self, steps: tuple[Callable[[], None], ...]) -> list[float]:
         """Of each step, run one after the other again and again. All ranks run equally often, for tensor parallelism meets inside."""

@@ -60,7 +60,7 @@ def _evaluate(argv: Sequence[str], environment: Environment) -> int:
 
     seq = model.plan.config.model.seq_length
     next(windows(len(tokens), seq, arguments.stride or seq))  # a mistake is told before the model is built
-    result = Evaluator(model.machines()).score(tokens, arguments.stride)
+    result = Evaluator(model.runtime()).score(tokens, arguments.stride)
     if environment.global_rank == 0:
         bits_per_byte = None if num_bytes is None else result.total_bits / num_bytes
         _print(model, result.loss, result.perplexity, result.num_tokens, bits_per_byte, arguments.json)

@@ -91,7 +91,7 @@ def _generate(argv: Sequence[str], environment: Environment) -> int:
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     tokens = [_encoded(tokenizer, text) for text in prompts]
-    generator = Generator(model.machines(), sampling, arguments.batch_size)
+    generator = Generator(model.runtime(), sampling, arguments.batch_size)
     stop = frozenset() if tokenizer.eod is None or arguments.ignore_eod else frozenset({tokenizer.eod})
     limits = Limits(arguments.max_new_tokens, stop)
     speaks = environment.global_rank == 0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from megapipe.assembly.datasets import RunData
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import Generator, Limits
 from megapipe.extras.inference.sampling import Sampling
 from megapipe.train.writers import Writers
 
 
-def print_samples(machines: Machines, data: RunData, writers: Writers) -> None:
+def print_samples(runtime: TrainingRuntime, data: RunData, writers: Writers) -> None:
     """Continue each of --sample-prompts and print the texts; called by all ranks."""
-    logging = machines.plan.config.logging
+    logging = runtime.plan.config.logging
     if not logging.sample_prompts:
         return
     if data.tokenizer is None:
@@ -21,7 +21,7 @@ def print_samples(machines: Machines, data: RunData, writers: Writers) -> None:
         )
     prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
     stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
-    generator = Generator(machines, Sampling(temperature=0.8, top_k=40))
+    generator = Generator(runtime, Sampling(temperature=0.8, top_k=40))
     texts = generator.continue_prompts(prompts, Limits(logging.sample_tokens, stop))
     writers.say("samples:")
     for prompt, text in zip(prompts, texts, strict=True):

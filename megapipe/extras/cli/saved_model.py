@@ -1,4 +1,4 @@
-"""A model from a checkpoint on a grid of ranks, for `generate` and `evaluate`: their common flags, the plan, the machines."""
+"""A model from a checkpoint on a grid of ranks, for `generate` and `evaluate`: their common flags, the plan, the runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megapipe.assembly.forward_machines import ForwardMachines
+    from megapipe.assembly.inference_runtime import InferenceRuntime
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class SavedModel:
     environment: Environment
     device: str
 
-    def machines(self) -> ForwardMachines:
+    def runtime(self) -> InferenceRuntime:
         """Join the other ranks, build the stages and load the weights."""
-        from megapipe.assembly.forward_machines import ForwardMachines
+        from megapipe.assembly.inference_runtime import InferenceRuntime
         from megapipe.assembly.saved_weights import load_weights
         from megapipe.checkpoint.folder import open_folder
         from megapipe.comm.bootstrap import start
@@ -52,9 +52,9 @@ class SavedModel:
 
         world = start(self.environment, "auto", device=self.device)
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
-        machines = ForwardMachines(self.plan, groups, world.device)
-        load_weights(machines.buffers, groups, open_folder(self.folder))
-        return machines
+        runtime = InferenceRuntime(self.plan, groups, world.device)
+        load_weights(runtime.buffers, groups, open_folder(self.folder))
+        return runtime
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`count_rank`: one rank of a planned world, its real machines on the meta device, one step through its row of the schedule."""
+"""`count_rank`: one rank of a planned world, its real runtime on the meta device, one step through its row of the schedule."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.fake_backend import Ledger
 from megapipe.comm.groups import ProcessGroups, fake_process_groups
 from megapipe.comm.trace import Tracer
@@ -93,23 +93,23 @@ def count_step(
     num_microbatches: int | None = None,
     ledger: Ledger | None = None,
 ) -> tuple[RankCount, ActionWatch]:
-    """Build the machines and take the first step; called inside `live`, on paper as with real ranks.
+    """Build the runtime and take the first step; called inside `live`, on paper as with real ranks.
 
     draw_slice: initial values, those of training if None. num_microbatches: those of the full global batch if None.
     """
     started = time.perf_counter()
     watch = ActionWatch(live, ledger)
-    machines = Machines(plan, groups, device, draw_slice, watch)
-    name_state(machines, live)
+    runtime = TrainingRuntime(plan, groups, device, draw_slice, watch)
+    name_state(runtime, live)
     live.label = "step"
     count = num_microbatches or plan.batch.full // plan.batch.samples_per_microbatch
-    dp_rank = machines.coordinates.dp_rank
+    dp_rank = runtime.coordinates.dp_rank
     keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
     microbatches = Microbatches(count, lambda k: read(dp_rank, k), keys, device)
-    outputs = OutputWatch(machines) if plan.config.training.check_for_nan_in_loss_and_grad else None
+    outputs = OutputWatch(runtime) if plan.config.training.check_for_nan_in_loss_and_grad else None
     live.begin()
-    step_of(machines, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)
-    machines.finish_parameters()
+    step_of(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)
+    runtime.finish_parameters()
     watch.finish()
     del outputs
     items = {item: live.at_peak.get(item, 0) for item in STATE}
@@ -120,15 +120,15 @@ def count_step(
     return RankCount(rank, items, watch.peak_action, max(watch.before_action - state, 0), count, seconds, ledger), watch
 
 
-def name_state(machines: Machines, live: LiveBytes) -> None:
+def name_state(runtime: TrainingRuntime, live: LiveBytes) -> None:
     """Tell weights, gradients and what the optimizer keeps from all else; the host's memory is not counted."""
-    if machines.offload is not None:
-        pool = machines.offload.pool
+    if runtime.offload is not None:
+        pool = runtime.offload.pool
         pool.allocate = partial(live.elsewhere, pool.allocate)
-    buffers = [buffer for held in machines.buffers.values() for buffer in held.buffers]
+    buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
     live.name((version for buffer in buffers for version in buffer.versions), "weights")
     live.name((buffer.gradients for buffer in buffers), "gradients")
-    for item, tensors in machines.optimizer.held().items():
+    for item, tensors in runtime.optimizer.held().items():
         live.name(tensors, item)
 
 

@@ -27,7 +27,7 @@ OnToken = Callable[[int, int], None]  # (number of the prompt, token)
 
 
 class Stages(Protocol):
-    """What generation needs of this rank: `build.forward_machines.ForwardMachines`, or the machines of training."""
+    """What generation needs of this rank: an `InferenceRuntime` or a `TrainingRuntime`."""
 
     plan: RunPlan
     groups: ProcessGroups
@@ -68,13 +68,13 @@ class Generator:
     parallelism is left out: one token cannot be sliced.
     """
 
-    def __init__(self, machines: Stages, sampling: Sampling, batch_size: int = 8) -> None:
+    def __init__(self, runtime: Stages, sampling: Sampling, batch_size: int = 8) -> None:
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size}: at least one prompt must go through the model at a time")
-        self._machines, self._sampling, self._batch_size = machines, sampling, batch_size
-        self._runners = {stage: StageRunner(_with_logits(module)) for stage, module in machines.stages.items()}
+        self._runtime, self._sampling, self._batch_size = runtime, sampling, batch_size
+        self._runners = {stage: StageRunner(_with_logits(module)) for stage, module in runtime.stages.items()}
         self._engines: dict[int, Engine] = {}
-        placement = machines.plan.placement
+        placement = runtime.plan.placement
         # on a placement with two directions every second microbatch ends on another rank
         self._num_under_way = placement.num_ranks if placement.second_direction is None else 1
 
@@ -89,10 +89,10 @@ class Generator:
         """
         for number, prompt in enumerate(prompts):
             self._check(number, prompt)
-        self._machines.finish_parameters()
+        self._runtime.finish_parameters()
         at_once = self._batch_size * self._num_under_way
         texts: list[list[int]] = []
-        with _whole_sequences(self._machines.stages.values()):
+        with _whole_sequences(self._runtime.stages.values()):
             for first in range(0, len(prompts), at_once):
                 numbers = list(range(first, min(first + at_once, len(prompts))))
                 texts += self._continue([numbers, [list(prompts[n]) for n in numbers]], limits, on_token)
@@ -122,13 +122,13 @@ class Generator:
             tokens = torch.zeros(size, longest, dtype=torch.int64)
             for row, member in enumerate(padded):
                 tokens[row, longest - len(prompts[member]) :] = torch.tensor(prompts[member])
-            starts = torch.tensor([longest - len(prompts[member]) for member in padded], device=self._machines.device)
+            starts = torch.tensor([longest - len(prompts[member]) for member in padded], device=self._runtime.device)
             cache = KVCache(longest + max(room), starts if bool(starts.any()) else None)
             batches.append(
                 _Batch(
                     numbers=[numbers[member] for member in padded],
                     room=[room[member] for member in padded],
-                    newest=tokens.to(self._machines.device),
+                    newest=tokens.to(self._runtime.device),
                     cache=cache,
                     texts=[[] for _ in padded],
                     open=[row < len(members) for row in range(size)],
@@ -139,8 +139,8 @@ class Generator:
     def _next(self, batches: list[_Batch], position: int) -> list[list[int]]:
         """One forward of every batch: the token after its newest, for each row; the same on every rank."""
         seq, size = batches[0].newest.shape[1], len(batches[0].numbers)
-        hidden = self._machines.plan.config.model.hidden_size
-        message = (MessageSpec((seq, size, hidden), self._machines.parameter_dtype),)
+        hidden = self._runtime.plan.config.model.hidden_size
+        message = (MessageSpec((seq, size, hidden), self._runtime.parameter_dtype),)
         batch_of = {id(batch.cache): batch for batch in batches}
 
         def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
@@ -155,9 +155,9 @@ class Generator:
         chosen = (
             torch.stack(drawn)
             if drawn
-            else torch.zeros(len(batches), size, dtype=torch.int64, device=self._machines.device)
+            else torch.zeros(len(batches), size, dtype=torch.int64, device=self._runtime.device)
         )
-        broadcast(chosen, self._machines.groups.world, source=self._source)
+        broadcast(chosen, self._runtime.groups.world, source=self._source)
         for batch, row in zip(batches, chosen, strict=True):
             batch.newest = row[:, None]
         as_lists: list[list[int]] = chosen.tolist()
@@ -176,24 +176,22 @@ class Generator:
             batch.open[row] = len(batch.texts[row]) < batch.room[row]
 
     def _engine(self, num_batches: int) -> Engine:
-        machines = self._machines
+        runtime = self._runtime
         if num_batches not in self._engines:
-            schedule = machines.plan.forward_schedule(num_batches)
-            self._engines[num_batches] = Engine(
-                schedule, machines.coordinates.pp_rank, self._runners, machines.channels
-            )
+            schedule = runtime.plan.forward_schedule(num_batches)
+            self._engines[num_batches] = Engine(schedule, runtime.coordinates.pp_rank, self._runners, runtime.channels)
         return self._engines[num_batches]
 
     def _whole(self, logits: Tensor) -> Tensor:
         """[batch, V / tp] -> [batch, V], padding cut off."""
-        tp = self._machines.groups.tp
+        tp = self._runtime.groups.tp
         mine = logits.t().contiguous()
         whole = mine.new_empty(mine.shape[0] * tp.size, mine.shape[1])
         all_gather(whole, mine, tp)
-        return whole[: self._machines.plan.config.model.vocab_size].t()
+        return whole[: self._runtime.plan.config.model.vocab_size].t()
 
     def _check(self, number: int, prompt: Sequence[int]) -> None:
-        vocab_size = self._machines.plan.config.model.vocab_size
+        vocab_size = self._runtime.plan.config.model.vocab_size
         assert vocab_size is not None
         if not prompt:
             raise ConfigError(f"prompt {number} has no tokens: a text must begin with at least one")
@@ -217,14 +215,14 @@ class Generator:
 
     @property
     def _num_positions(self) -> int:
-        positions = self._machines.plan.config.model.max_position_embeddings
+        positions = self._runtime.plan.config.model.max_position_embeddings
         assert positions is not None
         return positions
 
     @property
     def _source(self) -> int:
         """The global rank whose draws count: first tp rank of the last stage, of the first replica."""
-        plan = self._machines.plan
+        plan = self._runtime.plan
         return plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
 
 

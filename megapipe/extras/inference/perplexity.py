@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapipe.assembly.forward_machines import ForwardMachines
+from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import Microbatch, StageLoss
@@ -68,36 +68,36 @@ def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
 
 
 class Evaluator:
-    """Scores streams of tokens on the grid of `machines`: windows are dealt to the replicas, microbatches of micro_batch_size windows."""
+    """Scores streams of tokens on the grid of `runtime`: windows are dealt to the replicas, microbatches of micro_batch_size windows."""
 
-    def __init__(self, machines: ForwardMachines) -> None:
-        self._machines = machines
-        self._num_microbatches = 2 * machines.plan.topology.pp  # in one run of the pipeline
+    def __init__(self, runtime: InferenceRuntime) -> None:
+        self._runtime = runtime
+        self._num_microbatches = 2 * runtime.plan.topology.pp  # in one run of the pipeline
 
     @torch.no_grad()
     def score(self, tokens: Tokens, stride: int | None = None) -> Perplexity:
         """Called by all ranks with the same tokens; the same on all. stride: as in `windows`; None: the whole window."""
-        machines, plan = self._machines, self._machines.plan
+        runtime, plan = self._runtime, self._runtime.plan
         if plan.topology.tp > 1 and plan.config.parallel.sequence_parallel:
             raise ValueError("windows of any length cannot be sliced: evaluate without sequence parallelism")
         seq = plan.config.model.seq_length
         mine = list(windows(len(tokens), seq, stride or seq))
         length, replicas, size = mine[0].length, plan.topology.dp, plan.config.training.micro_batch_size
         at_once = self._num_microbatches * size
-        sums = torch.zeros(2, dtype=torch.float64, device=machines.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
         for first in range(0, len(mine), at_once * replicas):
-            share = mine[first : first + at_once * replicas][machines.coordinates.dp_rank :: replicas]
+            share = mine[first : first + at_once * replicas][runtime.coordinates.dp_rank :: replicas]
             count = min(self._num_microbatches, -(-min(at_once * replicas, len(mine) - first) // (size * replicas)))
-            reports = machines.forward_engine(count).run(
+            reports = runtime.forward_engine(count).run(
                 Step(
-                    _Batches(tokens, share, count, size, length, machines.device),
-                    partial(machines.message, seq=length),
+                    _Batches(tokens, share, count, size, length, runtime.device),
+                    partial(runtime.message, seq=length),
                     _sums,
                 )
             )
-            if machines.reports_loss:
+            if runtime.reports_loss:
                 sums += torch.stack(reports).sum(0)
-        all_reduce(sums, machines.groups.world)
+        all_reduce(sums, runtime.groups.world)
         loss_sum, num_tokens = sums.tolist()
         return Perplexity(loss_sum / num_tokens, round(num_tokens))
 

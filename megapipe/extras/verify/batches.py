@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megapipe.assembly.machines import Machines
 from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
 
@@ -49,9 +49,9 @@ def document_rules(config: Config) -> DocumentRules:
     )
 
 
-def share_of(machines: Machines, batch: GlobalBatch, step: int) -> Microbatches:
+def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microbatches:
     """This rank's microbatches of a global batch, with the dropout keys of training."""
-    seed, dp, dp_rank = machines.plan.config.training.seed, machines.plan.topology.dp, machines.coordinates.dp_rank
+    seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
     return Microbatches(
-        len(batch) // dp, lambda k: batch[k * dp + dp_rank], Keys(seed, step, dp_rank, dp), machines.device
+        len(batch) // dp, lambda k: batch[k * dp + dp_rank], Keys(seed, step, dp_rank, dp), runtime.device
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.slicing import Fused, QueryGroups
@@ -66,10 +66,10 @@ class Difference:
         return self.difference / self.scale if self.scale else (0.0 if self.difference == 0.0 else float("inf"))
 
 
-def gradient_pieces(machines: Machines) -> Iterator[HeldPiece]:
+def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """The reduced gradients that this rank has: with the distributed optimizer its shards, else all of its stages. Views of the buffers."""
-    replica, tp = machines.groups.replicas.rank, machines.groups.tp
-    for stage, buffers in machines.buffers.items():
+    replica, tp = runtime.groups.replicas.rank, runtime.groups.tp
+    for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
             for bucket in buffer.layout.buckets:
                 low, high = buffer.shard_range(bucket, replica)
@@ -77,12 +77,12 @@ def gradient_pieces(machines: Machines) -> Iterator[HeldPiece]:
                     yield HeldPiece(stage, piece, buffer.gradients[position : position + piece.box.num_elements])
 
 
-def weight_pieces(machines: Machines) -> Iterator[HeldPiece]:
+def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """This rank's parameters, whole local tensors, as the next forward reads them."""
-    machines.gather.finish()
-    tp = machines.groups.tp
-    for stage, buffers in machines.buffers.items():
-        specs = {spec.name: spec for spec in machines.plan.stage_specs[stage]}
+    runtime.gather.finish()
+    tp = runtime.groups.tp
+    for stage, buffers in runtime.buffers.items():
+        specs = {spec.name: spec for spec in runtime.plan.stage_specs[stage]}
         for name in buffers.names:
             local = buffers.parameter(name).detach().view(-1)
             for piece in pieces(specs[name], tp.rank, tp.size):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.assembly.forward_machines import DrawSlice
+from megapipe.assembly.inference_runtime import DrawSlice
 from megapipe.assembly.loss import PendingLoss
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.extras.verify.batches import GlobalBatch, share_of
@@ -120,8 +120,8 @@ class RecordingStep(TrainStep):
     averaged: those of the last step, fp64 copies, before clipping.
     """
 
-    def __init__(self, machines: Machines) -> None:
-        super().__init__(machines)
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        super().__init__(runtime)
         self.averaged: list[HeldPiece] = []
 
     def _reduced_gradients(
@@ -129,25 +129,25 @@ class RecordingStep(TrainStep):
     ) -> PendingLoss | None:
         loss = super()._reduced_gradients(microbatches, timers, settled)
         if loss is not None:
-            self.averaged = _copies(self._machines, 1.0 / (loss.denominator * self._machines.optimizer.loss_scale))
+            self.averaged = _copies(self._runtime, 1.0 / (loss.denominator * self._runtime.optimizer.loss_scale))
         return loss
 
 
 class AsynchronousRecordingStep(AsynchronousStep):
     """The same for an asynchronous schedule. averaged: the gradients of each stage's last update."""
 
-    def __init__(self, machines: Machines) -> None:
-        super().__init__(machines)
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        super().__init__(runtime)
         self.averaged: list[HeldPiece] = []
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
         result = super().run(microbatches, rates, timers)
-        self.averaged = _copies(self._machines, 1.0)
+        self.averaged = _copies(self._runtime, 1.0)
         return result
 
 
-def _copies(machines: Machines, factor: float) -> list[HeldPiece]:
-    return [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in gradient_pieces(machines)]
+def _copies(runtime: TrainingRuntime, factor: float) -> list[HeldPiece]:
+    return [HeldPiece(held.stage, held.piece, held.values.double() * factor) for held in gradient_pieces(runtime)]
 
 
 def compare_with_oracle(
@@ -163,16 +163,16 @@ def compare_with_oracle(
 
     slices: the initial weights, numbers of the parameters' dtype. The oracle computes in fp64, so that all differences are the grid's.
     """
-    machines = Machines(plan, groups, device, slices)
-    trainer = RecordingStep(machines) if plan.is_synchronous else AsynchronousRecordingStep(machines)
+    runtime = TrainingRuntime(plan, groups, device, slices)
+    trainer = RecordingStep(runtime) if plan.is_synchronous else AsynchronousRecordingStep(runtime)
     is_judge = groups.world.rank == 0
     oracle = oracle_of(plan, whole_weights(plan.specs, slices), torch.float64, device) if is_judge else None
     found = []
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
-        result, repeats = _step(trainer, machines, batch, step, rate)
+        result, repeats = _step(trainer, runtime, batch, step, rate)
         plain = _shared(oracle.step(batch, step, rate) if oracle else None, plan.specs, groups.world, device)
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
-        weights = compare(weight_pieces(machines), plain.weights, tolerance.weight)
+        weights = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
         mine = RankStep.of(groups.world.global_rank, result, gradients, weights)
         ranks = _from_all(mine, boxes_of(trainer.averaged), plan.specs, groups.world)
         count = len(batch) // plan.topology.dp
@@ -181,13 +181,17 @@ def compare_with_oracle(
 
 
 def _step(
-    trainer: RecordingStep | AsynchronousRecordingStep, machines: Machines, batch: GlobalBatch, step: int, rates: Rates
+    trainer: RecordingStep | AsynchronousRecordingStep,
+    runtime: TrainingRuntime,
+    batch: GlobalBatch,
+    step: int,
+    rates: Rates,
 ) -> tuple[StepResult, int]:
     """The grid's step, again as long as it only lowers a dynamic loss scale, as training would with its next batches."""
     repeats = 0
     while True:
-        result = trainer.run(share_of(machines, batch, step), rates)
-        if repeats == MOST_REPEATS or not (result.update.skipped and machines.optimizer.scaler.is_dynamic):
+        result = trainer.run(share_of(runtime, batch, step), rates)
+        if repeats == MOST_REPEATS or not (result.update.skipped and runtime.optimizer.scaler.is_dynamic):
             return result, repeats
         repeats += 1
 

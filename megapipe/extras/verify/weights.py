@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megapipe.assembly.forward_machines import DrawSlice
+from megapipe.assembly.inference_runtime import DrawSlice
 from megapipe.model.init import draw
 from megapipe.sharding.spec import Init, ParamSpec
 
@@ -19,7 +19,7 @@ STANDARD_DEVIATION = 0.2
 
 
 def drawn_slices(seed: int, dtype: torch.dtype, std: float = STANDARD_DEVIATION) -> DrawSlice:
-    """For Machines: each rank draws its own slices, through the streams that training draws from. Values are numbers of `dtype`."""
+    """For TrainingRuntime: each rank draws its own slices, through the streams that training draws from. Values are numbers of `dtype`."""
 
     def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         noise = draw(dataclasses.replace(spec, init=Init("normal", std)), tp_rank, tp, seed, torch.float64)
@@ -29,7 +29,7 @@ def drawn_slices(seed: int, dtype: torch.dtype, std: float = STANDARD_DEVIATION)
 
 
 def given_slices(weights: Mapping[str, Tensor]) -> DrawSlice:
-    """For Machines: slices of whole tensors by name. Vocabulary padding that is missing is zero."""
+    """For TrainingRuntime: slices of whole tensors by name. Vocabulary padding that is missing is zero."""
 
     def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         whole = weights[spec.name]

@@ -171,7 +171,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     """Load on tp 2 x pp 2, run forward from rank to rank, save; the last stage gives its vocabulary slice of the logits."""
     import dataclasses
 
-    from megapipe.assembly.machines import Machines
+    from megapipe.assembly.training_runtime import TrainingRuntime
     from megapipe.comm.groups import build_process_groups
     from megapipe.config.yaml_file import to_yaml
     from megapipe.model.microbatch import Microbatch
@@ -194,24 +194,24 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
         config, checkpoint=dataclasses.replace(config.checkpoint, load=source, finetune=True, no_save_optim=True)
     )
     plan = resolve(config, world_size)
-    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
-    resumed = load(machines, Path(source))
-    machines.gather.finish()
-    save_run(machines, resumed.state, resumed.schedules, Path(target), to_yaml(config))
-    return _forward(machines, Microbatch(tokens))
+    runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
+    resumed = load(runtime, Path(source))
+    runtime.gather.finish()
+    save_run(runtime, resumed.state, resumed.schedules, Path(target), to_yaml(config))
+    return _forward(runtime, Microbatch(tokens))
 
 
 @torch.no_grad()
-def _forward(machines: Any, microbatch: Any) -> Tensor | None:
+def _forward(runtime: Any, microbatch: Any) -> Tensor | None:
     import torch.distributed as dist
 
-    (stage,) = machines.stages.values()
-    pp = machines.groups.pp
+    (stage,) = runtime.stages.values()
+    pp = runtime.groups.pp
     seq, batch = microbatch.tokens.shape[1], microbatch.tokens.shape[0]
     if pp.rank == 0:
         dist.send(stage(microbatch), group=pp.handle, group_dst=1)
         return None
-    hidden = torch.empty(seq, batch, machines.plan.config.model.hidden_size)
+    hidden = torch.empty(seq, batch, runtime.plan.config.model.hidden_size)
     dist.recv(hidden, group=pp.handle, group_src=0)
     return stage(hidden, microbatch, return_logits=True).transpose(0, 1)
 

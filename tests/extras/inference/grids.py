@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.forward_machines import ForwardMachines
+from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -33,14 +33,14 @@ SIZES = {
 }
 
 
-def machines_on(
+def runtime_on(
     rank: int,
     world_size: int,
     grid: dict[str, int],
     model: dict[str, Any],
     weights: Mapping[str, Tensor] | None = None,
     dtype: str = "fp64",
-) -> ForwardMachines:
+) -> InferenceRuntime:
     """grid: sizes of ParallelConfig. weights: whole tensors, else drawn."""
     config = Config(
         model=ModelConfig(**(SIZES | model)),
@@ -51,4 +51,4 @@ def machines_on(
     plan = resolve(config, world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
     slices = drawn_slices(7, torch.float64) if weights is None else given_slices(weights)
-    return ForwardMachines(plan, groups, torch.device("cpu"), slices)
+    return InferenceRuntime(plan, groups, torch.device("cpu"), slices)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.machines import Machines
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -19,7 +19,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import Generator, Limits
 from megapipe.extras.inference.sampling import Sampling
 from megapipe.plan.resolve import resolve
-from tests.extras.inference.grids import SIZES, machines_on
+from tests.extras.inference.grids import SIZES, runtime_on
 from tests.extras.reference.transformers_models import FAMILIES, SEQ, build
 from tests.extras.reference.transformers_models import SIZES as THEIR_SIZES
 from tests.harness import RankPool
@@ -59,7 +59,7 @@ def generated(
     batch_size: int,
     limits: Limits,
 ) -> list[list[int]]:
-    return Generator(machines_on(rank, world_size, grid, model), sampling, batch_size).continue_prompts(PROMPTS, limits)
+    return Generator(runtime_on(rank, world_size, grid, model), sampling, batch_size).continue_prompts(PROMPTS, limits)
 
 
 def by_whole_forwards(
@@ -81,10 +81,10 @@ def test_greedy_texts_equal_transformers(family: str) -> None:
     )
     case = build(family)
     sizes = {name: THEIR_SIZES[name] for name in THEIR_SIZES}
-    machines = machines_on(
+    runtime = runtime_on(
         0, 1, {}, sizes | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | case.config, case.state, dtype="fp32"
     )
-    texts = Generator(machines, Sampling(temperature=0.0), batch_size=3).continue_prompts(PROMPTS, Limits(SEQ - 7))
+    texts = Generator(runtime, Sampling(temperature=0.0), batch_size=3).continue_prompts(PROMPTS, Limits(SEQ - 7))
     for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         expected = by_whole_forwards(case.logits, prompt, number, Sampling(temperature=0.0), len(text))
         assert text == expected
@@ -93,8 +93,8 @@ def test_greedy_texts_equal_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_batch_of_unequal_prompts_equals_each_alone_by_whole_forwards(model: str) -> None:
-    machines = machines_on(0, 1, {}, MODELS[model])
-    stage = machines.stages[0]
+    runtime = runtime_on(0, 1, {}, MODELS[model])
+    stage = runtime.stages[0]
 
     def logits_of(tokens: Tensor) -> Tensor:
         from megapipe.model.microbatch import Microbatch
@@ -104,7 +104,7 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_by_whole_forwards(model: s
         assert isinstance(logits, Tensor)
         return logits.transpose(0, 1)[..., : SIZES["vocab_size"]]  # type: ignore[misc]
 
-    texts = Generator(machines, SAMPLED, batch_size=4).continue_prompts(PROMPTS, Limits(10))
+    texts = Generator(runtime, SAMPLED, batch_size=4).continue_prompts(PROMPTS, Limits(10))
     for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         assert text == by_whole_forwards(logits_of, prompt, number, SAMPLED, 10)
 
@@ -121,12 +121,12 @@ def test_every_grid_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
 
 
 def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
-    machines = machines_on(0, 1, {}, LLAMA)
-    whole = Generator(machines, SAMPLED).continue_prompts(PROMPTS, Limits(100))
+    runtime = runtime_on(0, 1, {}, LLAMA)
+    whole = Generator(runtime, SAMPLED).continue_prompts(PROMPTS, Limits(100))
     assert [len(text) for text in whole] == [24 - len(prompt) for prompt in PROMPTS]
     stop = frozenset(whole[0][3:5])
     seen: list[tuple[int, int]] = []
-    cut = Generator(machines, SAMPLED).continue_prompts(
+    cut = Generator(runtime, SAMPLED).continue_prompts(
         PROMPTS, Limits(100, stop), lambda number, token: seen.append((number, token))
     )
     for number, (text, complete) in enumerate(zip(cut, whole, strict=True)):
@@ -136,8 +136,8 @@ def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
     assert len(cut[0]) <= 3
 
 
-def trained_machines_write(rank: int, world_size: int) -> list[list[int]]:
-    """With the machines of training: sequence parallelism, the distributed optimizer, two replicas."""
+def training_runtime_generates(rank: int, world_size: int) -> list[list[int]]:
+    """With a TrainingRuntime: sequence parallelism, the distributed optimizer, two replicas."""
     config = Config(
         model=ModelConfig(**(SIZES | LLAMA)),
         parallel=ParallelConfig(
@@ -152,14 +152,14 @@ def trained_machines_write(rank: int, world_size: int) -> list[list[int]]:
         training=TrainingConfig(micro_batch_size=2, train_iters=1),
     )
     plan = resolve(config, world_size)
-    machines = Machines(plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"))
-    texts = Generator(machines, Sampling(temperature=0.0)).continue_prompts(PROMPTS[:3], Limits(5))
-    assert all(stage.sequence_parallel == (world_size > 1) for stage in machines.stages.values())
+    runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"))
+    texts = Generator(runtime, Sampling(temperature=0.0)).continue_prompts(PROMPTS[:3], Limits(5))
+    assert all(stage.sequence_parallel == (world_size > 1) for stage in runtime.stages.values())
     return texts
 
 
-def test_the_machines_of_training_write_texts_too(rank_pools: Pools) -> None:
-    assert rank_pools(8).run(trained_machines_write) == [trained_machines_write(0, 1)] * 8
+def test_the_training_runtime_generates_too(rank_pools: Pools) -> None:
+    assert rank_pools(8).run(training_runtime_generates) == [training_runtime_generates(0, 1)] * 8
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_the_machines_of_training_write_texts_too(rank_pools: Pools) -> None:
 )
 def test_prompts_that_cannot_be_continued_are_named(prompts: list[list[int]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Generator(machines_on(0, 1, {}, {}), SAMPLED).continue_prompts(prompts, Limits(1))
+        Generator(runtime_on(0, 1, {}, {}), SAMPLED).continue_prompts(prompts, Limits(1))

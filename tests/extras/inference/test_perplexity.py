@@ -15,7 +15,7 @@ from torch import Tensor
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.perplexity import Evaluator, Perplexity, windows
 from megapipe.model.microbatch import Microbatch
-from tests.extras.inference.grids import SIZES, machines_on
+from tests.extras.inference.grids import SIZES, runtime_on
 from tests.harness import RankPool
 
 TOKENS = np.random.default_rng(4).integers(0, 29, 131).astype(np.uint16)
@@ -40,7 +40,7 @@ def test_windows_score_every_token_but_the_first_once(num_tokens: int, seq: int,
 
 def expected_loss(tokens: np.ndarray, stride: int) -> float:
     """Token by token: the log-probability after the tokens that its window shows before it."""
-    stage = machines_on(0, 1, {}, {}).stages[0]
+    stage = runtime_on(0, 1, {}, {}).stages[0]
     total = 0.0
     for window in windows(len(tokens), SIZES["seq_length"], stride):  # type: ignore[arg-type]
         text = torch.from_numpy(tokens[window.start : window.start + window.length + 1].astype(np.int64))
@@ -54,7 +54,7 @@ def expected_loss(tokens: np.ndarray, stride: int) -> float:
 
 
 def score(rank: int, world_size: int, grid: dict[str, int], count: int, stride: int) -> Perplexity:
-    return Evaluator(machines_on(rank, world_size, grid, {})).score(TOKENS[:count], stride)
+    return Evaluator(runtime_on(rank, world_size, grid, {})).score(TOKENS[:count], stride)
 
 
 @pytest.mark.parametrize(

@@ -123,4 +123,4 @@ def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def gradient_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
     """The comparison itself passes over a part of the gradients."""
-    patch.setattr(parity, "gradient_pieces", lambda machines: list(gradient_pieces(machines))[1:])
+    patch.setattr(parity, "gradient_pieces", lambda runtime: list(gradient_pieces(runtime))[1:])

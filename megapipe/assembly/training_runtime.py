@@ -1,4 +1,4 @@
-"""`Machines`: the live objects of one rank that trains, put together from a RunPlan."""
+"""`TrainingRuntime`: the live objects of one rank that trains, put together from a RunPlan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megapipe.assembly.forward_machines import DrawSlice, ForwardMachines
 from megapipe.assembly.graphs import build_graphs, captured_stages
+from megapipe.assembly.inference_runtime import DrawSlice, InferenceRuntime
 from megapipe.assembly.offload import build_offload, row_offload
 from megapipe.assembly.updates import RowUpdates
 from megapipe.comm.groups import ProcessGroups
@@ -25,10 +25,10 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 
 
-class Machines(ForwardMachines):
+class TrainingRuntime(InferenceRuntime):
     """Stages with their parameters in flat buffers, and what reduces, updates, gathers and runs them.
 
-    groups, draw_slice, tracer: as in ForwardMachines. marks: as in Engine. recorder: of the graphs of --cuda-graph-impl local.
+    groups, draw_slice, tracer: as in InferenceRuntime. marks: as in Engine. recorder: of the graphs of --cuda-graph-impl local.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Machines(ForwardMachines):
             self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
         parts = {stage: (module, self.buffers[stage], self.runners[stage]) for stage, module in self.stages.items()}
         self.graphs = build_graphs(
-            plan, self.coordinates.pp_rank, device, parts, self.gather, recorder, groups.world.heart
+            plan, self.coordinates.pp_rank, device, parts, self.gather, recorder, groups.world.heartbeat
         )
         self.marks = marks
         self.offload = build_offload(plan, self.stages, device)
@@ -92,7 +92,7 @@ class Machines(ForwardMachines):
                 streams,
                 self.updates,
                 head_start,
-                self.groups.world.heart,
+                self.groups.world.heartbeat,
                 self.marks,
                 offload,
             )

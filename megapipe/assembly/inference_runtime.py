@@ -1,4 +1,4 @@
-"""`ForwardMachines`: the stages of one rank with their parameters, and what runs them forwards. `Machines` adds what training needs."""
+"""`InferenceRuntime`: the stages of one rank with their parameters, and what runs them forwards. `TrainingRuntime` adds what training needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megapipe.tensor_parallel.weight_queue import WeightQueue
 DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
 
 
-class ForwardMachines:
+class InferenceRuntime:
     """Stages with their parameters in flat buffers, their channels, and engines that run them forwards: for generation and evaluation.
 
     groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records actions; the
@@ -79,8 +79,8 @@ class ForwardMachines:
         """The engine of this rank's forward-only row."""
         if num_microbatches not in self._forward_engines:
             schedule = self.plan.forward_schedule(num_microbatches)
-            pp_rank, heart = self.coordinates.pp_rank, self.groups.world.heart
-            engine = Engine(schedule, pp_rank, self.runners, self.channels, tracer=self.tracer, heart=heart)
+            pp_rank, heartbeat = self.coordinates.pp_rank, self.groups.world.heartbeat
+            engine = Engine(schedule, pp_rank, self.runners, self.channels, tracer=self.tracer, heartbeat=heartbeat)
             self._forward_engines[num_microbatches] = engine
         return self._forward_engines[num_microbatches]
 
