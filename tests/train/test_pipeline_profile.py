@@ -36,7 +36,7 @@ AHEAD_NS = 3_600_000_000_000
 
 
 def a_clock_ahead(rank: int, *_: Any) -> None:
-    """Ranks but the first live an hour ahead, on machines of their own."""
+    """Ranks but the first live an hour ahead, on runtime of their own."""
     if rank:
         built = PipelineProfiler.__init__
         Tracer.now = lambda self: perf_counter_ns() + AHEAD_NS  # type: ignore[method-assign]
