@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from megapipe.config.fields import ConfigField, all_fields, section_types
 from megapipe.config.flags import REQUEST_HELP, default_text
 from megapipe.config.megatron_flags import (
@@ -15,6 +13,7 @@ from megapipe.config.megatron_flags import (
     megatron_flags,
 )
 from megapipe.config.values import expected_range
+from megapipe.formatting import markdown_table
 
 HEAD = """# Flags
 
@@ -24,18 +23,6 @@ with its origin, as YAML that loads again. Flags marked * are megapipe's own.
 
 This page is made from the declarations: `python -m megapipe.config.document > docs/flags.md`.
 """
-
-
-def cell(text: str) -> str:
-    """Text inside a table cell."""
-    return text.replace("|", "\\|")
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    lines += ["| " + " | ".join(cell(text) for text in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def flag_words(field: ConfigField) -> str:
@@ -63,15 +50,15 @@ def flags_document() -> str:
     parts = [
         HEAD,
         "## Requests\n",
-        table(("flag", "meaning"), [(f"`{name}`*", text) for name, text in REQUEST_HELP.items()]),
+        markdown_table(("flag", "meaning"), [(f"`{name}`*", text) for name, text in REQUEST_HELP.items()]),
     ]
     for section in section_types():
         rows = [field_row(field) for field in all_fields() if field.section == section]
-        parts += [f"## {section}\n", table(("flags", "meaning", "unit", "default"), rows)]
+        parts += [f"## {section}\n", markdown_table(("flags", "meaning", "unit", "default"), rows)]
     differences = [(f"`{d.flag}`", d.megatron, d.here, d.reason) for d in DELIBERATE_DIFFERENCES]
     parts += [
         "## Where megapipe differs from Megatron on purpose\n",
-        table(("flag", "Megatron", "here", "why"), differences),
+        markdown_table(("flag", "Megatron", "here", "why"), differences),
     ]
     rows_of = {kind: [row for row in megatron_flags().values() if row.kind == kind] for kind in CLASSES}
     counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in rows_of.items())
@@ -80,14 +67,14 @@ def flags_document() -> str:
         "## Every flag of Megatron-LM at Megatron-Core 0.16.1\n",
         f"{len(megatron_flags())} flags: {counts}. Nothing is ignored.\n",
         "### Supported\n",
-        table(("flag", "field"), [(f"`{row.name}`", f"`{row.note}`") for row in rows_of[SUPPORTED]]),
+        markdown_table(("flag", "field"), [(f"`{row.name}`", f"`{row.note}`") for row in rows_of[SUPPORTED]]),
         "### Already so here: accepted\n",
-        table(
+        markdown_table(
             ("flag", "values", "why"),
             [(f"`{row.name}`", ", ".join(row.accepts), row.note) for row in rows_of[ALREADY_SO]],
         ),
         "### Refused, with what to do instead\n\nA refused flag is accepted where its value is Megatron's default.\n",
-        table(
+        markdown_table(
             ("flag", "default", "instead"),
             refused,
         ),

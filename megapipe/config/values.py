@@ -14,6 +14,7 @@ from typing import Any
 from megapipe.config.fields import ConfigField
 from megapipe.config.option import Option
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 
 NONE_WORDS = ("none", "null", "~")
 TRUE_WORDS = ("true", "yes", "on")
@@ -109,12 +110,6 @@ def out_of_bounds(option: Option, value: Any) -> str:
         and (option.below is None or value < option.below)
     )
     return "" if good else f"expected a value {expected_range(option)}"
-
-
-def one_of(words: Sequence[Any]) -> str:
-    """'a, b or c'."""
-    texts = [str(word) for word in words]
-    return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
 
 
 def nearest(word: str, words: Sequence[str]) -> str:

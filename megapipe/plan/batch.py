@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.rules.wording import divisors, nearest_values
-from megapipe.config.values import one_of
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 
 
 @dataclass(frozen=True)

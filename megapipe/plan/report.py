@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
+from megapipe.formatting import bytes_text, count_text, flops_text, range_text, text_table
 from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.comm_chunks import WHOLE, comm_chunks
 from megapipe.plan.flops import step_flops
@@ -40,7 +40,7 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         if is_on
     ]
     yield (
-        f"plan: {_count(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {plan.schedule_name}"
+        f"plan: {count_text(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {plan.schedule_name}"
         + "".join(f", {e}" for e in extras)
     )
     if not plan.is_synchronous:
@@ -59,10 +59,10 @@ def _asynchronous(plan: RunPlan) -> Iterator[str]:
     count = plan.batch.full // plan.batch.samples_per_microbatch
     updates = plan.weight_versions(count, 0).num_updates
     held = [plan.num_weight_versions(pp_rank) for pp_rank in range(plan.topology.pp)]
-    versions = _count(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
+    versions = count_text(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
     alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""
     yield (
-        f"           NOT synchronous: {_count(updates, 'update')} in a step of {_count(count, 'microbatch')}, every stage at its own time, "
+        f"           NOT synchronous: {count_text(updates, 'update')} in a step of {count_text(count, 'microbatch')}, every stage at its own time, "
         f"{versions} of the weights on a rank; one process would train something else{alike}"
     )
 
@@ -93,7 +93,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     """One line a stage; in a plan of many, one line for neighbours that hold equally much."""
     counts = [sum(spec.num_elements for spec in specs) for specs in plan.stage_specs]
     rows = [
-        (_span(run), _ranks_of(plan, run), f"{counts[run[0]]:,}", _holds(plan, run))
+        (range_text(run), _ranks_of(plan, run), f"{counts[run[0]]:,}", _holds(plan, run))
         for run in _equal_neighbours(plan, counts)
     ]
     copies = sum(counts) - sum(spec.num_elements for spec in plan.specs)
@@ -103,7 +103,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
     if plan.topology.mirrored_pipeline:
         once = once.removesuffix(" once") + ", on two pipeline ranks"
     yield from text_table(
-        [("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], last_left=True
+        [("stage", "pp_rank", "parameters", "holds"), *rows, ("sum", "", f"{sum(counts):,}", once)], left=(-1,)
     )
 
 
@@ -124,7 +124,7 @@ def _ranks_of(plan: RunPlan, run: Sequence[int]) -> str:
     if len(set(ranks)) == plan.topology.pp > 1:
         return "all"
     return (
-        _span(ranks)
+        range_text(ranks)
         if ranks == list(range(ranks[0], ranks[0] + len(ranks)))
         else ", ".join(map(str, sorted(set(ranks))))
     )
@@ -134,7 +134,7 @@ def _holds(plan: RunPlan, run: Sequence[int]) -> str:
     first, last = plan.partition.stages[run[0]], plan.partition.stages[run[-1]]
     names = ["embedding"] if first.has_embedding else []
     if first.num_layers:
-        layers = _span(range(first.first_layer, last.last_layer_exclusive))
+        layers = range_text(range(first.first_layer, last.last_layer_exclusive))
         names.append(("layer " if layers.isdigit() else "layers ") + layers)
         if len(run) > 1:
             names[-1] += f", {first.num_layers} each"
@@ -158,7 +158,7 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         sizes = [rank.items[item] for item in columns]
         cells = (*sizes, rank.total - sum(sizes))
         live = f"{rank.live_microbatches:.3g}"
-        rows.append((_span([rank.pp_rank for rank in run]), *map(bytes_text, cells), bytes_text(rank.total), live))
+        rows.append((range_text([rank.pp_rank for rank in run]), *map(bytes_text, cells), bytes_text(rank.total), live))
     yield "  memory   of a rank at the peak of a step; kernel workspace, allocator slack and CUDA context are not counted"
     yield from text_table([("pp_rank", *columns, "other", "total", "live microbatches"), *rows], indent=11)
     largest = max(ranks, key=lambda rank: rank.total)
@@ -231,15 +231,15 @@ def _largest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 def _batch(plan: RunPlan) -> Iterator[str]:
     training, batch = plan.config.training, plan.batch
-    steps = _count(training.train_iters, "step") if training.train_iters is not None else "no steps"
+    steps = count_text(training.train_iters, "step") if training.train_iters is not None else "no steps"
     ramp = f", ramped up from {batch.start} over {batch.ramp_samples:,} samples" if batch.increment else ""
     tokens = batch.full * plan.config.model.seq_length
     yield (
-        f"  batch    {_count(batch.full, 'sequence')} = {_count(batch.full // batch.samples_per_microbatch, 'microbatch')} "
+        f"  batch    {count_text(batch.full, 'sequence')} = {count_text(batch.full // batch.samples_per_microbatch, 'microbatch')} "
         f"x {training.micro_batch_size} x dp {plan.topology.dp}{ramp}; {tokens:,} tokens a step, {steps}"
     )
     flops = [step_flops(plan.config.model, batch.full, causal) for causal in (False, True)]
-    yield f"  FLOPs    {_tera(flops[0])} a step with full attention, {_tera(flops[1])} with causal attention counted half"
+    yield f"  FLOPs    {flops_text(flops[0])} a step with full attention, {flops_text(flops[1])} with causal attention counted half"
 
 
 def _bubble(plan: RunPlan) -> Iterator[str]:
@@ -249,40 +249,3 @@ def _bubble(plan: RunPlan) -> Iterator[str]:
     ahead = plan.config.optimizer.optimizer_post_validation
     span = "in steps that follow without a barrier" if ahead else "from the first action of any rank to the last"
     yield f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, {span} (stages weighed by FLOPs, messages free)"
-
-
-def _tera(flops: float) -> str:
-    """2.1 TFLOP, with a prefix that fits."""
-    exponent = min(max(int(math.log10(max(flops, 1.0)) // 3), 3), 6)
-    return f"{flops / 1000.0**exponent:.3g} {'GTPE'[exponent - 3]}FLOP"
-
-
-def bytes_text(size: float) -> str:
-    """1.5 GiB: three digits and a binary unit, at least B."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    exponent = 0
-    while round(size) >= 1000 and exponent < len(units) - 1:
-        size, exponent = size / 1024, exponent + 1
-    if exponent == 0:
-        return f"{size:.0f} B"
-    digits = 0 if round(size, 1) >= 100 else 1 if round(size, 2) >= 10 else 2
-    return f"{size:.{digits}f} {units[exponent]}"
-
-
-def _count(number: int, word: str) -> str:
-    plural = "" if number == 1 else "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}{plural}"
-
-
-def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def text_table(rows: Sequence[Sequence[str]], last_left: bool = False, indent: int = 2) -> Iterator[str]:
-    """Right-aligned columns under their heads, the first row. last_left: the last column is text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        if last_left:
-            cells[-1] = row[-1]
-        yield (" " * indent + "  ".join(cells)).rstrip()

@@ -16,8 +16,8 @@ from megapipe.config.gpu import GpuConfig
 from megapipe.config.logging import LoggingConfig
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import ConfigError, TrainingError
+from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.report import bytes_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tensor_parallel.fp8 import why_no_fp8
 

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from megapipe.formatting import bytes_text
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.memory import offloaded_groups, rank_memory, stage_activation_bytes
 from megapipe.plan.offload import row_moves
-from megapipe.plan.report import bytes_text, plan_text
+from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
 from tests.plan.test_report import interleaved, resolve, wish

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from megapipe.formatting import bytes_text
 from megapipe.plan.memory import all_rank_memory, stage_activation_bytes
-from megapipe.plan.report import bytes_text, plan_text
+from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from tests.plan.test_resolve import wish
@@ -129,12 +130,3 @@ def test_of_more_pipeline_ranks_than_fit_the_largest_are_shown() -> None:
     lines = text[text.index("live microbatches") :].splitlines()
     shown = {int(line.split()[0]) for line in lines if re.match(r" +\d+  .*iB", line)}
     assert shown == {rank.pp_rank for rank in ranks[:16]}
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (10.05 * 1024, "10.1 KiB"), (999.6 * 1024, "0.98 MiB"),
-     (80 * 2**30, "80.0 GiB"), (141.2 * 2**30, "141 GiB"), (5 * 2**60, "5120 PiB")],
-)  # fmt: skip
-def test_bytes_read_well(size: float, text: str) -> None:
-    assert bytes_text(size) == text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig, split_shares
-from megapipe.config.values import one_of
 from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
 
 TOKENIZER_FILES = {
     "SentencePieceTokenizer": ("tokenizer_model",),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.values import one_of
+from megapipe.formatting import one_of
 
 AXES = ("tp", "cp", "dp", "pp")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapipe.config.values import one_of
+from megapipe.formatting import one_of
 
 
 def divisors(*numbers: int, at_most: int = 1 << 30) -> list[int]:

@@ -17,8 +17,8 @@ from megapipe.config.values import value_text
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
 from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers, readers
+from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named, read_hardware
-from megapipe.plan.report import bytes_text, text_table
 
 HELP = """\
 usage: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--world-size N] [--ranks-per-node M] [--config FILE.yaml] [other flags]

@@ -12,7 +12,7 @@ from megapipe.extras.cli.pretrain import with_vocabulary
 from megapipe.extras.launch.flags import Launch, read_launch
 from megapipe.extras.launch.node_traffic import GroupTraffic, group_traffic
 from megapipe.extras.launch.places import places_text
-from megapipe.plan.report import bytes_text, text_table
+from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.report.grid import grid_text
 from megapipe.extras.report.svg import svg
+from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
@@ -274,14 +275,9 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
         and not (title == "step" and all(row.step_seconds == row.makespan_seconds for row in measured))
     }
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
-    lines = [
-        "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
-    lines += [f"{row.schedule.ljust(widths[0])}  refused: {row.reason}" for row in rows if isinstance(row, Refusal)]
+    lines = list(text_table(cells, left=(0,), indent=0))
+    width = max(len(line[0]) for line in cells)
+    lines += [f"{row.schedule.ljust(width)}  refused: {row.reason}" for row in rows if isinstance(row, Refusal)]
     lines += [
         "",
         "barrier, chained: idle share of the step, with one wall for the whole job and for steps that follow one another without",

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from megapipe.comm.fake_backend import Ledger
 from megapipe.extras.dry_run.grid import Kind
 from megapipe.extras.dry_run.rank import STATE, RankCount
+from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
-from megapipe.plan.report import bytes_text, text_table
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op, parse_action
 

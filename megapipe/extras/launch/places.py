@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megapipe.plan.report import text_table
+from megapipe.formatting import text_table
 from megapipe.topology import AXES, Topology, all_coordinates
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")

@@ -12,10 +12,10 @@ from megapipe.extras.search.megatron_memory import megatron_memory
 from megapipe.extras.search.objective import Chosen, Objective
 from megapipe.extras.search.reasons import gib, oddities, reasons
 from megapipe.extras.search.search import Candidate, Found
+from megapipe.formatting import text_table
 from megapipe.plan.flops import recomputed_flops, step_flops
 from megapipe.plan.hardware import TERA, Hardware
 from megapipe.plan.memory import RankMemory
-from megapipe.plan.report import text_table
 from megapipe.plan.run_plan import RunPlan
 
 BAR_WIDTH = 48
@@ -125,7 +125,7 @@ class SearchReport:
         yield f"objective {kind}: {chosen.best.num_gpus:,} are {what}" + (
             f" and reach {wanted:,.0f} tokens/s" if wanted else ""
         )
-        yield from text_table([heads, *rows], last_left=True)
+        yield from text_table([heads, *rows], left=(-1,))
 
     def _table(self) -> Iterator[str]:
         rows = [self._row(str(place), candidate) for place, candidate in enumerate(self.found.best, 1)]
@@ -154,7 +154,7 @@ class SearchReport:
             "options",
         )
         if rows:
-            yield from text_table([heads, *rows], last_left=True)
+            yield from text_table([heads, *rows], left=(-1,))
         if isinstance(configured, str):
             yield f"  as configured: {configured}"
 
