@@ -24,7 +24,7 @@ TORCH_FREE: tuple[str, ...] = tuple(SETTINGS["torch_free"])
 REFERENCE = "extras.reference"  # the oracle: torch alone; known only to those who verify
 REFERENCE_IS_SEEN_FROM = 9
 PEERS = (
-    REPOSITORY / "tools" / "schedule_bench" / "peers"
+    REPOSITORY / "tools" / "bench" / "schedule_bench" / "peers"
 )  # whom the benchmark compares with: they speak to torch.distributed themselves
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
 LIBRARIES = {  # imported in one file each, inside functions: a run that did not choose them never asks for them

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TOOLS = REPOSITORY / "tools"
+BENCH = REPOSITORY / "tools" / "bench"
 SIZES = "--layers 3 --hidden 16 --heads 2 --seq 8 --vocab 64 --micro-batch 1 --microbatches 4"
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(TOOLS)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(BENCH)])}
     return subprocess.run(
         [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100
     )
@@ -22,7 +22,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     wishes = ("--rows", "one", "pp2", "--pairs", "2", "--markdown", "--json", str(figures))
-    done = run(str(TOOLS / "bench_cpu.py"), *wishes, *SIZES.split())
+    done = run(str(BENCH / "bench_cpu.py"), *wishes, *SIZES.split())
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
     assert [row[0].removeprefix("| ") for row in rows[2:]] == [

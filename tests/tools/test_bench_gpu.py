@@ -1,4 +1,4 @@
-"""tools/bench_gpu.py on a CPU: contenders train the same model, a difference is found before anything is timed, bars say what missed."""
+"""tools/bench/bench_gpu.py on a CPU: contenders train the same model, a difference is found before anything is timed, bars say what missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCH = REPOSITORY / "tools" / "bench"
 TINY = ("--shapes", "tiny", "--rounds", "2", "--warm-ups", "1", "--no-compile")
 
 Tools = Callable[[str], ModuleType]
@@ -21,15 +22,15 @@ Tools = Callable[[str], ModuleType]
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
-    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # the tool sets it where nobody has
     return importlib.import_module
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS.parent), str(TOOLS)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(BENCH)])}
     return subprocess.run(
-        [sys.executable, str(TOOLS / "bench_gpu.py"), *arguments], capture_output=True, text=True, env=environment
+        [sys.executable, str(BENCH / "bench_gpu.py"), *arguments], capture_output=True, text=True, env=environment
     )
 
 

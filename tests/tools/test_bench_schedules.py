@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TOOLS = REPOSITORY / "tools"
+BENCH = REPOSITORY / "tools" / "bench"
 PAGE = "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- /real -->\nend\n"
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(TOOLS)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(BENCH)])}
     return subprocess.run(
         [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100
     )
@@ -24,7 +24,7 @@ def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -
     figures, page = tmp_path / "figures.json", tmp_path / "page.md"
     page.write_text(PAGE)
     done = run(
-        str(TOOLS / "bench_schedules.py"),
+        str(BENCH / "bench_schedules.py"),
         "--quick",
         "--wire",
         "--no-real-time",

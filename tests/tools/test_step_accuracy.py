@@ -1,4 +1,4 @@
-"""tools/step_accuracy.py sets a prediction beside turns of real ranks; the turns themselves are tested with tools/bench_cpu.py."""
+"""tools/bench/step_accuracy.py sets a prediction beside turns of real ranks; the turns themselves are tested with tools/bench/bench_cpu.py."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 from megapipe.plan.hardware import read_hardware
 from megapipe.plan.step_time import predict_step
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+REPOSITORY = Path(__file__).resolve().parents[2]
+BENCH = REPOSITORY / "tools" / "bench"
 
 
 def test_the_table_holds_the_prediction_of_each_grid_and_the_median_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.syspath_prepend(str(BENCH))
     tool, bench, job = (importlib.import_module(name) for name in ("step_accuracy", "bench_cpu", "bench_job"))
     path = tmp_path / "here.yaml"
     path.write_text("like: h100\nname: here\nflops: {fp32: 1e10}\nmemory_bytes_per_second: 1e10\n")
@@ -32,6 +33,6 @@ def test_the_table_holds_the_prediction_of_each_grid_and_the_median_turn(
 def test_a_file_that_is_not_there_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.syspath_prepend(str(BENCH))
     assert importlib.import_module("step_accuracy").main(["--hardware", "missing.yaml"]) == 2
     assert "missing.yaml cannot be read" in capsys.readouterr().err

@@ -24,7 +24,7 @@ ALL_COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
 FLAGS_OF_OTHERS = {
     *("--input", "--output", "--suffixes", "--output-prefix", "--append-eod"),  # megapipe train-tokenizer, preprocess
     *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
-    *("--rows", "--markdown", "--check"),  # tools/bench_cpu.py
+    *("--rows", "--markdown", "--check"),  # tools/bench/bench_cpu.py
     *("--gpus", "--gpu", "--hardware"),  # megapipe plan
     *("--nproc-per-node", "--dry-run", "--nodes"),  # torchrun, megapipe launch, sbatch
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate

@@ -1,4 +1,4 @@
-"""What tools/bench_schedules.py is made of: pipeline schedules on emulated devices and on real ones, beside their peers.
+"""What tools/bench/bench_schedules.py is made of: pipeline schedules on emulated devices and on real ones, beside their peers.
 
 - `cases`:     what is measured: `Case`, and the parts of the whole table
 - `devices`:   `EmulatedStage`, a module whose F, I and W sleep for a set time, and the `Stopwatch` that notes them

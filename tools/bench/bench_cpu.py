@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Training speed on CPUs, one thread a rank: megapipe against a plain PyTorch loop, and a pipeline against its own schedule on paper.
 
-python tools/bench_cpu.py                                 the two rows with a bar, about 3 minutes
-python tools/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
-python tools/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
+python tools/bench/bench_cpu.py                                 the two rows with a bar, about 3 minutes
+python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
+python tools/bench/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
 
 All rows stay alive and take turns, in the opposite order every second round; ratios are formed inside a round, so that a machine that gets
 slower slows both sides. Needs an otherwise idle machine with a core for each rank. docs/performance.md says how to read it.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What --optimizer-post-validation gains beside the barrier, on emulated devices.
 
-    torchrun --standalone --nproc-per-node 4 tools/bench_post_validation.py
+    torchrun --standalone --nproc-per-node 4 tools/bench/bench_post_validation.py
 
 One pipeline over all ranks. Step, engine, messages, norm, loss and optimizer are those of pretrain_gpt.py on a tiny model; F, I and W of a
 rank are stretched to --unit milliseconds each by sleeping, so that four ranks need no four cores. The run with the barrier and the one

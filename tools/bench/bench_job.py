@@ -1,4 +1,4 @@
-"""The timed side of tools/bench_cpu.py: one process a rank, which waits for orders and runs training steps.
+"""The timed side of tools/bench/bench_cpu.py: one process a rank, which waits for orders and runs training steps.
 
 A job is a row of the table: the plain loop, or megapipe on some grid. megapipe's steps are those of pretrain_gpt.py: TrainingRuntime and TrainStep
 with batches cut by the data room, clipping, AdamW, and the action tracer that a pipeline has on a CPU. All jobs stay alive and take turns.

@@ -1,7 +1,7 @@
 """A plain PyTorch training loop of the GPT-2 shape, as a good engineer would write it for one process: what megapipe is timed against.
 
 nn.Linear, scaled_dot_product_attention, F.cross_entropy, fused AdamW, tied embeddings; nothing of megapipe. Activations are [b, s, h].
-Imported by tools/bench_cpu.py, which also proves that it computes what megapipe computes.
+Imported by tools/bench/bench_cpu.py, which also proves that it computes what megapipe computes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Saving and loading beside `dd` on the same disk: a large state written by several ranks, and many small tensors.
 
-python tools/bench_checkpoint.py --folder /some/disk
-python tools/bench_checkpoint.py --folder /some/disk --check --markdown
+python tools/bench/bench_checkpoint.py --folder /some/disk
+python tools/bench/bench_checkpoint.py --folder /some/disk --check --markdown
 
 dd writes and syncs as many bytes (`conv=fsync`) and reads them, the ranks save and load, all reading after the pages were dropped from the
 cache; in every other round the ranks come first. --check ends with 1 where saving or loading reaches less than 80 % of dd (medians).

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Training speed on one card: megapipe in bf16 and fp8 beside large GEMMs, a plain model under torch.compile, and transformers' Llama.
 
-python tools/bench_gpu.py                                       8B-shaped layers, bf16 and fp8, sequence 4096 and 8192, the bars
-python tools/bench_gpu.py --shapes 125m 350m 1.3b               other sizes
-python tools/bench_gpu.py --contenders megapipe megapipe-fp8    without peers
-python tools/bench_gpu.py --fp8 e4m3 --fp8-recipe tensorwise    fp8 otherwise
-python tools/bench_gpu.py --kernels --json figures.json         where the time goes, and every number
+python tools/bench/bench_gpu.py                                       8B-shaped layers, bf16 and fp8, sequence 4096 and 8192, the bars
+python tools/bench/bench_gpu.py --shapes 125m 350m 1.3b               other sizes
+python tools/bench/bench_gpu.py --contenders megapipe megapipe-fp8    without peers
+python tools/bench/bench_gpu.py --fp8 e4m3 --fp8-recipe tensorwise    fp8 otherwise
+python tools/bench/bench_gpu.py --kernels --json figures.json         where the time goes, and every number
 
 All contenders train the same weights on the same tokens; first losses and gradient norms of two steps are compared. Then they take turns,
 in the opposite order every second round, GEMMs in every round; ratios are formed inside a round. Times are the host's between two waits for

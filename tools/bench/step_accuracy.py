@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Step times that `megapipe plan` predicts from a hardware file beside those of real ranks here, for the model of tools/bench_cpu.py.
+"""Step times that `megapipe plan` predicts from a hardware file beside those of real ranks here, for the model of tools/bench/bench_cpu.py.
 
     megapipe launch --nproc-per-node 2 -m megapipe calibrate --output here.yaml
-    python tools/step_accuracy.py --hardware here.yaml --rows one pp2 tp2 dp2
+    python tools/bench/step_accuracy.py --hardware here.yaml --rows one pp2 tp2 dp2
 
 Needs a machine that does nothing else, with a core for each rank, as the measurement of the file did.
 """

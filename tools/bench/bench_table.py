@@ -1,4 +1,4 @@
-"""What benchmarks print: medians with quartiles, and tables. Imported by tools/bench_cpu.py and tools/bench_gpu.py."""
+"""What benchmarks print: medians with quartiles, and tables. Imported by tools/bench/bench_cpu.py and tools/bench/bench_gpu.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Pipeline schedules on emulated and on real devices: megapipe's engine, torch.distributed.pipelining, and a bare gloo loop.
 
-python tools/bench_schedules.py                              everything
-python tools/bench_schedules.py --part p4-m8 --part zero     some tables
-python tools/bench_schedules.py --page docs/schedules_benchmark.md --check   put the tables into the page; exit code 1 if a bar is missed
+python tools/bench/bench_schedules.py                              everything
+python tools/bench/bench_schedules.py --part p4-m8 --part zero     some tables
+python tools/bench/bench_schedules.py --page docs/schedules_benchmark.md --check   put the tables into the page; exit code 1 if a bar is missed
 
 docs/schedules_benchmark.md says what is emulated and how to read it. Needs an otherwise idle machine, and root for SCHED_FIFO.
 """

@@ -1,1 +1,0 @@
-"""The parts of tools/bench_gpu.py: shapes, the peers, how they are timed, what is said of them."""
