@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+from megapipe.dtypes import TENSOR_DTYPES
+
+DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 
 
 def parameter_dtype(name: str) -> torch.dtype:

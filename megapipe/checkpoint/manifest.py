@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 
 FORMAT = "megapipe checkpoint"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
-ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # safetensors' names of the dtypes
+ITEM_BYTES = {dtype.safetensors_name: dtype.num_bytes for dtype in TENSOR_DTYPES.values()}
 
 
 @dataclass(frozen=True)

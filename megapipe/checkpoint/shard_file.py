@@ -17,11 +17,12 @@ import torch
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import SavedBox, SavedFile
 from megapipe.checkpoint.tensor_box import TensorBox, as_bytes
+from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.sharding.boxes import Box
 
 BLOCK_BYTES = 1 << 22  # one checksum each: a reader of a few rows reads and checks no more than it needs
 HEADER_MULTIPLE = 4096  # so that large tensors are written in whole pages
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {dtype.safetensors_name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.option import TAKES_VALUE, Flag, option
+from megapipe.dtypes import TENSOR_DTYPES
 
-DTYPES = ("fp32", "bf16", "fp16", "fp64")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed")
 FP8_AMAX_ALGORITHMS = ("most_recent", "max")
@@ -19,7 +19,7 @@ class PrecisionConfig:
     dtype: str = option(
         "fp32",
         "weights and activations",
-        choices=DTYPES,
+        choices=tuple(TENSOR_DTYPES),
         more_flags=(
             Flag("--bf16", value="bf16", help="same as --dtype bf16"),
             Flag("--fp16", value="fp16", help="same as --dtype fp16"),

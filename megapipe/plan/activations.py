@@ -15,9 +15,9 @@ from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.schedule.partition import StageLayers
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 MASK_BYTES = 1  # dropout masks are bool
 
 

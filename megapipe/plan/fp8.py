@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from megapipe.config.config import Config
 from megapipe.config.precision import PrecisionConfig
-from megapipe.plan.activations import ELEMENT_BYTES, LocalSizes
+from megapipe.dtypes import ELEMENT_BYTES
+from megapipe.plan.activations import LocalSizes
 from megapipe.plan.linears import linear_elements
 from megapipe.schedule.partition import StageLayers
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
+from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
-FP8 = "fp8"
 
 
 def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:

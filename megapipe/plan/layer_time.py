@@ -14,11 +14,12 @@ from functools import partial
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.dtypes import FP8
 from megapipe.plan.activations import LocalSizes, is_explicit, layer_activation_bytes
 from megapipe.plan.comm_chunks import WHOLE, CommChunks, comm_chunks
 from megapipe.plan.flops import mean_keys
 from megapipe.plan.fp8 import Casts
-from megapipe.plan.hardware import FP8, Hardware, Link
+from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.linears import linear_shapes
 from megapipe.plan.traffic import (
     ALL_REDUCE,

@@ -28,8 +28,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.plan.activations import (
-    ELEMENT_BYTES,
     Documents,
     LocalSizes,
     deferred_bytes,

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapipe.dtypes import FP8, TENSOR_DTYPES
 from megapipe.extras.calibrate.stopwatch import FEWEST_CALLS, Stopwatch
 from megapipe.model.core_attention import fused_attention
-from megapipe.plan.hardware import FP8
 from megapipe.tensor_parallel.fp8 import E4M3, Rounded, multiply, why_no_fp8
 
 Key = TypeVar("Key")
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+TORCH_DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 GEMM_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDENING = 4  # outputs of the measured linear by its inputs: that of linear_fc1
 BACKWARD_OF_ATTENTION = 2.5  # in forwards, as the planner counts a fused kernel

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.config.precision import DTYPES
 from megapipe.config.training import DEVICES
+from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.failure import INTERRUPTED
@@ -83,7 +83,7 @@ def _own_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="megapipe calibrate", add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--output", type=Path, default=Path("hardware.yaml"))
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--dtype", choices=TENSOR_DTYPES)
     parser.add_argument("--name")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--timeout-seconds", type=float, default=60.0)

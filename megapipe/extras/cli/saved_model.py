@@ -17,9 +17,10 @@ from megapipe.config.config import Config
 from megapipe.config.data import TOKENIZER_TYPES, DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import DTYPES, PrecisionConfig
+from megapipe.config.precision import PrecisionConfig
 from megapipe.config.training import DEVICES, TrainingConfig
 from megapipe.config.values import nearest
+from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment, read_environment
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.failure import end_at_once, guarded
@@ -64,7 +65,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--ckpt-step", type=int, metavar="N", help="step to load (default: the newest complete checkpoint)"
     )
-    model.add_argument("--dtype", choices=DTYPES, help="weights and activations (default: as the model was trained)")
+    model.add_argument(
+        "--dtype", choices=TENSOR_DTYPES, help="weights and activations (default: as the model was trained)"
+    )
     model.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one")
     model.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the tokenizer saved with the checkpoint"

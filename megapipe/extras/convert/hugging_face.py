@@ -15,6 +15,7 @@ from torch import Tensor
 from megapipe.checkpoint.disk import Disk
 from megapipe.config.config import Config
 from megapipe.config.precision import PrecisionConfig
+from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.families import Family, choose_family, family_of
 from megapipe.extras.convert.inert_settings import INERT
@@ -25,7 +26,7 @@ from megapipe.extras.convert.safetensors_file import cut_into_files, file_names,
 from megapipe.extras.convert.snapshot import DTYPE_NAMES, LazyTensor, Snapshot, fresh_state, unpadded
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-DTYPE_WORDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float64: "float64"}
+DTYPE_WORDS = {getattr(torch, dtype.torch_name): dtype.torch_name for dtype in TENSOR_DTYPES.values()}
 # besides the weights, what a folder may hold that is worth carrying along
 COMPANIONS = [
     "tokenizer.json",

@@ -15,9 +15,10 @@ from torch import Tensor
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
+from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.plan.resolve import resolve_model
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeVar
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
-from megapipe.plan.activations import ELEMENT_BYTES, stage_bytes
+from megapipe.plan.activations import stage_bytes
 from megapipe.plan.cut import cut_key, cut_layers
 from megapipe.plan.fp8 import Casts, fp8_layers
 from megapipe.plan.hardware import Hardware

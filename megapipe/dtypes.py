@@ -1,0 +1,30 @@
+"""The one table of dtypes: their names in the configuration, in torch and in safetensors files, and their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """One floating-point format."""
+
+    name: str  # in flags, configurations, plans and hardware files
+    num_bytes: int  # of one element
+    torch_name: str  # getattr(torch, torch_name) is the torch.dtype
+    safetensors_name: str  # in the headers of safetensors files, and so in checkpoints
+
+
+FP8 = "fp8"  # of GEMM inputs only; e4m3 here, e5m2 for output gradients has the same size
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("fp32", 4, "float32", "F32"),
+        Dtype("bf16", 2, "bfloat16", "BF16"),
+        Dtype("fp16", 2, "float16", "F16"),
+        Dtype("fp64", 8, "float64", "F64"),
+        Dtype(FP8, 1, "float8_e4m3fn", "F8_E4M3"),
+    )
+}
+TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if name != FP8}  # of weights, activations, checkpoints
+ELEMENT_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
