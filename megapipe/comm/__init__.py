@@ -1,7 +1,6 @@
 """The door to other ranks: the only room that calls torch.distributed, so that everything sent has a name, a time-out and a trace.
 
 - `bootstrap`:   `start` joins the world (gloo on CPU, NCCL on GPUs), `shutdown` leaves it
-- `torchrun`, `forwarder`: the launcher of a node's ranks, and signals on their way to them
 - `store`:       where the ranks meet, listening on one interface alone
 - `groups`:      `Group` is a named list of ranks with its process group; `build_process_groups` makes all of them from a topology
 - `collectives`: all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; a group of one is a no-op everywhere

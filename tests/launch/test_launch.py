@@ -101,7 +101,7 @@ def test_a_notice_that_comes_before_the_ranks_waits_for_them(tmp_path: Path) -> 
 TELLS_WHEN_IT_LISTENS = """
 import sys
 from megapipe.extras.cli.launch import main
-from megapipe.comm.forwarder import Forwarder
+from megapipe.extras.launch.forwarder import Forwarder
 enter = Forwarder.__enter__
 def entered(self):
     found = enter(self)

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.comm.forwarder import Forwarder, InterruptedBeforeStart
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.failure import INTERRUPTED
 from megapipe.extras.cli.launch_preview import preview
 from megapipe.extras.launch.flags import read_launch
+from megapipe.extras.launch.forwarder import Forwarder, InterruptedBeforeStart
 
 HELP = """\
 usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]

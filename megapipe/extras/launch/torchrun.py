@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from megapipe.comm.forwarder import Forwarder
 from megapipe.comm.store import meeting_store
 from megapipe.config.values import nearest
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
+from megapipe.extras.launch.forwarder import Forwarder
 
 LAST_LINES = 30  # of a log file, shown where nothing was printed
 GRACE_SECONDS = 2  # for the ranks that are left when one has failed: they can save nothing, and what they would say is said (cli.failure)
@@ -173,7 +173,7 @@ class _Agent(LocalElasticAgent):
         return "\n".join([f"the last lines of rank {rank}, {path}:", *lines[-LAST_LINES:]]) if lines else ""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with self._forwarder.adopting() as process_ids:
+        with self._forwarder.starting_ranks() as process_ids:
             started: dict[int, Any] = super()._start_workers(worker_group)
             process_ids += [int(process_id) for process_id in started.values()]
         context = self._pcontext
@@ -184,7 +184,7 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._forwarder.repeat()
+        self._forwarder.repeat_request()
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
             outcome = outcome_of(
@@ -204,7 +204,7 @@ class _Agent(LocalElasticAgent):
             alone = worker_group.group_world_size == 1
             self._end = (signal.SIGTERM, SAVING_SECONDS) if alone else (signal.SIGKILL, GRACE_SECONDS)
             print("the number of nodes changes: all ranks are started again", file=sys.stderr, flush=True)
-        self._forwarder.disown()
+        self._forwarder.forget_ranks()
         super()._restart_workers(worker_group)
 
 

@@ -1,0 +1,99 @@
+"""Forwarding of signals from a launcher to its ranks. Imports no torch, so that a launcher can listen before it imports torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+FORWARDED_AS = {signal.SIGHUP: signal.SIGTERM}  # the terminal was closed: save and exit
+MAX_INTERRUPTS = 2  # ranks handle two interrupts (save and exit, exit now); the third kills them
+STARTUP_SECONDS = (
+    60.0  # ranks may still be importing and have no handler yet: a request to save is repeated for this long
+)
+REPEAT_SECONDS = 1.0
+
+
+class InterruptedBeforeStart(Exception):
+    """A signal arrived before there were ranks to forward it to."""
+
+
+class Forwarder:
+    """Forwards signals to the ranks while it is entered; each rank leads its own session, so terminal signals do not reach it directly.
+
+    SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and it is repeated
+    to ranks that may not have a handler yet. Any other signal that arrives before the ranks exist raises InterruptedBeforeStart.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._ranks: tuple[int, ...] = ()
+        self._starting = False
+        self._held: list[int] = []
+        self._num_interrupts = 0
+        self._ready_at = 0.0  # when ranks can be expected to handle SIGUSR1
+        self._repeated_at: float | None = None
+        self._old_handlers: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def starting_ranks(self) -> Iterator[list[int]]:
+        """Hold signals while ranks are started. The caller appends their process ids to the list that this yields."""
+        process_ids: list[int] = []
+        self._starting = True
+        # inherited by the ranks: by default SIGUSR1 kills a process that has no handler yet
+        handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        try:
+            yield process_ids
+        finally:
+            signal.signal(signal.SIGUSR1, handler)
+            self._ranks, self._starting = tuple(process_ids), False
+            self._ready_at = time.monotonic() + STARTUP_SECONDS
+        for number in self._held:
+            self._receive(number, None)
+        self._held.clear()
+
+    def repeat_request(self) -> None:
+        """Send SIGUSR1 again to ranks that may not have had a handler when it was first forwarded."""
+        now = time.monotonic()
+        if self._repeated_at is None or not self._ranks or now >= self._ready_at:
+            return
+        if now - self._repeated_at >= REPEAT_SECONDS:
+            self._repeated_at = now
+            self._forward(signal.SIGUSR1)
+
+    def forget_ranks(self) -> None:
+        """Forget the ranks, which are being terminated and replaced; until the new ones exist, signals are treated as before the start."""
+        self._ranks, self._ready_at = (), 0.0
+
+    def __enter__(self) -> Forwarder:
+        self._old_handlers = {number: signal.signal(number, self._receive) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: object) -> None:
+        if self._starting:
+            self._held.append(number)
+            return
+        if number == signal.SIGUSR1 and time.monotonic() < (self._ready_at or math.inf):
+            self._repeated_at = time.monotonic()
+        elif not self._ranks:
+            raise InterruptedBeforeStart
+        self.received = signal.Signals(number)
+        self._num_interrupts += number == signal.SIGINT
+        if self._num_interrupts > MAX_INTERRUPTS:
+            self._forward(signal.SIGKILL)
+        else:
+            self._forward(FORWARDED_AS.get(self.received, self.received))
+
+    def _forward(self, number: signal.Signals) -> None:
+        for process_id in self._ranks:
+            with suppress(ProcessLookupError, PermissionError):  # the rank has already exited
+                os.killpg(process_id, number)
