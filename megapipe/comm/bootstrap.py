@@ -1,4 +1,4 @@
-"""Joining the world and leaving it."""
+"""Joining the world of ranks and leaving it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megapipe.comm.meeting import fresh_store
-from megapipe.comm.store import interface_towards, meeting_store
+from megapipe.comm.network import interface_towards
+from megapipe.comm.rendezvous import create_store, fresh_store
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """This process's rank in the world, with its backend and device."""
 
     global_rank: int
     world_size: int
@@ -33,62 +33,65 @@ class World:
 def start(
     environment: Environment, backend: str = "auto", timeout_seconds: float = 600.0, device: str = "auto"
 ) -> World:
-    """Choose backend and device, and meet the other ranks; a world of one meets nobody.
+    """Choose backend and device, and initialize torch.distributed unless the world has a single rank.
 
     backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu', 'cuda'.
-    Raises ConfigError for a backend or device that is not there, CommunicationError if the others do not come.
+    Raises ConfigError if the backend or device is not available, CommunicationError if the other ranks do not come.
     """
-    chosen, place = choose_backend(backend, device, environment.local_rank)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    rank, world_size = environment.global_rank, environment.world_size
+    backend, torch_device = choose_backend(backend, device, environment.local_rank)
+    if torch_device.type == "cuda":
+        torch.cuda.set_device(torch_device)
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (environment.global_rank, environment.world_size):
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise CommunicationError(
-                f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, "
-                f"the launcher says rank {environment.global_rank} of {environment.world_size}"
+                f"torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}, but the launcher set "
+                f"rank {rank} of {world_size}"
             )
-    elif environment.world_size > 1:
-        _meet(environment, chosen, timeout_seconds)
-    return World(
-        environment.global_rank, environment.world_size, environment.local_rank, chosen, place, timeout_seconds
-    )
+    elif world_size > 1:
+        _initialize(environment, backend, timeout_seconds)
+    return World(rank, world_size, environment.local_rank, backend, torch_device, timeout_seconds)
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
-    """(backend, device) of this process; never another than asked for. gloo on GPUs, when asked for, lets ranks share cards."""
+    """Return backend and device of this process. What was asked for is used or refused, never replaced.
+
+    gloo on GPUs must be asked for; ranks may then share GPUs. Raises ConfigError if the choice is not available.
+    """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if kind == "cpu" and device == "auto" and backend == "nccl":
-        raise ConfigError("--distributed-backend nccl needs GPUs and torch sees none; use gloo")
+    if kind == "cpu" and backend == "nccl":
+        if device == "auto":
+            raise ConfigError("--distributed-backend nccl needs GPUs, but torch sees none; use gloo")
+        raise ConfigError("--distributed-backend nccl needs GPUs, but --device is cpu; use gloo or --device cuda")
     if kind == "cpu":
-        if backend == "nccl":
-            raise ConfigError(
-                "--distributed-backend nccl moves tensors of GPUs, but --device is cpu; use gloo or --device cuda"
-            )
         return "gloo", torch.device("cpu")
     if kind != "cuda":
-        raise ConfigError(f"--device {device!r} is none of auto, cpu, cuda")
+        raise ConfigError(f"unknown --device {device!r}; use auto, cpu or cuda")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda: torch sees no GPU (a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES); use --device cpu"
+            "--device cuda: torch sees no GPU (a CPU build of torch, no driver, or an empty CUDA_VISIBLE_DEVICES); "
+            "use --device cpu"
         )
-    if backend == "gloo":  # ranks may share a card: what travels goes through host memory
+    if backend == "gloo":  # ranks may share a GPU: tensors travel through host memory
         return "gloo", torch.device("cuda", local_rank % torch.cuda.device_count())
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own: this node shows {torch.cuda.device_count()}; start at most one rank a GPU, "
-            "let ranks share cards over host memory with --distributed-backend gloo (slow, for tests), or use --device cpu"
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; start at most one rank per GPU, "
+            "let ranks share GPUs with --distributed-backend gloo (slow, for tests), or use --device cpu"
         )
     return "nccl", torch.device("cuda", local_rank)
 
 
-def _meet(environment: Environment, backend: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed: under torchrun through the store that its agent keeps, else at the address of the first node."""
-    me = f"rank {environment.global_rank} of {environment.world_size}"
-    place = f"{environment.master_addr}:{environment.master_port}"
+def _initialize(environment: Environment, backend: str, timeout_seconds: float) -> None:
+    this_rank = f"rank {environment.global_rank} of {environment.world_size}"
+    address = f"{environment.master_addr}:{environment.master_port}"
     if backend == "gloo":
-        _keep_to_one_interface(environment)
+        # by default gloo listens at the address of the machine's own name, which other ranks may not reach and strangers may
+        interface = interface_towards(environment.master_addr, environment.num_nodes)
+        if interface is not None:
+            set_for_libraries(GLOO_SOCKET_IFNAME=interface)
     try:
-        # no device_id: it would make every new group a collective split of the world's communicator, non-members included
+        # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks non-members
         dist.init_process_group(
             backend,
             store=_store(environment, timeout_seconds),
@@ -97,42 +100,37 @@ def _meet(environment: Environment, backend: str, timeout_seconds: float) -> Non
             timeout=timedelta(seconds=timeout_seconds),
         )
     except ValueError as error:
-        raise ConfigError(f"{me} cannot find the others: {error}; start it with torchrun") from error
+        raise ConfigError(f"{this_rank} cannot find the other ranks: {error}; start it with torchrun") from error
     except OSError as error:
         raise CommunicationError(
-            f"{me} cannot listen at {place}: {error.strerror}; set MASTER_PORT to a port that is free"
+            f"{this_rank} cannot listen at {address}: {error.strerror}; set MASTER_PORT to a free port"
         ) from error
     except RuntimeError as error:
         raise CommunicationError(
-            f"{me} could not join the others at {place} over {backend} (time-out {timeout_seconds:g} s): {error}"
+            f"{this_rank} could not connect to the other ranks at {address} over {backend} "
+            f"(timeout {timeout_seconds:g} s): {error}"
         ) from error
 
 
 def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
-    """Where the ranks meet: in the store of torchrun's agent apart from earlier starts, else at the address of the first node."""
+    """Return the store of torchrun's agent, under keys of this start; with other launchers, a store at the address of the first node."""
     rank, world_size = environment.global_rank, environment.world_size
     if environment.launcher == "torchrun":
         timeout = timedelta(seconds=timeout_seconds)
         store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
         return fresh_store(store, rank, world_size, timeout_seconds)
-    return meeting_store(
+    return create_store(
         environment.master_addr, environment.master_port, world_size, rank == 0, timeout_seconds, environment.num_nodes
     )
 
 
-def _keep_to_one_interface(environment: Environment) -> None:
-    """gloo otherwise listens where the machine's own name leads, which may be no way for the other ranks, and open to more than them."""
-    interface = interface_towards(environment.master_addr, environment.num_nodes)
-    if interface is not None:
-        set_for_libraries(GLOO_SOCKET_IFNAME=interface)
-
-
 def shutdown(code: int = 0) -> None:
-    """Leave the world and end the process with `code`; without a process group, return.
+    """Leave the world and end the process with exit code `code`; return if there is no process group.
 
-    Order matters: gloo can abort at interpreter exit after all went well. With code 0 all ranks first meet, so that none takes the store
-    away from another; if one does not come, the code becomes 1. With another code nobody is waited for: the launcher ends the others.
+    The order matters: gloo can abort at interpreter exit after a successful run. With code 0 all ranks first meet at a barrier, so that no
+    rank takes the store away from another; if a rank does not come, the code becomes 1. With another code this rank does not wait: the
+    launcher terminates the others.
     """
     if not dist.is_initialized():
         return
@@ -141,7 +139,7 @@ def shutdown(code: int = 0) -> None:
             devices = [torch.cuda.current_device()] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=devices)
         except RuntimeError as error:
-            print(f"rank {dist.get_rank()}: the other ranks did not come to the end: {error}", file=sys.stderr)
+            print(f"rank {dist.get_rank()}: the other ranks did not reach the end of the run: {error}", file=sys.stderr)
             code = 1
     gc.collect()
     if code == 0:
@@ -150,7 +148,7 @@ def shutdown(code: int = 0) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Flush what was printed and end the process at once, without the destructors of threads and communicators."""
+    """Flush the output and end the process at once, without running the destructors of threads and communicators."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

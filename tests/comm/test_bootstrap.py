@@ -72,7 +72,7 @@ def wait_for_nobody(rank: int, world_size: int, port: int) -> str:
 def test_ranks_that_do_not_come_are_an_error_that_names_the_meeting_place() -> None:
     port = free_port()
     assert run_ranks(wait_for_nobody, 1, port)[0].startswith(
-        f"rank 0 of 2 could not join the others at 127.0.0.1:{port} over gloo (time-out 1 s): "
+        f"rank 0 of 2 could not connect to the other ranks at 127.0.0.1:{port} over gloo (timeout 1 s): "
     )
 
 
@@ -94,10 +94,10 @@ def test_world_of_one_meets_nobody() -> None:
 @pytest.mark.parametrize(
     ("backend", "device", "message"),
     [
-        pytest.param("nccl", "cpu", "moves tensors of GPUs, but --device is cpu", id="nccl on cpu"),
-        pytest.param("nccl", "auto", "needs GPUs and torch sees none", id="nccl without a gpu"),
+        pytest.param("nccl", "cpu", "needs GPUs, but --device is cpu", id="nccl on cpu"),
+        pytest.param("nccl", "auto", "needs GPUs, but torch sees none", id="nccl without a gpu"),
         pytest.param("auto", "cuda", "torch sees no GPU", id="cuda without a gpu"),
-        pytest.param("auto", "tpu", "is none of auto, cpu, cuda", id="unknown device"),
+        pytest.param("auto", "tpu", "unknown --device .tpu.; use auto, cpu or cuda", id="unknown device"),
     ],
 )
 def test_backend_that_is_not_there_is_refused_and_not_replaced(
@@ -111,7 +111,7 @@ def test_backend_that_is_not_there_is_refused_and_not_replaced(
 @pytest.mark.parametrize(
     ("backend", "local_rank", "message"),
     [
-        pytest.param("auto", 4, "local rank 4 has no GPU of its own: this node shows 4", id="more ranks than gpus"),
+        pytest.param("auto", 4, "local rank 4 has no GPU: this node has 4", id="more ranks than gpus"),
     ],
 )
 def test_gpu_node_that_does_not_fit_is_refused(

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from megapipe import __version__
-from megapipe.comm.interfaces import Interface, interfaces
-from megapipe.comm.store import interface_towards
+from megapipe.comm.network import Interface, interfaces
+from megapipe.comm.network import interface_towards
 from megapipe.environment import Environment, library_settings
 from megapipe.extras.doctor.fabric import GpuDirect, Port, gpu_direct, rdma_ports
 from megapipe.extras.doctor.fast_paths import fast_paths

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
-from megapipe.comm.store import meeting_store
+from megapipe.comm.rendezvous import create_store
 from megapipe.config.values import nearest
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
@@ -251,7 +251,7 @@ class _Static(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
             seconds = self.timeout.total_seconds()
-            self._store = meeting_store(
+            self._store = create_store(
                 self.master_addr, self.master_port, self.world_size, self.rank == 0, seconds, self.world_size
             )
         return super().next_rendezvous()

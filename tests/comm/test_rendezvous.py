@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megapipe.comm.meeting import MEETING, fresh_store
+from megapipe.comm.rendezvous import START_KEY, fresh_store
 
 
-def meet(store: dist.Store, order: list[int], places: list[list[str]]) -> None:
+def meet(store: dist.Store, order: list[int], names: list[list[str]]) -> None:
     """One start of as many ranks as `order` names, each begun when the one before waits or has gone."""
     found: dict[int, str] = {}
 
@@ -19,7 +19,7 @@ def meet(store: dist.Store, order: list[int], places: list[list[str]]) -> None:
         fresh = fresh_store(store, rank, len(order), 20.0)
         fresh.set(f"by {rank}", "")
         found[rank] = fresh.get(f"by {(rank + 1) % len(order)}").decode() or str(
-            fresh.underlying_store.get(MEETING), "ascii"
+            fresh.underlying_store.get(START_KEY), "ascii"
         )
 
     threads = [threading.Thread(target=arrive, args=(rank,)) for rank in order]
@@ -28,18 +28,18 @@ def meet(store: dist.Store, order: list[int], places: list[list[str]]) -> None:
         thread.join(0.1)
     for thread in threads:
         thread.join(20)
-    places.append([found[rank] for rank in sorted(found)])
+    names.append([found[rank] for rank in sorted(found)])
 
 
-def test_every_start_meets_at_a_place_of_its_own_whoever_comes_first() -> None:
+def test_every_start_meets_under_its_own_name_whichever_rank_comes_first() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
-    places: list[list[str]] = []
+    names: list[list[str]] = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 0], [3, 0, 2, 1]):  # ranks come and go between starts
-        meet(store, order, places)
-    assert [len(set(found)) for found in places] == [1] * 4
-    assert [len(found) for found in places] == [3, 3, 2, 4]
-    assert len({found[0] for found in places}) == 4
+        meet(store, order, names)
+    assert [len(set(found)) for found in names] == [1] * 4
+    assert [len(found) for found in names] == [3, 3, 2, 4]
+    assert len({found[0] for found in names}) == 4
 
 
 def test_a_rank_without_the_others_gives_up_in_time() -> None:

@@ -1,0 +1,127 @@
+"""Network interfaces of this machine (of its network namespace), and which of them leads to an address."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SYS_CLASS_NET = Path("/sys/class/net")
+SIOCGIFADDR = 0x8915  # Linux: get the IPv4 address of an interface
+DISCARD_PORT = 9  # any port will do: connecting a UDP socket sends no packet
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface.
+
+    addresses: IPv4, then IPv6. state: the kernel's operstate, "up" or "down"; loopback has "unknown". megabits_per_second: as reported by
+    the driver, which is a made-up number for virtual interfaces; None if not reported. driver: "" for virtual interfaces.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    state: str
+    megabits_per_second: int | None = None
+    driver: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        return any(address.startswith("127.") or address == "::1" for address in self.addresses)
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Return all interfaces in the kernel's order; an empty tuple where the system does not list them."""
+    with suppress(OSError, AttributeError):
+        names = [name for _, name in socket.if_nameindex()]
+        ipv6 = _ipv6_addresses()
+        return tuple(_interface(name, ipv6.get(name, ())) for name in names)
+    return ()
+
+
+def local_address_towards(host: str) -> str | None:
+    """Return the local address that packets to `host` would leave from, or None if the host is unknown or unreachable. Sends nothing."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return None
+
+
+def interface_with(address: str) -> Interface | None:
+    """Return the interface that has this address, or None."""
+    return next((interface for interface in interfaces() if address in interface.addresses), None)
+
+
+def interface_towards(host: str, num_nodes: int) -> str | None:
+    """Return the name of the interface over which this process reaches the job's address.
+
+    Returns None if that cannot be told, or if it is the loopback interface of a job on several nodes (see `listening_address`).
+    """
+    local = local_address_towards(host)
+    found = None if local is None else interface_with(local)
+    if found is None and local is not None and local.startswith("127."):
+        found = next((interface for interface in interfaces() if interface.is_loopback), None)
+    return None if found is None or (num_nodes > 1 and found.is_loopback) else found.name
+
+
+def listening_address(host: str, num_nodes: int) -> str:
+    """Return the address on which a job whose ranks connect to `host` should listen; "" for every interface.
+
+    Every interface is the fallback where the name means another address on this machine than on the others: a loopback address (Debian
+    maps the machine's own name to one in /etc/hosts), or an address that this machine does not have (behind NAT).
+    """
+    local = local_address_towards(host)
+    if local is None:
+        return ""
+    interface = interface_with(local)
+    if num_nodes > 1 and (interface is None or interface.is_loopback):
+        return ""
+    if local.startswith("127."):
+        return local
+    with suppress(OSError):  # the first address of the name is the one that torch connects to
+        if socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0] == local:
+            return local
+    return ""
+
+
+def _interface(name: str, ipv6: tuple[str, ...]) -> Interface:
+    ipv4 = _ipv4_address(name)
+    speed = _read(SYS_CLASS_NET / name / "speed")
+    driver = SYS_CLASS_NET / name / "device" / "driver"
+    return Interface(
+        name,
+        ((ipv4,) if ipv4 else ()) + ipv6,
+        _read(SYS_CLASS_NET / name / "operstate") or "unknown",
+        int(speed) if speed.isdigit() else None,  # "-1" if the interface has no speed
+        driver.resolve().name if driver.exists() else "",
+    )
+
+
+def _ipv4_address(name: str) -> str | None:
+    import fcntl  # not on every system
+
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def _ipv6_addresses() -> dict[str, tuple[str, ...]]:
+    """Return the IPv6 addresses by interface, without link-local ones, which need a scope to be used."""
+    found: dict[str, tuple[str, ...]] = {}
+    for line in _read(Path("/proc/net/if_inet6")).splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope != "20":  # link-local
+            found[name] = (*found.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):  # reading "speed" of an interface that is down raises EINVAL
+        return ""
