@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from megapipe import __version__
-from megapipe.comm.network import Interface, interfaces
-from megapipe.comm.network import interface_towards
+from megapipe.comm.network import Interface, interface_towards, interfaces
 from megapipe.environment import Environment, library_settings
 from megapipe.extras.doctor.fabric import GpuDirect, Port, gpu_direct, rdma_ports
 from megapipe.extras.doctor.fast_paths import fast_paths
