@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from datetime import timedelta
+from time import perf_counter_ns
 from typing import Any
 
 import torch.distributed as dist
@@ -16,15 +17,26 @@ from megapipe.errors import CommunicationError
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.topology import GROUP_NAMES, Topology
 
+# words of a backend's error by which it is classified
+LOST = (
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "connection was closed",
+    "remote process",
+)
+TIMED_OUT = ("timed out", "timeout", "time out")
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks that take part in one kind of operation, and this rank's place among them.
+    """The ranks that take part in one kind of operation, as seen from one of them.
 
-    name: of topology.GROUP_NAMES. ranks: global, ascending. rank: this rank's index in `ranks`. handle: torch's process group; None for a
-    group of one, where every operation is a no-op. siblings: all groups of this kind in the world, this one included. timeout_seconds:
-    after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog). heartbeat: told of
-    every operation and wait. nccl: how communicators made later for these ranks are set.
+    name: one of topology.GROUP_NAMES. ranks: global ranks, ascending. rank: this rank's index in `ranks`. handle: torch's process group;
+    None for a group of one, in which every operation is a no-op. timeout_seconds: after which an operation raises CommunicationError
+    (gloo) or ends the process (NCCL's watchdog). siblings: all groups of this kind in the world, this one included. heartbeat: notified
+    of every operation and wait. nccl: settings for further communicators of these ranks.
     """
 
     name: str
@@ -41,7 +53,7 @@ class Group:
     def alone(
         cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heartbeat: Heartbeat | None = None
     ) -> Group:
-        """A group of one: needs no torch.distributed."""
+        """Return a group of one rank, which does not need torch.distributed."""
         return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),), heartbeat)
 
     @property
@@ -59,8 +71,11 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ProcessGroups:
-    """All groups of one rank. `embedding` is None on ranks inside a pipeline; kv holds the tp neighbours with the same KV heads; replicas
-    the holders of this rank's parameters: dp_cp, with the opposite pp_rank's in a mirrored pipeline."""
+    """All groups of one rank.
+
+    embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads. replicas: holders
+    of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored pipeline.
+    """
 
     world: Group
     tp: Group
@@ -77,7 +92,7 @@ class ProcessGroups:
     def alone(
         cls, global_rank: int = 0, tracer: Tracer | None = None, heartbeat: Heartbeat | None = None
     ) -> ProcessGroups:
-        """The groups of a world of one."""
+        """Return the groups of a world of one rank."""
         return cls(**{name: Group.alone(name, global_rank, tracer, heartbeat) for name in GROUP_NAMES})
 
 
@@ -90,51 +105,58 @@ def build_process_groups(
     heartbeat: Heartbeat | None = None,
     nccl: NcclSettings | None = None,
 ) -> ProcessGroups:
-    """Make every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
+    """Create every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
 
-    All ranks make all groups in one order, members or not: torch names a group by a counter that must agree on its members. (Its local
-    synchronisation names by the number of groups that the rank already has, which differs within a group when only the ends of a pipeline
-    hold an embedding group; and a foreign group costs 0.05 ms, so ten thousand cost half a second.)
-    Raises CommunicationError if torch.distributed was started with another world.
+    Every rank creates every group in the same order, member or not, because torch names a group by a counter that must agree among its
+    members. (torch's use_local_synchronization counts the groups that a rank already has, which differs within a group when only the
+    ends of a pipeline have an embedding group. A group of other ranks costs 0.05 ms, so ten thousand of them cost half a second.)
+    Raises CommunicationError if torch.distributed was initialized with another world.
     """
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank, tracer, heartbeat)
     _check_world(topology, global_rank)
-    made: dict[str, Group | None] = {}
+
+    def build(name: str) -> Group | None:
+        siblings = topology.groups(name)
+        mine = None
+        for ranks in siblings:
+            if name == "world":
+                handle = dist.group.WORLD  # exists since bootstrap.start
+            else:
+                handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
+            if global_rank in ranks:
+                index = ranks.index(global_rank)
+                mine = Group(name, ranks, index, handle, tracer, timeout_seconds, siblings, heartbeat, nccl)
+        return mine
+
+    # kinds that always have the same members share one communicator
+    same_ranks = {"dp_cp": "dp"} if topology.cp == 1 else {}
+    if not topology.mirrored_pipeline:
+        same_ranks["replicas"] = "dp_cp"
+    groups: dict[str, Any] = {}
     for name in GROUP_NAMES:
-        other = _same_ranks(name, topology)
-        if other is None:
-            made[name] = _build(name, topology, global_rank, backend, timeout_seconds, tracer, heartbeat, nccl)
-        else:
-            made[name] = _renamed(made[other], name)
-    return ProcessGroups(**made)  # type: ignore[arg-type]
+        other = same_ranks.get(name)
+        groups[name] = build(name) if other is None else dataclasses.replace(groups[other], name=name)
+    return ProcessGroups(**groups)
 
 
 def fake_process_groups(topology: Topology, global_rank: int, ledger: Ledger) -> ProcessGroups:
-    """This rank's groups over the fake backend, which records operations in `ledger` and moves nothing."""
+    """Return this rank's groups over the fake backend, which records operations in `ledger` and moves nothing."""
     if topology.world_size == 1:
         return ProcessGroups.alone(global_rank)
-
-    def group(name: str) -> Group | None:
+    groups: dict[str, Any] = {}
+    for name in GROUP_NAMES:
         ranks = topology.group_of(name, global_rank)
         handle = FakeHandle(name, ledger) if len(ranks) > 1 else None
-        return Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
-
-    return ProcessGroups(**{name: group(name) for name in GROUP_NAMES})  # type: ignore[arg-type]
+        groups[name] = Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
+    return ProcessGroups(**groups)
 
 
 def backend_of(group: Group) -> str | None:
-    """'nccl', 'gloo' or 'fake'; None for a group of one, which needs none."""
+    """Return 'nccl', 'gloo' or 'fake'; None for a group of one, which needs no backend."""
     if group.handle is None or isinstance(group.handle, FakeHandle):
         return None if group.handle is None else FakeHandle.backend
     return str(dist.get_backend(group.handle))
-
-
-def _same_ranks(name: str, topology: Topology) -> str | None:
-    """An earlier kind of group that always has the same members, so that one communicator serves both."""
-    if name == "dp_cp" and topology.cp == 1:
-        return "dp"
-    return "dp_cp" if name == "replicas" and not topology.mirrored_pipeline else None
 
 
 def new_handle(
@@ -145,17 +167,20 @@ def new_handle(
     kind: str = "",
     nccl: NcclSettings | None = None,
 ) -> Any:
-    """torch's process group of these ranks; to be called by every rank of the world in one order. Meaningless on ranks outside it.
+    """Create torch's process group of these ranks; called by every rank of the world in the same order. Unusable on other ranks.
 
-    kind: of topology.GROUP_NAMES, by which `nccl` sets NCCL's options."""
+    kind: one of topology.GROUP_NAMES, by which `nccl` chooses NCCL's options.
+    """
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     options = nccl.options(kind, timeout) if nccl is not None and backend == "nccl" else None
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
 
 def second_communicator(group: Group) -> Group:
-    """The same ranks over a communicator of their own, so that what is sent over one does not wait for the other's. A group of one, or
-    of the fake backend, is returned as it is. Called by all ranks of the world at one time; `group` is of one kind on all of them."""
+    """Return the same ranks with another communicator, so that operations on one do not wait for those on the other.
+
+    A group of one or of the fake backend is returned as it is. Called by all ranks of the world together, on a group of the same kind.
+    """
     if group.handle is None or isinstance(group.handle, FakeHandle):
         return group
     backend, mine = dist.get_backend(group.handle), group
@@ -166,42 +191,39 @@ def second_communicator(group: Group) -> Group:
     return mine
 
 
-def _build(
-    name: str,
-    topology: Topology,
-    global_rank: int,
-    backend: str,
-    timeout_seconds: float,
-    tracer: Tracer | None,
-    heartbeat: Heartbeat | None,
-    nccl: NcclSettings | None,
-) -> Group | None:
-    siblings = topology.groups(name)
-    mine: Group | None = None
-    for ranks in siblings:
-        if name == "world":
-            handle = dist.group.WORLD  # there since bootstrap.start
-        else:
-            handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
-        if global_rank in ranks:
-            mine = Group(
-                name, ranks, ranks.index(global_rank), handle, tracer, timeout_seconds, siblings, heartbeat, nccl
-            )
-    return mine
+def communication_error(
+    group: Group, operation: str, error: BaseException, start_ns: int, peer: str = ""
+) -> CommunicationError:
+    """Return the error to raise from a backend's error, with what it most likely means.
 
-
-def _renamed(group: Group | None, name: str) -> Group:
-    assert group is not None
-    return dataclasses.replace(group, name=name)
+    operation: with its tensor. start_ns: when it began, by perf_counter_ns. peer: " from global rank 3" for a message.
+    """
+    text = str(error).strip()
+    if any(word in text.lower() for word in LOST):
+        meaning = "a peer process has exited; see its own error message"
+    elif any(word in text.lower() for word in TIMED_OUT):
+        limit = "" if group.timeout_seconds is None else f" of {group.timeout_seconds:g} s"
+        meaning = (
+            f"no answer within the timeout{limit}: a peer has died, hangs, or runs its operations in another order "
+            "(--distributed-timeout-minutes sets the limit)"
+        )
+    else:
+        meaning = "the backend reported an error"
+    seconds = (perf_counter_ns() - start_ns) / 1e9
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    return CommunicationError(
+        f"{operation} failed on global rank {group.global_rank}{peer} in group {group} after {seconds:.1f} s: {meaning}. "
+        f"The backend's message: {first_line}"
+    )
 
 
 def _check_world(topology: Topology, global_rank: int) -> None:
     if not dist.is_initialized():
         raise CommunicationError(
-            f"a topology of {topology.world_size} ranks needs a world: call comm.bootstrap.start before building groups"
+            f"a topology of {topology.world_size} ranks needs torch.distributed: call comm.bootstrap.start before building groups"
         )
     if (dist.get_world_size(), dist.get_rank()) != (topology.world_size, global_rank):
         raise CommunicationError(
-            f"the topology says rank {global_rank} of {topology.world_size}, torch.distributed was started as rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}"
+            f"the topology is for rank {global_rank} of {topology.world_size}, but torch.distributed was initialized as rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}"
         )

@@ -1,4 +1,4 @@
-"""gloo with tensors of a GPU: what travels are copies in host memory. For several ranks on one card, which NCCL refuses; slow and exact."""
+"""gloo with GPU tensors: what is sent and received are copies in host memory. Lets ranks share a GPU, which NCCL refuses; slow and exact."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from megapipe.comm.fake_backend import FakeHandle
 
 
-def travels_through_host(handle: Any, tensor: Tensor) -> bool:
-    """Whether the group's backend cannot send this tensor from where it lies."""
+def needs_host_copies(handle: Any, tensor: Tensor) -> bool:
+    """Return True if the group's backend cannot send this tensor from its device."""
     return tensor.is_cuda and not isinstance(handle, FakeHandle) and dist.get_backend(handle) == "gloo"
 
 
 class HostCopies:
-    """An operation under way on host copies of tensors; `wait` copies back what it writes. Stands for one of torch's handles.
+    """An operation in flight on host copies of its tensors; used like torch's handle. `wait` copies back what the operation writes.
 
-    tensors: of the operation. writes: how many of them, from the first, it changes. launch: starts it on tensors of the same shapes and
-    returns torch's handle.
+    tensors: of the operation. writes: how many of them, from the first, it writes. launch: starts the operation on tensors of the same
+    shapes and returns torch's handle.
     """
 
     def __init__(self, tensors: Sequence[Tensor], writes: int, launch: Callable[..., Any]) -> None:
@@ -30,11 +30,10 @@ class HostCopies:
         self._handle = launch(*copies)
 
     def is_completed(self) -> bool:
-        completed: bool = self._handle.is_completed()
-        return completed
+        return bool(self._handle.is_completed())
 
     def wait(self) -> None:
-        """Return when the operation is complete; what it wrote is then on its way into the tensors, in the current stream's order."""
+        """Return when the operation is complete; its results are then on their way to the GPU, in order of the current stream."""
         self._handle.wait()
         for tensor, copy in self._written:
             tensor.copy_(copy)

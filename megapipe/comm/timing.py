@@ -1,81 +1,108 @@
-"""Collectives and messages of growing sizes, timed: what a group, or one direction between two ranks, reaches now.
+"""Timed operations: round trips, and collectives and messages of growing sizes.
 
-Each size takes one call more than it counts, which comes first and may have to connect, and as many as its budget allows, the same number
-on all its ranks. Times are wall clock until the result can be read.
+Round trips serve to compare clocks and to measure the time of one message. The others measure what a group, or one direction between two
+ranks, achieves: each size takes one warm-up call, which may have to connect, and then as many calls as its time budget allows, the same
+number on all its ranks. Times are wall-clock seconds until the result can be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megapipe.comm.channels import FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS
 from megapipe.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
-from megapipe.comm.failures import communication_error
-from megapipe.comm.groups import Group
-from megapipe.comm.ping import TAG
+from megapipe.comm.groups import Group, communication_error
 
-MOST_REPEATS = 9
-MOST_BUDGETS = 4  # that a size may be expected to take for one call; a larger one is left out
+# that of channel 1,023, which only pipelines of more than 500 stages have
+TAG = ((1 << 10) - 1) << FINGERPRINT_BITS + HEADER_BITS + NUMBER_BITS
+MAX_REPEATS = 9
+MAX_BUDGETS = 4  # a size that is expected to take longer than this many time budgets is left out
 
 Times = dict[int, list[float]]  # bytes -> seconds of each repeat
 
 
-def repeats_within(budget_seconds: float, once_seconds: float) -> int:
-    """1 to MOST_REPEATS."""
-    return max(1, min(MOST_REPEATS, int(budget_seconds / once_seconds))) if once_seconds > 0 else MOST_REPEATS
+def round_trips(
+    group: Group,
+    asker: int,
+    answerer: int,
+    count: int,
+    device: torch.device,
+    num_bytes: int = 8,
+    now: Callable[[], int] = perf_counter_ns,
+) -> list[tuple[int, int, int]]:
+    """Send `count` messages of num_bytes each way between two ranks of the group; other ranks return at once.
 
-
-def is_too_long(num_bytes: int, measured: Times, budget_seconds: float) -> bool:
-    """Whether a size would take too long, by the time of the largest so far; the smallest two are always measured."""
-    if len(measured) < 2:
-        return False
-    largest = max(measured)
-    return median(measured[largest]) * num_bytes / largest > MOST_BUDGETS * budget_seconds
+    Returns on the asker (sent, read on the answerer's clock, back) of each, in nanoseconds; [] on the other ranks. now: this rank's clock.
+    A warm-up message, which may have to connect, is left out. Raises CommunicationError.
+    """
+    if group.rank not in (asker, answerer):
+        return []
+    peer = answerer if group.rank == asker else asker
+    message = torch.zeros(max(1, num_bytes // 8), dtype=torch.int64, device=device)
+    trips = []
+    start_ns = perf_counter_ns()
+    try:
+        for _ in range(count + 1):
+            if group.rank == asker:
+                sent = now()
+                _send(message, group, peer)
+                _receive(message, group, peer)
+                answered = int(message[0])  # on a GPU this waits for the message
+                trips.append((sent, answered, now()))
+            else:
+                _receive(message, group, peer)
+                if message.is_cuda:
+                    torch.cuda.synchronize(device)
+                message[0] = now()
+                _send(message, group, peer)
+    except RuntimeError as error:
+        raise _error("a round trip", group, peer, start_ns, error) from error
+    return trips[1:]
 
 
 def time_collective(
     name: str, group: Group, sizes: Sequence[int], budget_seconds: float, device: torch.device
 ) -> Times:
-    """Of the slowest rank, for each repeat. name: all_reduce, reduce_scatter or all_gather. sizes: ascending, bytes of the whole buffer.
+    """Time a collective; called by all ranks of the group, all of which get the slowest rank's time of each repeat.
 
-    Called by all ranks of the group, all of which get the same. Raises CommunicationError.
+    name: all_reduce, reduce_scatter or all_gather. sizes: bytes of the whole buffer, ascending. Raises CommunicationError.
     """
-    found: Times = {}
+    times: Times = {}
     for num_bytes in sizes:
-        if is_too_long(num_bytes, found, budget_seconds):
+        if _takes_too_long(num_bytes, times, budget_seconds):
             break
         call = _collective(name, group, num_bytes, device)
-        count = repeats_within(budget_seconds, _slowest([_once(call, group, device)], group, device)[0])
-        found[num_bytes] = _slowest([_once(call, group, device) for _ in range(count)], group, device)
-    return found
+        warm_up = _slowest([_time_once(call, group, device)], group, device)[0]
+        repeats = _repeats_within(budget_seconds, warm_up)
+        times[num_bytes] = _slowest([_time_once(call, group, device) for _ in range(repeats)], group, device)
+    return times
 
 
 def time_messages(
     group: Group, source: int, target: int, sizes: Sequence[int], budget_seconds: float, device: torch.device
 ) -> Times:
-    """Of messages in one direction, each until its receipt of 8 bytes is back; on rank `source` of the group, {} elsewhere.
+    """Time messages in one direction between two ranks of the group, each until its receipt of 8 bytes is back.
 
-    source, target: ranks of the group; others return at once. Raises CommunicationError.
+    Returns the times on rank `source`, {} elsewhere; ranks other than source and target return at once. Raises CommunicationError.
     """
     if group.rank not in (source, target):
         return {}
-    line = _Line(group, target if group.rank == source else source, device)
-    began = perf_counter()
+    connection = _Connection(group, target if group.rank == source else source, device)
+    start_ns = perf_counter_ns()
     try:
-        return line.send_all(sizes, budget_seconds) if group.rank == source else line.answer_all()
+        return connection.send_all(sizes, budget_seconds) if group.rank == source else connection.answer_all()
     except RuntimeError as error:
-        who = f"global rank {group.global_rank} with global rank {group.ranks[line.peer]} in group {group}"
-        raise communication_error(
-            "a timed message", who, error, perf_counter() - began, group.timeout_seconds
-        ) from error
+        raise _error("a timed message", group, connection.peer, start_ns, error) from error
 
 
-class _Line:
-    """One direction between two ranks. A header of two numbers says how many messages of how many bytes follow; 0: it is over."""
+class _Connection:
+    """One direction between two ranks. A header of two numbers announces how many messages of how many bytes follow; 0 ends."""
 
     def __init__(self, group: Group, peer: int, device: torch.device) -> None:
         self.peer = peer
@@ -84,51 +111,57 @@ class _Line:
         self._receipt = torch.zeros(1, dtype=torch.int64, device=device)
 
     def send_all(self, sizes: Sequence[int], budget_seconds: float) -> Times:
-        found: Times = {}
+        times: Times = {}
         for num_bytes in sizes:
-            if is_too_long(num_bytes, found, budget_seconds):
+            if _takes_too_long(num_bytes, times, budget_seconds):
                 break
-            once = self._send_some(1, num_bytes)[0]
-            found[num_bytes] = self._send_some(repeats_within(budget_seconds, once), num_bytes)
-        self._say(0, 0)
-        return found
+            warm_up = self._send_some(1, num_bytes)[0]
+            times[num_bytes] = self._send_some(_repeats_within(budget_seconds, warm_up), num_bytes)
+        self._announce(0, 0)
+        return times
 
     def answer_all(self) -> Times:
         while True:
-            self._receive(self._header)
+            _receive(self._header, self._group, self.peer)
             count, num_bytes = self._header.tolist()
             if not count:
                 return {}
             message = self._message(num_bytes)
             for _ in range(count):
-                self._receive(message)
+                _receive(message, self._group, self.peer)
                 if message.is_cuda:
                     torch.cuda.synchronize(self._device)
-                self._send(self._receipt)
+                _send(self._receipt, self._group, self.peer)
 
     def _send_some(self, count: int, num_bytes: int) -> list[float]:
-        self._say(count, num_bytes)
+        self._announce(count, num_bytes)
         message, seconds = self._message(num_bytes), []
         for _ in range(count):
             began = perf_counter()
-            self._send(message)
-            self._receive(self._receipt)
-            int(self._receipt[0])  # on a GPU this waits for it
+            _send(message, self._group, self.peer)
+            _receive(self._receipt, self._group, self.peer)
+            int(self._receipt[0])  # on a GPU this waits for the receipt
             seconds.append(perf_counter() - began)
         return seconds
 
-    def _say(self, count: int, num_bytes: int) -> None:
+    def _announce(self, count: int, num_bytes: int) -> None:
         self._header.copy_(torch.tensor([count, num_bytes]))
-        self._send(self._header)
+        _send(self._header, self._group, self.peer)
 
-    def _message(self, num_bytes: int) -> torch.Tensor:
+    def _message(self, num_bytes: int) -> Tensor:
         return torch.zeros(max(1, num_bytes // 8), dtype=torch.int64, device=self._device)
 
-    def _send(self, tensor: torch.Tensor) -> None:
-        dist.send(tensor, group=self._group.handle, group_dst=self.peer, tag=TAG)
 
-    def _receive(self, tensor: torch.Tensor) -> None:
-        dist.recv(tensor, group=self._group.handle, group_src=self.peer, tag=TAG)
+def _repeats_within(budget_seconds: float, once_seconds: float) -> int:
+    return max(1, min(MAX_REPEATS, int(budget_seconds / once_seconds))) if once_seconds > 0 else MAX_REPEATS
+
+
+def _takes_too_long(num_bytes: int, times: Times, budget_seconds: float) -> bool:
+    """Return True if a size would take too long, judged by the largest size so far; the two smallest are always measured."""
+    if len(times) < 2:
+        return False
+    largest = max(times)
+    return median(times[largest]) * num_bytes / largest > MAX_BUDGETS * budget_seconds
 
 
 def _collective(name: str, group: Group, num_bytes: int, device: torch.device) -> Callable[[], object]:
@@ -142,7 +175,7 @@ def _collective(name: str, group: Group, num_bytes: int, device: torch.device) -
     return calls[name]
 
 
-def _once(call: Callable[[], object], group: Group, device: torch.device) -> float:
+def _time_once(call: Callable[[], object], group: Group, device: torch.device) -> float:
     barrier(group)
     began = perf_counter()
     call()
@@ -152,7 +185,19 @@ def _once(call: Callable[[], object], group: Group, device: torch.device) -> flo
 
 
 def _slowest(seconds: list[float], group: Group, device: torch.device) -> list[float]:
-    """Each of the slowest rank's."""
+    """Return, for each repeat, the time of the slowest rank."""
     tensor = torch.tensor(seconds, dtype=torch.float64, device=device)
     all_reduce(tensor, group, op="max")
     return [float(value) for value in tensor.tolist()]
+
+
+def _send(tensor: Tensor, group: Group, peer: int) -> None:
+    dist.send(tensor, group=group.handle, group_dst=peer, tag=TAG)
+
+
+def _receive(tensor: Tensor, group: Group, peer: int) -> None:
+    dist.recv(tensor, group=group.handle, group_src=peer, tag=TAG)
+
+
+def _error(what: str, group: Group, peer: int, start_ns: int, error: RuntimeError) -> Exception:
+    return communication_error(group, what, error, start_ns, f" with global rank {group.ranks[peer]}")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import Channel, MessageSpec, Path, PendingReceive
+from megapipe.comm.channels import Channel, ChannelKey, MessageSpec, PendingReceive
 from megapipe.comm.trace import Tracer
 from megapipe.gpu.streams import StageStreams
 from megapipe.monitor.heartbeat import Heartbeat
@@ -90,7 +90,7 @@ class Engine:
         schedule: Schedule,
         pp_rank: int,
         stages: Mapping[int, Stage],
-        channels: Mapping[Path, Channel],
+        channels: Mapping[ChannelKey, Channel],
         reduce_gradients: Callable[[int], None] | None = None,
         tracer: Tracer | None = None,
         streams: StageStreams | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter_ns
 
-from megapipe.comm.channels import Channel, Moment
+from megapipe.comm.channels import Channel, MessageTime
 from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.wait_clock import Cause, StepTimes
 
@@ -25,7 +25,7 @@ class DeviceWaits:
         self._since = self._reading_since = 0
         clock.begin()
         for channel in self._channels:
-            channel.moments, channel.mark = [], clock.mark
+            channel.message_times, channel.now = [], clock.mark
         self._began = clock.mark()
 
     def wait(self, cause: Cause) -> None:
@@ -43,7 +43,7 @@ class DeviceWaits:
     def has_read(self) -> None:
         self._spans.append((None, self._reading_since, self._clock.mark()))
 
-    def finish(self) -> tuple[StepTimes, dict[str, list[Moment]]]:
+    def finish(self) -> tuple[StepTimes, dict[str, list[MessageTime]]]:
         """(the step until now, moments of messages by channel), nanoseconds of the host's clock. Waits until the device is here."""
         clock, ended = self._clock, self._clock.mark()
         clock.end()
@@ -56,8 +56,9 @@ class DeviceWaits:
             else:
                 waits[cause] = waits.get(cause, 0) + took
         moments = {
-            str(each): [(clock.time_of(a), clock.time_of(b)) for a, b in each.moments or ()] for each in self._channels
+            str(each): [(clock.time_of(a), clock.time_of(b)) for a, b in each.message_times or ()]
+            for each in self._channels
         }
         for channel in self._channels:
-            channel.moments, channel.mark = None, perf_counter_ns
+            channel.message_times, channel.now = None, perf_counter_ns
         return StepTimes(clock.time_of(ended) - clock.time_of(self._began), waits, reading), moments

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.comm.collectives import gather_objects, objects_at
-from megapipe.comm.ping import round_trips
+from megapipe.comm.collectives import gather_objects, gather_objects_at
+from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
 from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
@@ -119,8 +119,8 @@ class PipelineProfiler:
         self._active = False
         after = self._read_clocks()
         kept = self._runtime.groups.world.global_rank in self._kept()
-        recorded = objects_at(self._recorded if kept else None, self._runtime.groups.world)
-        links = objects_at(self._links, self._runtime.groups.world)
+        recorded = gather_objects_at(self._recorded if kept else None, self._runtime.groups.world)
+        links = gather_objects_at(self._links, self._runtime.groups.world)
         self._recorded = []
         if recorded:
             self._write(

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.comm.channels import Moment
+from megapipe.comm.channels import MessageTime
 from megapipe.comm.collectives import all_gather, gather_objects
 from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.heartbeat import Heartbeat
@@ -27,7 +27,7 @@ MESSAGES = "messages"  # of the pipeline, among the causes of waits
 CAUSES = (MESSAGES, *GROUP_NAMES)
 MOST_MESSAGES = 16  # of a step and a channel that are compared
 LEAST_WAIT_NS = 20_000  # of a receiver for whom a message was under way, and not there already
-Moments = dict[str, list[Moment]]  # by channel
+Moments = dict[str, list[MessageTime]]  # by channel
 
 
 class StragglerLog:
@@ -60,10 +60,10 @@ class StragglerLog:
         if self._heartbeat.last_step is not None and has_begun:
             self._steps.append(self._heartbeat.last_step)
         channels = self._runtime.channels.values()
-        if any(channel.moments is not None for channel in channels):
-            self._moments = {str(channel): channel.moments or [] for channel in channels}
+        if any(channel.message_times is not None for channel in channels):
+            self._moments = {str(channel): channel.message_times or [] for channel in channels}
         for channel in channels:
-            channel.moments = [] if records else None
+            channel.message_times = [] if records else None
 
     def _observe(self, clock: EventClock, records: bool) -> None:
         """End the observation of the step before, if there was one, and begin one if this step is to be recorded."""
@@ -157,7 +157,7 @@ class StragglerLog:
         return names
 
 
-def transit(sent: Sequence[Moment], received: Sequence[Moment]) -> float | None:
+def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> float | None:
     """Least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where their difference cancels.
 
     Of messages that the receiver stood waiting for; None where there was none: then the link cost nobody anything.

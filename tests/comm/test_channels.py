@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.comm.channels import NUMBER_BITS, Channels, MessageSpec, Path, PendingReceive, PendingSend
+from megapipe.comm.channels import NUMBER_BITS, ChannelKey, Channels, MessageSpec, PendingReceive, PendingSend
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError, ScheduleError
@@ -34,7 +34,7 @@ def interleave(rank: int, world_size: int, placement: Placement, seed: int, mess
     todo = [key for key in channels for _ in range(messages)]
     draw.shuffle(todo)
     number = dict.fromkeys(channels, 0)
-    posted: list[tuple[Path, int, PendingReceive]] = []
+    posted: list[tuple[ChannelKey, int, PendingReceive]] = []
     sends: list[PendingSend] = []
     for key in todo:
         value = content(*key, number[key])
@@ -230,7 +230,7 @@ def test_sender_that_alone_changes_its_shapes_is_an_error_and_not_a_crash() -> N
     assert message.startswith(
         "receiving activation from stage 0 to 1 (float32[2, 3]) failed on global rank 1 from global rank 0 in group pp (ranks 0 1) after"
     )
-    assert "no answer within the time-out of 1 s" in message
+    assert "no answer within the timeout of 1 s" in message
 
 
 def lose_the_sender(rank: int, world_size: int) -> str:
@@ -250,7 +250,7 @@ def test_dead_sender_is_named_at_once() -> None:
     assert message.startswith(
         "receiving gradient from stage 1 to 0 (float32[2, 3]) failed on global rank 0 from global rank 1"
     )
-    assert "a peer's process has ended" in message
+    assert "a peer process has exited" in message
 
 
 def traced(rank: int, world_size: int) -> list[tuple[str, str]]:
@@ -266,7 +266,7 @@ def test_tracer_sees_each_message_once() -> None:
     assert run_ranks(traced, 2) == [[("boundary 0 activation", "send")], [("boundary 0 activation", "receive")]]
 
 
-def ends_of(rank: int, world_size: int, placement: Placement) -> dict[Path, tuple[bool, int]]:
+def ends_of(rank: int, world_size: int, placement: Placement) -> dict[ChannelKey, tuple[bool, int]]:
     pp = groups_of(rank, Topology(tp=2, pp=2)).pp
     return {key: (channel.sends, channel.peer) for key, channel in Channels.build(placement, pp).items()}
 

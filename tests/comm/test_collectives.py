@@ -139,10 +139,10 @@ def test_group_of_one_is_a_no_op_or_a_copy() -> None:
         pytest.param(
             torch.empty(3, 3),
             torch.empty(2, 3),
-            r"the whole is torch.float32 \(3, 3\), the shard torch.float32 \(2, 3\)",
+            r"the whole tensor is torch.float32 \(3, 3\), the shard torch.float32 \(2, 3\)",
             id="rows",
         ),
-        pytest.param(torch.empty(2, 3).double(), torch.empty(2, 3), "the whole is torch.float64", id="dtype"),
+        pytest.param(torch.empty(2, 3).double(), torch.empty(2, 3), "the whole tensor is torch.float64", id="dtype"),
         pytest.param(torch.empty(2, 3), torch.empty(3, 2).t(), "needs contiguous tensors", id="strides"),
         pytest.param(torch.empty(()), torch.empty(()), "along dim 0", id="scalar"),
     ],
@@ -187,7 +187,7 @@ def test_silent_peer_gives_an_error_that_names_the_operation_within_the_time_out
     first, second = run_ranks(wait_for_a_silent_peer, 2, timeout=20)[0]
     assert first == second
     assert first.startswith("all_reduce of float32[2, 2] failed on global rank 0 in group tp (ranks 0 1) after 1.")
-    assert "no answer within the time-out of 1 s" in first
+    assert "no answer within the timeout of 1 s" in first
 
 
 def lose_a_peer(rank: int, world_size: int) -> str:
@@ -203,7 +203,7 @@ def lose_a_peer(rank: int, world_size: int) -> str:
 def test_dead_peer_gives_an_error_at_once() -> None:
     message = run_ranks(lose_a_peer, 2, timeout=20, may_die=(1,))[0]
     assert message.startswith("all_gather of float32[2] failed on global rank 0 in group dp (ranks 0 1)")
-    assert "a peer's process has ended" in message
+    assert "a peer process has exited" in message
 
 
 def test_unknown_reduction_is_refused() -> None:

@@ -76,7 +76,7 @@ def test_groups_carry_their_name() -> None:
 def test_world_of_another_size_is_refused() -> None:
     with pytest.raises(
         RankFailure,
-        match=r"CommunicationError: the topology says rank \d of 4, torch.distributed was started as rank \d of 2",
+        match=r"CommunicationError: the topology is for rank \d of 4, but torch.distributed was initialized as rank \d of 2",
     ):
         run_ranks(wrong_world, 2)
 

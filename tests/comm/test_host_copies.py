@@ -16,8 +16,8 @@ from tests.harness import RankPool, run_ranks
 
 def through_host(rank: int, world_size: int, job: str) -> object:
     """The job with every tensor taken for one that gloo cannot send from where it lies."""
-    kept = collectives.travels_through_host, channels.travels_through_host
-    collectives.travels_through_host = channels.travels_through_host = lambda handle, tensor: True
+    kept = collectives.needs_host_copies, channels.needs_host_copies
+    collectives.needs_host_copies = channels.needs_host_copies = lambda handle, tensor: True
     try:
         if job == "in place":
             return in_place(rank, world_size)
@@ -27,7 +27,7 @@ def through_host(rank: int, world_size: int, job: str) -> object:
             else every_collective(rank, world_size, job == "asynchronous")
         )
     finally:
-        collectives.travels_through_host, channels.travels_through_host = kept
+        collectives.needs_host_copies, channels.needs_host_copies = kept
 
 
 def directly(rank: int, world_size: int, job: str) -> object:

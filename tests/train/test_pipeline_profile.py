@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megapipe.comm.groups import build_process_groups
-from megapipe.comm.ping import round_trips
+from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Tracer
 from megapipe.extras.report.beside import beside
 from megapipe.gpu.device_clock import EventClock

@@ -158,7 +158,7 @@ def test_on_a_gpu_the_last_whole_step_before_a_line_is_told_by_its_streams(monke
     for step in range(1, 5):
         heartbeat.step(step)
         log.begins(step)
-        assert (heartbeat.observer is not None) is (step == 3) and (channel.moments is not None) is (step == 3)
+        assert (heartbeat.observer is not None) is (step == 3) and (channel.message_times is not None) is (step == 3)
         a_step(device, heartbeat, channel)
     (times,) = log._steps
     waits = {cause: nanoseconds / MILLISECOND for cause, nanoseconds in times.waits.items()}

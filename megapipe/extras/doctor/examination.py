@@ -10,7 +10,7 @@ import torch
 
 from megapipe.comm.collectives import broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
-from megapipe.comm.ping import round_trips
+from megapipe.comm.timing import round_trips
 from megapipe.environment import Environment
 from megapipe.extras.doctor.host import HostReport, examine_host
 from megapipe.extras.doctor.hosts import Remark, clock_remarks, examine

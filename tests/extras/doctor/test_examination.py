@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megapipe.comm.groups import build_process_groups
-from megapipe.comm.timing import _Line
+from megapipe.comm import timing
+from megapipe.comm.groups import Group, build_process_groups
 from megapipe.environment import Environment
 from megapipe.extras.doctor.examination import Wish, examine_allocation
 from megapipe.extras.doctor.words import allocation_json, allocation_text
@@ -24,21 +24,21 @@ def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -
     topology = Topology(tp=2, pp=2)
     environment = Environment(rank, world_size, rank, world_size, 1, 0, "127.0.0.1", 0, "torchrun")
     groups = build_process_groups(topology, rank, "gloo", 60)
-    send = _Line._send
+    send = timing._send
 
-    def slow_send(line: _Line, tensor: torch.Tensor) -> None:
-        if tensor.numel() > 2:  # no header, no receipt
+    def slow_send(tensor: torch.Tensor, group: Group, peer: int) -> None:
+        if tensor.numel() > 2:  # neither a header nor a receipt
             time.sleep(SLOW_SECONDS)
-        send(line, tensor)
+        send(tensor, group, peer)
 
     if rank == slow_rank:
-        _Line._send = slow_send  # type: ignore[method-assign]
+        timing._send = slow_send
     try:
         found = examine_allocation(
             Wish(topology, linear(2), None, factor, 0.01), groups, environment, torch.device("cpu")
         )
     finally:
-        _Line._send = send  # type: ignore[method-assign]
+        timing._send = send
     return allocation_json(found, None), allocation_text(found, None, "4 ranks")
 
 
