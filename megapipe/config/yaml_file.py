@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.fields import ConfigField, all_fields, section_types, value_of
@@ -110,18 +111,25 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: 
         if field.section != section:
             section = field.section
             lines += ([""] if lines else []) + [f"{section}:"]
-        line = f"  {field.name}: {value_text(value_of(config, field))}"
+        line = f"  {field.name}: {value_text(written_value(config, field))}"
         remarks = remark(field, config, origins, resolved)
         lines.append(f"{line:<56} # {remarks}" if remarks else line)
     return "\n".join(lines) + "\n"
+
+
+def written_value(config: Config, field: ConfigField) -> Any:
+    """Return a field's value, None for the 0 that stands in a resolved configuration for a length that was not given."""
+    value = value_of(config, field)
+    return None if value == 0 and field.kind.optional and field.option.at_least == 1 else value
 
 
 def remark(field: ConfigField, config: Config, origins: Mapping[str, str] | None, resolved: Config | None) -> str:
     """The comment after a value: its origin, and what was or will be derived from it."""
     value = value_of(config, field)
     parts = [] if origins is None else [origins.get(field.key, "default").replace("\n", " ")]
-    if resolved is not None and value_of(resolved, field) != value:
-        parts.append(f"derived: {value_text(value_of(resolved, field))}")
+    derived = value if resolved is None else written_value(resolved, field)
+    if derived != value and field.kind.scalar is not bool:
+        parts.append(f"derived: {value_text(derived)}")
     elif origins is not None and value is None and field.option.derived:
         parts.append(f"derived: {field.option.derived}")
     return "; ".join(parts)

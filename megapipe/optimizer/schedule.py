@@ -139,9 +139,9 @@ def weight_decay_schedule(optimizer: OptimizerConfig, training: TrainingConfig) 
 
 def _lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, max_lr: float, min_lr: float) -> LrSchedule:
     batch = _batch(training)
-    if optimizer.lr_decay_samples is not None:
+    if optimizer.lr_decay_samples:
         decay = optimizer.lr_decay_samples
-    elif optimizer.lr_decay_iters is not None:
+    elif optimizer.lr_decay_iters:
         decay = optimizer.lr_decay_iters * batch
     else:
         decay = _training_samples(training)
@@ -163,9 +163,9 @@ def _lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig, max_lr: f
 
 
 def _training_samples(training: TrainingConfig) -> int:
-    if training.train_samples is not None:
+    if training.train_samples:
         return training.train_samples
-    if training.train_iters is None:
+    if not training.train_iters:
         raise ConfigError("neither --train-iters nor --train-samples is set, so the length of the schedules is unknown")
     return training.train_iters * _batch(training)
 

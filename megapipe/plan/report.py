@@ -231,7 +231,7 @@ def _largest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 def _batch(plan: RunPlan) -> Iterator[str]:
     training, batch = plan.config.training, plan.batch
-    steps = count_text(training.train_iters, "step") if training.train_iters is not None else "no steps"
+    steps = count_text(training.train_iters, "step") if training.train_iters else "no steps"
     ramp = f", ramped up from {batch.start} over {batch.ramp_samples:,} samples" if batch.increment else ""
     tokens = batch.full * plan.config.model.seq_length
     yield (

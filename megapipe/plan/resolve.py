@@ -13,6 +13,14 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
+from megapipe.config.resolved import (
+    ResolvedConfig,
+    ResolvedModelConfig,
+    ResolvedOptimizerConfig,
+    ResolvedParallelConfig,
+    ResolvedTrainingConfig,
+    convert,
+)
 from megapipe.config.rules.check import check
 from megapipe.config.rules.wording import divisors
 from megapipe.config.training import TrainingConfig
@@ -46,13 +54,13 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     parallel = _parallel(config.parallel, topology, schedule_name, chunks)
     shelf = shelf or Shelf()
     partition = shelf.once(("cut", placement, model, cut_key(parallel)), lambda: cut_layers(model, parallel, placement))
-    specs = model_specs(model, parallel.sequence_parallel and topology.tp > 1)
+    specs = model_specs(model, parallel.sequence_parallel)
     optimizer = _optimizer(config.optimizer, training, batch)
     data = config.data
     if data.data_path is not None and data.split is None:
         data = dataclasses.replace(data, split=DEFAULT_SPLIT)
-    resolved = dataclasses.replace(
-        config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
+    resolved = convert(
+        ResolvedConfig, config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
     )
     draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
     _check_counts(draft)
@@ -91,7 +99,7 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
     return varied
 
 
-def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
+def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
     """Fill in the sizes that follow from others."""
     if model.vocab_size is None:
         raise ConfigError(
@@ -99,7 +107,8 @@ def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
         )
     multiple = model.make_vocab_size_divisible_by * tp
     kv_channels = model.head_size()
-    filled = dataclasses.replace(
+    filled = convert(
+        ResolvedModelConfig,
         model,
         padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
         ffn_hidden_size=model.feed_forward_size(),
@@ -112,8 +121,8 @@ def resolve_model(model: ModelConfig, tp: int) -> ModelConfig:
     return filled
 
 
-def _check_query_groups(model: ModelConfig, tp: int) -> None:
-    groups = model.query_groups()
+def _check_query_groups(model: ResolvedModelConfig, tp: int) -> None:
+    groups = model.num_query_groups
     if groups % tp and tp % groups:
         ways = ", ".join(str(n) for n in divisors(model.num_attention_heads) if groups % n == 0 or n % groups == 0)
         raise ConfigError(
@@ -139,10 +148,13 @@ def _check_post_validation(plan: RunPlan) -> None:
 
 
 def _topology(
-    parallel: ParallelConfig, model: ModelConfig, world_size: int, ranks_per_node: int | None, placement: Placement
+    parallel: ParallelConfig,
+    model: ResolvedModelConfig,
+    world_size: int,
+    ranks_per_node: int | None,
+    placement: Placement,
 ) -> Topology:
-    tp, groups = parallel.tensor_model_parallel_size, model.num_query_groups
-    assert groups
+    tp = parallel.tensor_model_parallel_size
     return Topology.of_world(
         world_size,
         tp=tp,
@@ -151,13 +163,13 @@ def _topology(
         order=parallel.rank_order,
         ranks_per_node=ranks_per_node,
         allow_tp_across_nodes=parallel.allow_tp_across_nodes,
-        kv_replicas=max(1, tp // groups),
+        kv_replicas=max(1, tp // model.num_query_groups),
         mirrored_pipeline=placement.second_direction is not None,
     )
 
 
-def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig, BatchSchedule]:
-    """Global batch and length of the run, each given either way, in both units."""
+def _batch(training: TrainingConfig, topology: Topology) -> tuple[ResolvedTrainingConfig, BatchSchedule]:
+    """Derive the global batch, and the length of the run in both units from whichever is given."""
     ranks_per_replica = topology.tp * topology.cp * topology.pp
     batch = batch_schedule(
         training.global_batch_size,
@@ -173,12 +185,21 @@ def _batch(training: TrainingConfig, topology: Topology) -> tuple[TrainingConfig
             raise ConfigError(f"--train-samples {samples} is less than one step of {batch.sizes[0]} sequences")
     elif iters is not None:
         samples = batch.samples_after(iters)
-    return dataclasses.replace(training, global_batch_size=batch.full, train_iters=iters, train_samples=samples), batch
+    resolved = convert(
+        ResolvedTrainingConfig,
+        training,
+        global_batch_size=batch.full,
+        train_iters=iters or 0,
+        train_samples=samples or 0,
+    )
+    return resolved, batch
 
 
-def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, chunks: int) -> ParallelConfig:
-    return dataclasses.replace(
+def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, chunks: int) -> ResolvedParallelConfig:
+    return convert(
+        ResolvedParallelConfig,
         parallel,
+        sequence_parallel=parallel.sequence_parallel and topology.tp > 1,
         num_virtual_stages_per_pipeline_rank=chunks,
         microbatch_group_size_per_virtual_pipeline_stage=group_size(parallel, schedule_name),
         pipeline_memory_limit=memory_limit(parallel, schedule_name),
@@ -211,23 +232,24 @@ def _make_schedules(plan: RunPlan) -> None:
         plan.schedule(size // plan.batch.samples_per_microbatch)
 
 
-def _optimizer(optimizer: OptimizerConfig, training: TrainingConfig, batch: BatchSchedule) -> OptimizerConfig:
-    """Decay lengths in samples, whichever unit they were given in; ramps of weight decay with both ends."""
-    return dataclasses.replace(
+def _optimizer(
+    optimizer: OptimizerConfig, training: ResolvedTrainingConfig, batch: BatchSchedule
+) -> ResolvedOptimizerConfig:
+    """Convert decay lengths to samples, whichever unit they were given in, and fill in both ends of ramps."""
+    decay_samples = optimizer.lr_decay_samples
+    if decay_samples is None:
+        iters = optimizer.lr_decay_iters
+        decay_samples = training.train_samples if iters is None else iters * batch.full
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    return convert(
+        ResolvedOptimizerConfig,
         optimizer,
         lr_decay_iters=optimizer.lr_decay_iters or training.train_iters,
-        lr_decay_samples=optimizer.lr_decay_samples
-        or _samples(optimizer.lr_decay_iters, training.train_samples, batch),
-        start_weight_decay=optimizer.weight_decay
-        if optimizer.start_weight_decay is None
-        else optimizer.start_weight_decay,
-        end_weight_decay=optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay,
-        lr_wsd_decay_samples=optimizer.lr_wsd_decay_samples or _samples(optimizer.lr_wsd_decay_iters, None, batch),
+        lr_decay_samples=decay_samples,
+        start_weight_decay=optimizer.weight_decay if start is None else start,
+        end_weight_decay=optimizer.weight_decay if end is None else end,
+        lr_wsd_decay_samples=optimizer.lr_wsd_decay_samples or (optimizer.lr_wsd_decay_iters or 0) * batch.full,
         lr_warmup_samples=optimizer.lr_warmup_samples or optimizer.lr_warmup_iters * batch.full,
         decoupled_lr=optimizer.lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr,
         decoupled_min_lr=optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr,
     )
-
-
-def _samples(iterations: int | None, default: int | None, batch: BatchSchedule) -> int | None:
-    return default if iterations is None else iterations * batch.full

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megapipe.config.config import Config
+from megapipe.config.resolved import ResolvedConfig
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.costs import stage_costs
 from megapipe.plan.layer_costs import LayerCosts, flop_costs
@@ -39,7 +39,7 @@ class RunPlan:
     pipeline schedule that 'auto' came to. shelf: what it shares with other plans of a search.
     """
 
-    config: Config
+    config: ResolvedConfig
     topology: Topology
     placement: Placement
     partition: Partition

@@ -113,7 +113,7 @@ def _train(
             if resumed.path is not None:
                 around.log.resumed(resumed.path)
             saves = saves_of(runtime, resumed, config_text, data.tokenizer, writers)
-        if data.train is not None and plan.config.training.train_samples is not None:
+        if data.train is not None and plan.config.training.train_samples:
             data.train.skip(resumed.state.account.skipped, plan.config.training.train_samples)
         training = Training(runtime, data, resumed.state, resumed.schedules, writers, around.stop, saves)
         ending = training.run()

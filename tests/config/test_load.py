@@ -41,7 +41,7 @@ def test_what_lies_beside_a_checkpoint_loads_and_plans_the_same(flags: str, worl
     assert again.config == loaded.config
     assert resolve(again.config, world_size).config == plan.config
     assert f"# default; derived: {plan.config.model.padded_vocab_size}" in saved.read_text()
-    assert from_yaml(to_yaml(plan.config)) == plan.config
+    assert to_yaml(from_yaml(to_yaml(plan.config))) == to_yaml(plan.config)
 
 
 @pytest.fixture

@@ -6,7 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from megapipe.config.config import Config
+from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.resolved import convert
+from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import recompute_text
 from megapipe.extras.search.search import Candidate, Found, predict_plan
@@ -201,9 +205,14 @@ def _replanned(candidate: Candidate, changes: dict[str, bool], hardware: Hardwar
         section = "kernels" if hasattr(config.kernels, name) else "parallel"
         changed_section = dataclasses.replace(getattr(config, section), **{name: is_on})
         config = dataclasses.replace(config, **{section: changed_section})
-    training = dataclasses.replace(config.training, train_iters=None, train_samples=None)
-    optimizer = dataclasses.replace(
-        config.optimizer, lr_decay_iters=None, lr_warmup_samples=0, lr_wsd_decay_samples=None
+    training = convert(TrainingConfig, config.training, train_iters=None, train_samples=None)
+    optimizer = convert(
+        OptimizerConfig,
+        config.optimizer,
+        lr_decay_iters=None,
+        lr_decay_samples=config.optimizer.lr_decay_samples or None,
+        lr_warmup_samples=0,
+        lr_wsd_decay_samples=None,
     )
-    changed = dataclasses.replace(config, training=training, optimizer=optimizer)
+    changed = convert(Config, config, training=training, optimizer=optimizer)
     return resolve(changed, t.world_size, hardware.ranks_per_node)
