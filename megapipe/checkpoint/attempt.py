@@ -1,13 +1,13 @@
-"""`Attempt`: one save. All ranks write their boxes beside, rank 0 looks at every file, writes the manifest and commits with one rename.
+"""`Attempt`: the steps of one save on one rank, in an order that survives a crash at any point.
 
-The order of events, each of which may be the last before a crash:
-1. rank 0 makes `.step_N.tmp-TOKEN`                                    nothing is there
-2. every rank writes and syncs its file                                nothing is there
-3. rank 0 sees every file, writes configuration and manifest, syncs    nothing is there
-4. rank 0 renames the folder to `step_N` and syncs the root            complete
-5. rank 0 moves `latest`, then removes old checkpoints                 complete
+What a crash leaves after each step:
+1. rank 0 creates `.step_N.tmp-TOKEN`                                   no checkpoint
+2. every rank writes and syncs its shard there                          no checkpoint
+3. rank 0 checks all shards, writes and syncs config and manifest       no checkpoint
+4. rank 0 renames the folder to `step_N` and syncs the root             a complete checkpoint
+5. rank 0 updates `latest`, then removes old checkpoints                a complete checkpoint
 
-Nothing here communicates, so that writing and committing can run beside the training; `save` has the ranks agree in between.
+Nothing here communicates, so writing and committing can run in a thread; in `save` the ranks agree between the steps.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.coverage import check_covered
-from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.disk import Disk, temporary_name
 from megapipe.checkpoint.folder import (
     CONFIG_NAME,
     LATEST_NAME,
     TOKENIZER_NAME,
+    Retention,
     folder_name,
     open_folder,
-    temporary_name,
+    remove_old,
 )
-from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedFile, SavedTensor
-from megapipe.checkpoint.retention import Retention, remove_old
-from megapipe.checkpoint.shard_file import WrittenBox, WrittenShard, shard_name, write_shard
+from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedFile, SavedTensor, check_covered
+from megapipe.checkpoint.shard import WrittenBox, WrittenShard, shard_name, write_shard
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.errors import CheckpointError
 
 INTACT = "checkpoints saved earlier are intact"
 NOT_SHARED = "the checkpoint directory is not shared between the nodes"
 
-Answer = WrittenShard | str | None  # of one rank: what it wrote, what went wrong, or None if it has nothing to save
+ShardResult = WrittenShard | str | None  # of one rank: its shard, an error message, or None if it has nothing to save
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """path: of the checkpoint. num_bytes: of all files of all ranks. seconds: from the first to the commit. waited_seconds: of these, what
-    the training stood still. removed: old checkpoints. remark: set if nothing had to be written."""
+    """The outcome of a successful save.
+
+    path: of the checkpoint. num_bytes: of all files of all ranks. seconds: duration of the save. removed: old
+    checkpoints. remark: set if nothing had to be written. waited_seconds: time that training was blocked, if the save
+    ran in background.
+    """
 
     path: Path
     num_bytes: int
@@ -57,7 +60,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class Extras:
-    """What rank 0 puts beside the tensors. state: plain JSON values. tokenizer: contents of its files by name."""
+    """Content other than tensors. state: plain JSON values. tokenizer: contents of its files by name."""
 
     state: dict[str, Any]
     config_text: str
@@ -65,22 +68,24 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class Start:
-    """What rank 0 tells the others before they write. Exactly one of the three is set."""
+class BeginResult:
+    """Rank 0's message to all ranks before they write. Exactly one field is set."""
 
     temporary: Path | None = None
-    done_already: SaveReport | None = None
+    already_done: SaveReport | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True)
-class End:
+class FinishResult:
+    """Rank 0's message to all ranks after the commit. Exactly one field is set."""
+
     report: SaveReport | None = None
     error: str | None = None
 
 
 class Attempt:
-    """The steps of one save on this rank. keep: which checkpoints stay when this one is complete."""
+    """One save on this rank. keep: which older checkpoints to keep once this one is complete."""
 
     def __init__(self, disk: Disk, root: Path, step: int, extras: Extras, keep: Retention, block_bytes: int) -> None:
         self.disk = disk
@@ -92,75 +97,84 @@ class Attempt:
         self.final = root / folder_name(step)
         self.started = time.monotonic()
 
-    def begin(self) -> Start:
-        """Rank 0: is there something to do, and where."""
+    def begin(self) -> BeginResult:
+        """Create the temporary folder, unless this checkpoint already exists. For rank 0."""
         try:
             if self.final.exists():
-                done = self._saved_before()
+                done = self._existing_report()
                 if done is not None:
-                    return Start(done_already=done)
-                # a damaged folder of this name is no checkpoint, but perhaps worth a look
+                    return BeginResult(already_done=done)
+                # not a valid checkpoint, but someone may want to look at it
                 self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
-            temporary = self.root / temporary_name(self.final.name, secrets.token_hex(8))
+            temporary = self.root / temporary_name(self.final.name)
             self.disk.make_folder(temporary)
         except CheckpointError as error:
-            return Start(error=str(error))
+            return BeginResult(error=str(error))
         except OSError as error:
-            return Start(error=f"cannot save in {self.root}: {_reason(error)}; {INTACT}")
-        return Start(temporary=temporary)
+            return BeginResult(error=f"cannot save in {self.root}: {_reason(error)}; {INTACT}")
+        return BeginResult(temporary=temporary)
 
-    def write(self, temporary: Path, tensors: Sequence[TensorBox], global_rank: int) -> Answer:
-        """What this rank has to say after writing its boxes."""
+    def write(self, temporary: Path, tensors: Sequence[TensorBox], global_rank: int) -> ShardResult:
+        """Write this rank's shard."""
         if not tensors:
             return None
         path = temporary / shard_name(global_rank)
         try:
             return write_shard(self.disk, path, tensors, self.block_bytes)
         except FileNotFoundError:
-            return f"rank {global_rank} does not see {temporary}, which rank 0 made: {NOT_SHARED}; {INTACT}"
+            return f"rank {global_rank} does not see {temporary}, which rank 0 created: {NOT_SHARED}; {INTACT}"
         except OSError as error:
             return f"rank {global_rank} cannot write {path}: {_reason(error)}; {INTACT}"
 
-    def finish(self, temporary: Path, written: Sequence[Answer]) -> End:
-        """Rank 0: commit, or clean up and say why not."""
+    def finish(self, temporary: Path, written: Sequence[ShardResult]) -> FinishResult:
+        """Commit the checkpoint and remove old ones, or clean up and return the error. For rank 0."""
         try:
             manifest = self._commit(temporary, written)
         except CheckpointError as error:
-            return End(error=f"{error}{self._cleaned(temporary)}")
+            return FinishResult(error=f"{error}{self._clean_up(temporary)}")
         except OSError as error:
-            return End(
-                error=f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}{self._cleaned(temporary)}"
-            )
+            message = f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}"
+            return FinishResult(error=message + self._clean_up(temporary))
         try:
-            self._move_latest()
-            removed = remove_old(self.disk, self.root, self.keep, secrets.token_hex(8), self.step)
+            self.disk.replace_file(self.root / LATEST_NAME, f"{self.final.name}\n".encode())
+            removed = remove_old(self.disk, self.root, self.keep, self.step)
         except OSError as error:
-            return End(
+            return FinishResult(
                 error=f"{self.final} is complete, but then {error.filename or self.root} failed: {_reason(error)}"
             )
-        return End(SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed))
+        return FinishResult(SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed))
 
-    def _saved_before(self) -> SaveReport | None:
-        """A report if the folder holds this very state, None if it is damaged. Raises CheckpointError if it holds another state."""
+    def _existing_report(self) -> SaveReport | None:
+        """Return a report if the folder already holds this state, or None if it is damaged.
+
+        Raises CheckpointError if it holds another state.
+        """
         try:
             manifest = open_folder(self.final).manifest
         except CheckpointError:
             return None
         if manifest.state != self.extras.state:
             raise CheckpointError(
-                f"{self.final} is there already, complete and of another state; saving never overwrites: "
-                "give another --save or move it away"
+                f"{self.final} already exists with another state; saving never overwrites; "
+                "choose another --save or move it away"
             )
-        return SaveReport(self.final, manifest.num_bytes, 0.0, (), f"{self.final} was saved before and is complete")
+        return SaveReport(self.final, manifest.num_bytes, 0.0, (), f"{self.final} was already saved and is complete")
 
-    def _commit(self, temporary: Path, written: Sequence[Answer]) -> Manifest:
-        errors = [answer for answer in written if isinstance(answer, str)]
+    def _commit(self, temporary: Path, written: Sequence[ShardResult]) -> Manifest:
+        errors = [result for result in written if isinstance(result, str)]
         if errors:
-            raise CheckpointError(
-                errors[0] + (f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else "")
-            )
-        shards = [answer for answer in written if isinstance(answer, WrittenShard)]
-        _check_seen(temporary, shards)
+            others = f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else ""
+            raise CheckpointError(errors[0] + others)
+        shards = [result for result in written if isinstance(result, WrittenShard)]
+        for shard in shards:
+            path = temporary / shard.name
+            found = path.stat().st_size if path.exists() else None
+            if found != shard.file.num_bytes:
+                seen = "does not see" if found is None else f"sees {found} bytes of"
+                raise CheckpointError(
+                    f"rank 0 {seen} {path}, to which its rank wrote {shard.file.num_bytes} bytes: "
+                    f"{NOT_SHARED}; {INTACT}"
+                )
         files = {shard.name: shard.file for shard in shards} | self._write_extras(temporary)
         tensors = _merge([box for shard in shards for box in shard.boxes])
         manifest = Manifest(self.step, len(written), self.block_bytes, self.extras.state, files, tensors)
@@ -170,7 +184,7 @@ class Attempt:
         return manifest
 
     def _write_extras(self, temporary: Path) -> dict[str, SavedFile]:
-        """Configuration and tokenizer, with checksums by name."""
+        """Write configuration and tokenizer. Returns their entries in the manifest."""
         contents = {CONFIG_NAME: self.extras.config_text.encode()}
         contents |= {f"{TOKENIZER_NAME}/{name}": content for name, content in self.extras.tokenizer.items()}
         if self.extras.tokenizer:
@@ -181,46 +195,29 @@ class Attempt:
             self.disk.sync_folder(temporary / TOKENIZER_NAME)
         return {name: SavedFile(len(content), zlib.crc32(content)) for name, content in contents.items()}
 
-    def _move_latest(self) -> None:
-        temporary = self.root / temporary_name(LATEST_NAME, secrets.token_hex(8))
-        self.disk.write_file(temporary, f"{self.final.name}\n".encode())
-        self.disk.rename(temporary, self.root / LATEST_NAME)
-
-    def _cleaned(self, temporary: Path) -> str:
-        """Remove what was begun; a remark if that fails, too."""
+    def _clean_up(self, temporary: Path) -> str:
+        """Remove the temporary folder. Returns a remark if that fails."""
         try:
             if temporary.exists():
                 self.disk.remove(temporary)
         except OSError as error:
-            return f" ({temporary} could not be removed: {_reason(error)}; the next start tries again)"
+            return f" ({temporary} could not be removed: {_reason(error)}; the next start will try again)"
         return ""
 
 
-def _check_seen(temporary: Path, shards: Sequence[WrittenShard]) -> None:
-    for shard in shards:
-        path = temporary / shard.name
-        found = path.stat().st_size if path.exists() else None
-        if found != shard.file.num_bytes:
-            seen = "does not see" if found is None else f"sees {found} bytes of"
-            raise CheckpointError(
-                f"rank 0 {seen} {path}, of which its rank has written {shard.file.num_bytes} bytes: {NOT_SHARED}; {INTACT}"
-            )
-
-
 def _merge(boxes: Sequence[WrittenBox]) -> dict[str, SavedTensor]:
-    """All ranks' boxes by tensor, each tensor covered exactly once. Raises CheckpointError if not."""
-    found: dict[str, list[WrittenBox]] = {}
+    """Group the boxes of all ranks by tensor. Raises CheckpointError unless each tensor is covered exactly once."""
+    by_name: dict[str, list[WrittenBox]] = {}
     for box in boxes:
-        found.setdefault(box.name, []).append(box)
-    for name, members in found.items():
+        by_name.setdefault(box.name, []).append(box)
+    tensors = {}
+    for name, members in sorted(by_name.items()):
         kinds = {(member.dtype, member.shape) for member in members}
         if len(kinds) > 1:
-            raise CheckpointError(f"{name}: the ranks disagree about dtype and shape: {sorted(kinds)}")
+            raise CheckpointError(f"{name}: the ranks disagree on dtype and shape: {sorted(kinds)}")
         check_covered(name, members[0].shape, [member.saved.box for member in members])
-    return {
-        name: SavedTensor(m[0].dtype, m[0].shape, tuple(member.saved for member in m))
-        for name, m in sorted(found.items())
-    }
+        tensors[name] = SavedTensor(members[0].dtype, members[0].shape, tuple(member.saved for member in members))
+    return tensors
 
 
 def _reason(error: OSError) -> str:

@@ -1,4 +1,6 @@
-"""Two checkpoints compared tensor by tensor, whatever grids wrote them; a few rows of one tensor are in memory at a time."""
+"""Two checkpoints compared tensor by tensor, whatever grids wrote them; a few rows of one tensor are in memory at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.manifest import SavedTensor
-from megapipe.checkpoint.shard_file import DTYPES
-from megapipe.checkpoint.shard_reader import ShardReader, Wanted
+from megapipe.checkpoint.shard import DTYPES, ReadRequest, ShardReader
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
@@ -22,10 +23,12 @@ CHUNK_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """One name in both checkpoints, or in one: the other's shape and dtype are None. The numbers are None where shapes differ.
+    """One name in both checkpoints, or in one: the other's shape and dtype are None. The numbers are None where
+    shapes differ.
 
-    num_equal: elements with the same bits, after widening to the wider dtype. max_abs, max_rel: largest difference, and largest difference
-    as a share of the larger magnitude; infinite where only one side is, or either is NaN with other bits.
+    num_equal: elements with the same bits, after widening to the wider dtype. max_abs, max_rel: largest difference,
+    and largest difference as a share of the larger magnitude; infinite where only one side is, or either is NaN with
+    other bits.
     """
 
     name: str
@@ -89,9 +92,8 @@ def _chunks(shape: tuple[int, ...]) -> Iterator[Box]:
 
 def _read(name: str, reader: ShardReader, saved: SavedTensor, box: Box) -> Tensor:
     target = TensorBox(name, saved.shape, box, torch.empty(box.num_elements, dtype=DTYPES[saved.dtype]))
-    copied = sum(
-        reader.copy(Wanted(name, saved.dtype, other, [target])) for other in saved.boxes if other.box.intersect(box)
-    )
+    boxes = (other for other in saved.boxes if other.box.intersect(box))
+    copied = sum(reader.copy_all(ReadRequest(name, saved.dtype, other, [target]) for other in boxes).values())
     if copied != box.num_elements:
         raise CheckpointError(
             f"{name}: {box.num_elements - copied} elements from row {box.offset[0]} on are in no file"

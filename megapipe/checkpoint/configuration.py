@@ -1,4 +1,4 @@
-"""The configuration that a checkpoint was written with, for what is decided before anything is built. Imports no torch."""
+"""The configuration that a checkpoint was written with. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path]:
-    """The saved configuration and the checkpoint's folder. Raises CheckpointError if there is no checkpoint or its file is unreadable."""
+    """Return the saved configuration and the checkpoint's folder.
+
+    Raises CheckpointError if there is no checkpoint or its configuration cannot be read.
+    """
     found = find_checkpoint(root, step)
     if found is None:
         raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")
-    return _written(found.path), found.path
+    return read_config(found.path / CONFIG_NAME), found.path
 
 
 def saved_config(folder: CheckpointFolder) -> Config:
-    """The configuration beside a checkpoint, model.vocab_size being the rows of its embedding: those that were trained, whether the run
-    had them from --vocab-size or from its tokenizer. Raises CheckpointError."""
-    config = _written(folder.path)
-    rows = next(
-        (saved.shape[0] for name, saved in folder.manifest.tensors.items() if name.endswith(f"/{EMBEDDING}")), None
-    )
+    """Return a checkpoint's configuration with vocab_size set to the rows of its embedding. Raises CheckpointError.
+
+    These are the rows that were trained, whether the run had them from --vocab-size or from its tokenizer.
+    """
+    config = read_config(folder.path / CONFIG_NAME)
+    tensors = folder.manifest.tensors.items()
+    rows = next((saved.shape[0] for name, saved in tensors if name.endswith(f"/{EMBEDDING}")), None)
     if rows is None:
         raise CheckpointError(f"{folder.path} holds no tensor {EMBEDDING}")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows, padded_vocab_size=None))
 
 
-def _written(folder: Path) -> Config:
-    path = folder / CONFIG_NAME
+def read_config(path: Path) -> Config:
+    """Read a configuration as YAML. Raises CheckpointError if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

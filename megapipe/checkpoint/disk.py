@@ -1,48 +1,63 @@
-"""`Disk`: every change a save makes to the file system goes through here, so that tests can stop it, or make it fail, after each."""
+"""`Disk`: every change that a save makes to the file system, so that tests can interrupt each of them."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-Observer = Callable[[str, Path], None]  # (what was done, to what); may raise
-WRITE_BYTES = 1 << 22  # of one call; small tensors are collected up to it
+Observer = Callable[[str, Path], None]  # (operation, path); may raise
+WRITE_BYTES = 1 << 22  # bytes per write call; small tensors are collected into writes of this size
+
+
+def temporary_name(name: str) -> str:
+    """Return a fresh name for a file or folder while it is being written."""
+    return f".{name}.tmp-{secrets.token_hex(8)}"
 
 
 class Disk:
-    """observer: called after each 'make', 'create', 'write', 'sync', 'rename', 'remove'. Every method may raise OSError."""
+    """File system operations that reach the device before they return. Every method may raise OSError.
+
+    observer: called after each 'make', 'create', 'write', 'sync', 'rename', 'remove'.
+    """
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._observer = observer
 
     def make_folder(self, path: Path) -> None:
-        """A new folder; parents that are missing are made and synced, too."""
+        """Create a folder that does not exist yet, with its missing parents."""
         self.make_parents(path)
         path.mkdir()
         self._done("make", path)
 
     def make_parents(self, path: Path) -> None:
-        """The folders above path, so that they survive a power cut; those that are there are left alone."""
+        """Create and sync the missing folders above `path`, so that they survive a power failure."""
         for parent in reversed([parent for parent in path.parents if not parent.exists()]):
             parent.mkdir(exist_ok=True)
             self._done("make", parent)
             self.sync_folder(parent.parent)
 
     def create(self, path: Path) -> NewFile:
-        """A file that must not exist yet, for writing; leaving its `with` block without an exception syncs it to the device."""
+        """Open a file that must not exist yet. Leaving its `with` block without an exception syncs it to the device."""
         file = NewFile(path, self._done)
         self._done("create", path)
         return file
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """A whole small file, synced."""
+        """Create and sync a small file."""
         with self.create(path) as file:
             file.write(content)
 
+    def replace_file(self, path: Path, content: bytes) -> None:
+        """Write a small file atomically: readers see the old content or the new one."""
+        temporary = path.with_name(temporary_name(path.name))
+        self.write_file(temporary, content)
+        self.rename(temporary, path)
+
     def sync_folder(self, path: Path) -> None:
-        """Make names in the folder survive a power cut."""
+        """Make the names in a folder survive a power failure."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -51,39 +66,40 @@ class Disk:
         self._done("sync", path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Atomic; replaces a file, refuses a folder that has something in it. Both stand in one folder, which is synced."""
+        """Rename within one folder and sync it. Atomic: replaces a file, fails on a folder that is not empty."""
         os.rename(old, new)
         self._done("rename", new)
         self.sync_folder(new.parent)
 
     def remove(self, path: Path) -> None:
-        """A file, or a folder with all that is in it."""
+        """Delete a file, or a folder with its content."""
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._done("remove", path)
 
-    def _done(self, what: str, path: Path) -> None:
+    def _done(self, operation: str, path: Path) -> None:
         if self._observer is not None:
-            self._observer(what, path)
+            self._observer(operation, path)
 
 
 class NewFile:
-    """A file under way. `write` takes anything with the buffer protocol; small pieces are collected, large ones go out without a copy."""
+    """A file being written. Small pieces are buffered, large ones are written without a copy."""
 
     def __init__(self, path: Path, done: Observer) -> None:
         self._path = path
         self._done = done
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._collected = bytearray()
+        self._buffer = bytearray()
         self._written = 0
 
     def write(self, content: bytes | memoryview) -> None:
-        if len(self._collected) + len(content) >= WRITE_BYTES:
+        """Append anything that has the buffer protocol."""
+        if len(self._buffer) + len(content) >= WRITE_BYTES:
             self._flush()
         if len(content) >= WRITE_BYTES // 4:
             self._flush()
             self._put(memoryview(content))
         else:
-            self._collected += content
+            self._buffer += content
 
     def __enter__(self) -> NewFile:
         return self
@@ -99,12 +115,12 @@ class NewFile:
             self._done("sync", self._path)
 
     def _flush(self) -> None:
-        if self._collected:
-            self._put(memoryview(self._collected))
-            self._collected = bytearray()
+        if self._buffer:
+            self._put(memoryview(self._buffer))
+            self._buffer = bytearray()
 
     def _put(self, content: memoryview) -> None:
-        """Write all of it and let the device begin with it: a page that is written leaves room for those that the training reads."""
+        """Write `content` and drop its pages from the page cache, which the training data needs more."""
         for first in range(0, len(content), WRITE_BYTES):
             start = self._written
             piece = content[first : first + WRITE_BYTES]
@@ -113,5 +129,6 @@ class NewFile:
                 piece = piece[count:]
                 self._written += count
             if self._written - start >= WRITE_BYTES // 4 and hasattr(os, "posix_fadvise"):
+                # DONTNEED also makes the kernel start writing dirty pages back
                 os.posix_fadvise(self._descriptor, start, self._written - start, os.POSIX_FADV_DONTNEED)
             self._done("write", self._path)

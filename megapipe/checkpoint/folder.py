@@ -1,4 +1,4 @@
-"""The folders of a checkpoint root: their names, which of them are complete, what an interrupted save left behind. Imports no torch."""
+"""Checkpoint roots: names of checkpoints, which are complete, which are kept, what to clean up. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.disk import Disk, temporary_name
 from megapipe.checkpoint.manifest import Manifest, read_manifest
 from megapipe.checkpoint.rollbacks import ROLLBACKS_NAME, abandoned_by, read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError
@@ -18,33 +18,13 @@ LATEST_NAME = "latest"
 CONFIG_NAME = "config.yaml"
 TOKENIZER_NAME = "tokenizer"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
-TORN = re.compile(r"\.(step_\d{8,}|latest|starts\.json|rollbacks\.json)\.(tmp|removed)-[0-9a-f]+")
-
-
-def folder_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def step_of_folder(path: Path) -> int:
-    """The step that a checkpoint's name says."""
-    match = STEP_FOLDER.fullmatch(path.name)
-    assert match is not None, path
-    return int(match[1])
-
-
-def temporary_name(name: str, token: str) -> str:
-    """What a folder or file is called while it is written."""
-    return f".{name}.tmp-{token}"
-
-
-def doomed_name(name: str, token: str) -> str:
-    """What a checkpoint is called while it is removed, so that half of one never looks like one."""
-    return f".{name}.removed-{token}"
+# files and folders of interrupted saves and removals
+LEFTOVER = re.compile(r"\.(step_\d{8,}|latest|starts\.json|rollbacks\.json)\.(tmp|removed)-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A complete checkpoint. remarks: what was passed over to come to it, for the person who started the run."""
+    """A complete checkpoint. remarks: for the user, for example about damaged checkpoints that were skipped."""
 
     path: Path
     step: int
@@ -52,17 +32,47 @@ class CheckpointFolder:
     remarks: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Retention:
+    """The rule for which checkpoints are kept: the newest `last`, and every one whose step is a multiple of `every`.
+
+    Without `last` and `every` all are kept; with `every` alone the newest one is kept too.
+    """
+
+    last: int | None = None
+    every: int | None = None
+
+    def to_remove(self, complete: Sequence[int], just_saved: int) -> tuple[int, ...]:
+        """Return which of the complete checkpoints' steps to remove, ascending; never the one just saved."""
+        if self.last is None and self.every is None:
+            return ()
+        older = sorted(complete)[: max(0, len(complete) - (self.last or 1))]
+        return tuple(step for step in older if step != just_saved and (self.every is None or step % self.every))
+
+
+KEEP_ALL = Retention()
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of_folder(path: Path) -> int:
+    """Return the step in a checkpoint folder's name."""
+    match = STEP_FOLDER.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
 def steps_in(root: Path) -> list[int]:
-    """Steps that have a folder, complete or not, ascending."""
+    """Return the steps that have a folder, complete or not, ascending."""
     if not root.is_dir():
         return []
-    return sorted(
-        int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name)) and entry.is_dir()
-    )
+    return sorted(step_of_folder(path) for path in root.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
 
 
 def open_folder(path: Path) -> CheckpointFolder:
-    """The checkpoint in a folder; looks at manifest and file sizes, not at contents.
+    """Open the checkpoint in a folder. Checks the manifest and file sizes, not the contents.
 
     Raises CheckpointError naming the file that is missing, truncated or damaged.
     """
@@ -75,44 +85,54 @@ def open_folder(path: Path) -> CheckpointFolder:
         except OSError as error:
             raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from None
         if found != file.num_bytes:
-            raise CheckpointError(f"{path} is damaged: {name} has {found} bytes, it was written with {file.num_bytes}")
+            raise CheckpointError(f"{path} is damaged: {name} has {found} bytes, expected {file.num_bytes}")
     return CheckpointFolder(path, manifest.step, manifest)
 
 
-def find_checkpoint(root: Path, step: int | None = None, below: int | None = None) -> CheckpointFolder | None:
-    """The checkpoint of this step, or the newest complete one, or the newest complete one before step `below`; None if there is no
-    checkpoint at all.
+def is_complete(path: Path) -> bool:
+    """Return True if the folder holds a checkpoint with all its files at full length."""
+    try:
+        open_folder(path)
+    except CheckpointError:
+        return False
+    return True
 
-    Without a step, damaged ones are passed over, each with a remark. Raises CheckpointError if the step asked for is missing or damaged,
-    or if all that is there is damaged.
+
+def find_checkpoint(root: Path, step: int | None = None, below: int | None = None) -> CheckpointFolder | None:
+    """Return the checkpoint of `step`, or the newest complete one (before step `below`), or None if there is none.
+
+    Without `step`, damaged checkpoints are skipped, each with a remark. Raises CheckpointError if the given step is
+    missing or damaged, or if all checkpoints are damaged.
     """
-    there = [found for found in steps_in(root) if below is None or found < below]
+    candidates = [found for found in steps_in(root) if below is None or found < below]
     if step is not None:
-        if step not in there:
-            raise CheckpointError(f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {_listed(there)}")
+        if step not in candidates:
+            raise CheckpointError(
+                f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {_listed(candidates)}"
+            )
         return open_folder(root / folder_name(step))
     remarks: list[str] = []
     rollbacks = read_rollbacks(root)
-    for candidate in reversed(there):
+    for candidate in reversed(candidates):
         try:
             found = open_folder(root / folder_name(candidate))
         except CheckpointError as error:
-            remarks.append(f"passed over: {error}")
+            remarks.append(f"skipped: {error}")
             continue
         if abandoned_by(rollbacks, found.step, rollbacks_before(found.manifest.state)) is not None:
-            remarks.append(f"passed over: {found.path}, saved on a way that was given up ({ROLLBACKS_NAME})")
+            remarks.append(f"skipped: {found.path} was abandoned by a rollback ({ROLLBACKS_NAME})")
             continue
-        named = read_latest(root)
-        if named is not None and named != found.path.name:
-            remarks.append(f"{root / LATEST_NAME} names {named}; the newest complete checkpoint is {found.path.name}")
-        return CheckpointFolder(found.path, found.step, found.manifest, tuple(remarks))
+        latest = read_latest(root)
+        if latest is not None and latest != found.path.name:
+            remarks.append(f"{root / LATEST_NAME} names {latest}; the newest complete checkpoint is {found.path.name}")
+        return replace(found, remarks=tuple(remarks))
     if remarks:
         raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
     return None
 
 
 def read_latest(root: Path) -> str | None:
-    """The folder that `latest` names; None if there is no such file or it makes no sense."""
+    """Return the folder that `latest` names, or None if the file is missing or invalid."""
     try:
         text = (root / LATEST_NAME).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -120,71 +140,113 @@ def read_latest(root: Path) -> str | None:
     return text if STEP_FOLDER.fullmatch(text) else None
 
 
-def clean_torn(root: Path) -> tuple[str, ...]:
-    """Remove what interrupted saves and removals left in the root and say what it was; to be called when no save is under way there.
+def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[str, ...]:
+    """Prepare the root for a run that starts at `step` and saves there. Returns what was done, for the user.
 
-    Raises CheckpointError if something cannot be removed.
+    Must not be called while a save is in progress. damaged: steps whose checkpoints proved damaged when they were
+    read; they are renamed, so that nothing loads them or counts on them. Raises CheckpointError if the root cannot be
+    written, if it holds complete checkpoints of later steps (a restart would load them), or only damaged ones while
+    the run starts at 0.
     """
-    torn = sorted(entry for entry in root.iterdir() if TORN.fullmatch(entry.name)) if root.is_dir() else []
-    for entry in torn:
+    try:
+        Disk().make_parents(root / "probe")
+        probe = root / temporary_name(LATEST_NAME)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"--save {root} cannot be written: {error.strerror} (errno {error.errno})") from None
+    remarks = [*remove_leftovers(root)]
+    for other in damaged:
+        path = root / folder_name(other)
+        renamed = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
+        try:
+            Disk().rename(path, renamed)
+        except OSError as error:
+            raise CheckpointError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from None
+        remarks.append(f"renamed {path}, which is damaged, to {renamed.name}")
+    later = [other for other in steps_in(root) if other > step and is_complete(root / folder_name(other))]
+    if later:
+        raise CheckpointError(
+            f"--save {root} already holds {_listed(later)}, later than step {step} where this run starts. Saving never "
+            "overwrites, and the next start would load them; use --load to resume from the newest, choose another "
+            "--save, or move them away"
+        )
+    if step == 0 and any(steps_in(root)):
+        raise CheckpointError(
+            f"--save {root} holds only damaged checkpoints ({_listed(steps_in(root))}), and this run starts at step 0; "
+            "choose another --save, or move them away"
+        )
+    return tuple(remarks)
+
+
+def remove_leftovers(root: Path) -> tuple[str, ...]:
+    """Remove what interrupted saves and removals left in the root. Must not be called while a save is in progress.
+
+    Returns a line for each. Raises CheckpointError if something cannot be removed.
+    """
+    leftovers = sorted(entry for entry in root.iterdir() if LEFTOVER.fullmatch(entry.name)) if root.is_dir() else []
+    remarks = []
+    for entry in leftovers:
         try:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         except OSError as error:
             raise CheckpointError(
                 f"{entry}, left by an interrupted save, cannot be removed: {error.strerror}"
             ) from None
-    return tuple(
-        f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}"
-        for entry in torn
-    )
+        remarks.append(f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}")
+    return tuple(remarks)
 
 
-def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[str, ...]:
-    """Make the root ready for a run that starts at `step` and will save there; says what was done. No save may be under way there.
+def remove_old(disk: Disk, root: Path, keep: Retention, just_saved: int) -> tuple[Path, ...]:
+    """Remove the complete checkpoints that `keep` does not keep; damaged ones stay. Raises OSError.
 
-    damaged: steps whose checkpoints proved damaged when they were read; they are set aside under another name. Raises CheckpointError if
-    the root cannot be written to, holds complete checkpoints of later steps, which the run would run into and a restart would load, or
-    only damaged ones while the run starts from zero.
+    Each is renamed first, so that a crash during the removal leaves no partial checkpoint under a valid name.
     """
+    if keep == KEEP_ALL:
+        return ()
+    complete = [step for step in steps_in(root) if is_complete(root / folder_name(step))]
+    removed = []
+    for step in keep.to_remove(complete, just_saved):
+        path = root / folder_name(step)
+        renamed = root / f".{path.name}.removed-{secrets.token_hex(8)}"
+        disk.rename(path, renamed)
+        disk.remove(renamed)
+        removed.append(path)
+    return tuple(removed)
+
+
+def move_abandoned(root: Path, disk: Disk | None = None) -> tuple[str, ...]:
+    """Move checkpoints abandoned by rollback number N to `root/abandoned-N`. Returns a line for each.
+
+    `root/abandoned-N` is a root itself: --load takes it, and nothing removes checkpoints there. After a crash at any
+    point the function can be called again. Raises CheckpointError.
+    """
+    rollbacks, disk = read_rollbacks(root), disk or Disk()
+    if not rollbacks:
+        return ()
+    kept, remarks = [], []
     try:
-        Disk().make_parents(root / "probe")
-        probe = root / temporary_name(LATEST_NAME, "0")
-        probe.write_bytes(b"")
-        probe.unlink()
+        for step in steps_in(root):
+            path = root / folder_name(step)
+            try:
+                before = rollbacks_before(open_folder(path).manifest.state)
+            except CheckpointError:
+                continue  # damaged: nothing loads it
+            rollback = abandoned_by(rollbacks, step, before)
+            if rollback is None:
+                kept.append(path.name)
+                continue
+            target = root / f"abandoned-{rollback.number}" / path.name
+            disk.make_parents(target)
+            path.rename(target)
+            disk.sync_folder(target.parent)
+            disk.sync_folder(root)
+            remarks.append(f"moved to {target}: this checkpoint was abandoned by a rollback")
+        if kept and read_latest(root) not in (None, kept[-1]):
+            disk.replace_file(root / LATEST_NAME, f"{kept[-1]}\n".encode())
     except OSError as error:
-        raise CheckpointError(f"--save {root} cannot be written to: {error.strerror} (errno {error.errno})") from None
-    remarks = (*clean_torn(root), *(set_aside(root, other) for other in damaged))
-    later = [other for other in steps_in(root) if other > step and is_complete(root / folder_name(other))]
-    if later:
-        raise CheckpointError(
-            f"--save {root} already holds {_listed(later)}, later than step {step} where this run starts: saving never overwrites, and the "
-            "next start would load them. Give --load to go on from the newest, another --save, or move them away"
-        )
-    if step == 0 and any(steps_in(root)):
-        raise CheckpointError(
-            f"--save {root} holds {_listed(steps_in(root))}, damaged, and this run starts at step 0: give another --save, or move them away"
-        )
-    return remarks
-
-
-def set_aside(root: Path, step: int) -> str:
-    """Take a damaged checkpoint's good name, so that nothing loads it or believes that it is saved; says so. Raises CheckpointError."""
-    path = root / folder_name(step)
-    damaged = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
-    try:
-        Disk().rename(path, damaged)
-    except OSError as error:
-        raise CheckpointError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from None
-    return f"{path}, damaged, is now called {damaged.name}"
-
-
-def is_complete(path: Path) -> bool:
-    """The folder holds a checkpoint with all its files in full length."""
-    try:
-        open_folder(path)
-    except CheckpointError:
-        return False
-    return True
+        raise CheckpointError(f"abandoned checkpoints in {root} cannot be moved: {error}") from None
+    return tuple(remarks)
 
 
 def _listed(steps: list[int]) -> str:

@@ -1,11 +1,11 @@
-"""`Manifest`: what a checkpoint holds and where, as dataclasses and as JSON under a checksum of its own. Imports no torch."""
+"""`Manifest`: the tensors and files of a checkpoint, stored as JSON with a checksum. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ ITEM_BYTES = {dtype.safetensors_name: dtype.num_bytes for dtype in TENSOR_DTYPES
 
 @dataclass(frozen=True)
 class SavedBox:
-    """One rectangle of a tensor: its elements lie row-major in `file` from byte `start` on.
+    """A rectangle of a tensor, stored row-major in `file` from byte `start` on.
 
-    crc32: of each block of Manifest.block_bytes of these bytes, the last one shorter.
+    crc32: checksum of each block of Manifest.block_bytes bytes; the last block may be shorter.
     """
 
     file: str
@@ -35,7 +35,7 @@ class SavedBox:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor `key/parameter`; its boxes cover each element once. dtype: a key of ITEM_BYTES."""
+    """A global tensor whose boxes cover each element once. dtype: a key of ITEM_BYTES."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,10 +45,31 @@ class SavedTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    def to_json(self) -> dict[str, Any]:
+        boxes = [
+            {
+                "file": saved.file,
+                "offset": list(saved.box.offset),
+                "shape": list(saved.box.shape),
+                "start": saved.start,
+                "crc32": list(saved.crc32),
+            }
+            for saved in self.boxes
+        ]
+        return {"dtype": self.dtype, "shape": list(self.shape), "boxes": boxes}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> SavedTensor:
+        boxes = (
+            SavedBox(box["file"], Box(tuple(box["offset"]), tuple(box["shape"])), box["start"], tuple(box["crc32"]))
+            for box in content["boxes"]
+        )
+        return cls(content["dtype"], tuple(content["shape"]), tuple(boxes))
+
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file beside the manifest. crc32: of a safetensors file's header (its tensors have their own), of all of any other file."""
+    """A listed file. crc32: of the header of a safetensors file, of the whole content of any other file."""
 
     num_bytes: int
     crc32: int
@@ -56,7 +77,11 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """state: what the run saved besides tensors, plain JSON values. files, tensors: by name. world_size: ranks that wrote it."""
+    """The content of one checkpoint.
+
+    world_size: number of ranks that wrote it. state: run state other than tensors, plain JSON values. files, tensors:
+    by name; a tensor's name is `key/parameter`.
+    """
 
     step: int
     world_size: int
@@ -67,11 +92,11 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files but the manifest itself."""
+        """Size of all files except the manifest itself."""
         return sum(file.num_bytes for file in self.files.values())
 
     def holds(self, key: str) -> bool:
-        """True if tensors of this key ('master', 'exp_avg', ...) are there."""
+        """Return True if there are tensors of this key ('master', 'exp_avg', ...)."""
         return any(name.startswith(f"{key}/") for name in self.tensors)
 
     def to_json(self) -> str:
@@ -81,14 +106,15 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "state": self.state,
             "files": {name: {"bytes": file.num_bytes, "crc32": file.crc32} for name, file in self.files.items()},
-            "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: tensor.to_json() for name, tensor in self.tensors.items()},
         }
         text = _canonical(content)
-        return f'{{"format": "{FORMAT}", "version": {VERSION}, "crc32": {zlib.crc32(text.encode())},\n"content": {text}}}\n'
+        crc32 = zlib.crc32(text.encode())
+        return f'{{"format": "{FORMAT}", "version": {VERSION}, "crc32": {crc32},\n"content": {text}}}\n'
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Raises CheckpointError, naming `where`, for what is no manifest, of another version, or damaged."""
+        """Parse a manifest. Raises CheckpointError naming `where` for another format or version, or damage."""
         try:
             whole = json.loads(text)
             if whole["format"] != FORMAT:
@@ -100,9 +126,7 @@ class Manifest:
             content = whole["content"]
             found = zlib.crc32(_canonical(content).encode())
             if found != whole["crc32"]:
-                raise CheckpointError(
-                    f"{where} is damaged: its checksum is {found:08x}, it was written with {whole['crc32']:08x}"
-                )
+                raise CheckpointError(f"{where} is damaged: its checksum is {found:08x}, expected {whole['crc32']:08x}")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from None
         return cls(
@@ -111,17 +135,17 @@ class Manifest:
             content["block_bytes"],
             content["state"],
             {name: SavedFile(file["bytes"], file["crc32"]) for name, file in content["files"].items()},
-            {name: _tensor_of(tensor) for name, tensor in content["tensors"].items()},
+            {name: SavedTensor.from_json(tensor) for name, tensor in content["tensors"].items()},
         )
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError if it is missing, unreadable or damaged."""
+    """Read the manifest of a checkpoint folder. Raises CheckpointError if it is missing, unreadable or damaged."""
     path = folder / MANIFEST_NAME
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST_NAME}") from None
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST_NAME}") from None
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     except OSError as error:
@@ -130,29 +154,29 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _canonical(content: Any) -> str:
-    """One text for one content, so that a checksum survives parsing."""
+    """Serialize in one fixed way, so that parsing and serializing again gives the same checksum."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=True)
 
 
-def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
-    boxes = [
-        {
-            "file": saved.file,
-            "offset": list(saved.box.offset),
-            "shape": list(saved.box.shape),
-            "start": saved.start,
-            "crc32": list(saved.crc32),
-        }
-        for saved in tensor.boxes
-    ]
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "boxes": boxes}
+def check_covered(name: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    """Raise CheckpointError unless the boxes cover each element of the tensor exactly once.
 
+    Sweeps along dim 0: each box is compared only with the boxes that reach its first row.
+    """
 
-def _tensor_of(content: dict[str, Any]) -> SavedTensor:
-    boxes = (
-        SavedBox(
-            saved["file"], Box(tuple(saved["offset"]), tuple(saved["shape"])), saved["start"], tuple(saved["crc32"])
-        )
-        for saved in content["boxes"]
-    )
-    return SavedTensor(content["dtype"], tuple(content["shape"]), tuple(boxes))
+    def text(box: Box) -> str:
+        return f"the box at {list(box.offset)} of shape {list(box.shape)}"
+
+    whole = Box((0,) * len(shape), shape)
+    still_open: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.offset):
+        if box.intersect(whole) != box:
+            raise CheckpointError(f"{name}: {text(box)} is not within shape {list(shape)}")
+        still_open = [other for other in still_open if other.offset[0] + other.shape[0] > box.offset[0]]
+        for other in still_open:
+            if other.intersect(box) is not None:
+                raise CheckpointError(f"{name}: {text(other)} and {text(box)} overlap: two ranks own the same elements")
+        still_open.append(box)
+    covered, size = sum(box.num_elements for box in boxes), math.prod(shape)
+    if covered != size:
+        raise CheckpointError(f"{name}: only {covered} of its {size} elements are owned by some rank")

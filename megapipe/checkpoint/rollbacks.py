@@ -1,13 +1,13 @@
-"""`rollbacks.json`: what a run went back from, beside its checkpoints. Imports no torch.
+"""`rollbacks.json`: the rollbacks of a run, stored next to its checkpoints. Imports no torch.
 
-An entry counts from the moment at which the file is renamed into place, whatever the process still does afterwards. Checkpoints made on
-the way that was given up are known by it: they are later than the step gone back to, and their own state counts fewer rollbacks.
+An entry takes effect when the file is renamed into place, whatever happens to the process afterwards. It also
+identifies the checkpoints that the rollback abandoned: their step is later than the one rolled back to, and their own
+state counts fewer rollbacks.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +21,12 @@ ROLLBACKS_NAME = "rollbacks.json"
 
 @dataclass(frozen=True)
 class Rollback:
-    """number: from 1 on. from_step, to_step: given up, and gone on from. first_sample, past_sample: the window of the data set that is
-    skipped from here on. account: of the run after it (train.state.Account). time: Unix seconds."""
+    """One rollback.
+
+    number: counted from 1. from_step: last step of the abandoned part of the run. to_step: step that the run resumed
+    from. first_sample, past_sample: range of the data set that is skipped from then on. time: Unix seconds. account:
+    of the run after the rollback (train.state.Account).
+    """
 
     number: int
     from_step: int
@@ -35,7 +39,10 @@ class Rollback:
 
 
 def read_rollbacks(root: Path) -> tuple[Rollback, ...]:
-    """In their order; none where there is no file. Raises CheckpointError if it is damaged: weights given up would be loaded."""
+    """Return all rollbacks, oldest first, or none if there is no file.
+
+    Raises CheckpointError for a damaged file: ignoring it would load abandoned weights.
+    """
     path = root / ROLLBACKS_NAME
     try:
         return tuple(Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
@@ -46,31 +53,29 @@ def read_rollbacks(root: Path) -> tuple[Rollback, ...]:
 
 
 def write_rollback(root: Path, rollback: Rollback, disk: Disk) -> None:
-    """Add one. Raises OSError, CheckpointError."""
-    temporary = root / f".{ROLLBACKS_NAME}.tmp-{secrets.token_hex(8)}"
+    """Append a rollback. Raises OSError, CheckpointError."""
     entries = [asdict(entry) for entry in (*read_rollbacks(root), rollback)]
-    disk.write_file(temporary, (json.dumps(entries, indent=1) + "\n").encode())
-    disk.rename(temporary, root / ROLLBACKS_NAME)
+    disk.replace_file(root / ROLLBACKS_NAME, (json.dumps(entries, indent=1) + "\n").encode())
 
 
 def abandoned_by(rollbacks: Sequence[Rollback], step: int, num_rollbacks: int) -> Rollback | None:
-    """The rollback that gave up a run that had come to `step` after num_rollbacks; None if it goes on."""
+    """Return the rollback that abandoned step `step` of a run that had made `num_rollbacks`, or None."""
     return next((entry for entry in rollbacks if entry.number > num_rollbacks and step > entry.to_step), None)
 
 
+def rollbacks_before(state: dict[str, Any]) -> int:
+    """Return the number of rollbacks that a checkpoint's state counts."""
+    return int((state.get("account") or {}).get("rollbacks", 0))
+
+
 def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str, Any] | None:
-    """The account that a run goes on with from a checkpoint's state: its own, or that of the last rollback, if that came after it. None: of
-    a checkpoint that knew of none."""
+    """Return the account with which a run resumes from a checkpoint's state.
+
+    This is the account of the last rollback if it came after the checkpoint, else the checkpoint's own; None if an
+    older version wrote the checkpoint without one.
+    """
     before = rollbacks_before(state)
-    if (
-        rollbacks
-        and rollbacks[-1].number > before
-        and abandoned_by(rollbacks, int(state["training"]["step"]), before) is None
-    ):
+    is_newer = bool(rollbacks) and rollbacks[-1].number > before
+    if is_newer and abandoned_by(rollbacks, int(state["training"]["step"]), before) is None:
         return rollbacks[-1].account
     return state.get("account")
-
-
-def rollbacks_before(state: dict[str, Any]) -> int:
-    """How many rollbacks a checkpoint's state counts."""
-    return int((state.get("account") or {}).get("rollbacks", 0))

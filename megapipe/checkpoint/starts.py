@@ -1,34 +1,34 @@
-"""`Starts`: how often a job has been started from one and the same place, in a small file beside its checkpoints. Imports no torch.
+"""`starts.json`: how often a job was started without progress, stored next to its checkpoints. Imports no torch.
 
-Rank 0 writes `starts.json` once at every start, before the ranks meet, by a rename; a run that came to its end removes it. Whoever starts
-the job again, torchrun, SLURM or both, finds it there.
+Rank 0 replaces the file once per start, before the ranks rendezvous; a run that completes removes it. Restarts of the
+job find it there, whether torchrun or SLURM makes them.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import find_checkpoint, temporary_name
+from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.rollbacks import read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError, NoProgressError
 
 STARTS_NAME = "starts.json"
-MOST_FROM_ONE_PLACE = 2
+MAX_STARTS = 2  # from the same checkpoint
 
 
 @dataclass(frozen=True)
 class Starts:
-    """Starts of a job in a row, oldest first, none of which has come further than the one before.
+    """Consecutive starts of a job without progress from one to the next, oldest first.
 
-    job: its name, None where the launcher gives none. step: of the newest complete checkpoint, -1: there is none. rollbacks: made so
-    far; after one the newest checkpoint is an older one, and yet the run has come further. times: Unix seconds. is_restart: the last of
-    them is a restart of the job, not a new wish of a person.
+    job: its name, None if the launcher gives none. step: newest complete checkpoint, -1 if there is none. rollbacks:
+    number made so far; after a rollback the newest checkpoint is an older one although the run has made progress.
+    times: Unix seconds. is_restart: the last start was an automatic restart of the job, not one that a person asked
+    for.
     """
 
     job: str | None
@@ -38,53 +38,67 @@ class Starts:
     is_restart: bool = False
 
     @property
-    def is_hopeless(self) -> bool:
-        """Another start from here has been tried often enough."""
-        return len(self.times) > MOST_FROM_ONE_PLACE
+    def exhausted(self) -> bool:
+        """True if the job may not be started from here again."""
+        return len(self.times) > MAX_STARTS
 
-    def then(self, following: Starts) -> Starts:
-        """With one more start. Only restarts of the same job are counted, and only while there is no progress."""
-        is_restart = following.is_restart or (following.job is not None and following.job == self.job)
-        further = (following.rollbacks, following.step) > (self.rollbacks, self.step)
-        earlier = () if further or not is_restart else self.times
-        return Starts(following.job, following.step, following.rollbacks, (*earlier, *following.times), is_restart)
+    def followed_by(self, start: Starts) -> Starts:
+        """Return the record with one more start. Only restarts of the same job without progress add up."""
+        is_restart = start.is_restart or (start.job is not None and start.job == self.job)
+        has_progress = (start.rollbacks, start.step) > (self.rollbacks, self.step)
+        earlier = () if has_progress or not is_restart else self.times
+        return Starts(start.job, start.step, start.rollbacks, (*earlier, *start.times), is_restart)
 
 
 def count_start(root: Path, job: str | None, is_restart: bool, disk: Disk | None = None) -> Starts:
-    """Count a start of the run that saves in `root`; a hopeless one is told and not written down. Called by rank 0 alone.
+    """Record a start of the run that saves in `root`; a start too many is returned but not recorded. For rank 0 alone.
 
     Raises CheckpointError if the file cannot be written.
     """
-    step, rollbacks = newest_place(root)
-    following = Starts(job, step, rollbacks, (time.time(),), is_restart)
+    step, rollbacks = _progress(root)
+    start = Starts(job, step, rollbacks, (time.time(),), is_restart)
     before = _read(root / STARTS_NAME)
-    starts = following if before is None else before.then(following)
-    if starts.is_hopeless:
+    starts = start if before is None else before.followed_by(start)
+    if starts.exhausted:
         return starts
     disk = disk or Disk()
-    temporary = root / temporary_name(STARTS_NAME, secrets.token_hex(8))
     try:
-        disk.make_parents(temporary)
-        disk.write_file(temporary, json.dumps(asdict(starts)).encode())
-        disk.rename(temporary, root / STARTS_NAME)
+        disk.make_parents(root / STARTS_NAME)
+        disk.replace_file(root / STARTS_NAME, json.dumps(asdict(starts)).encode())
     except OSError as error:
-        raise CheckpointError(f"--save {root} cannot be written to: {error.strerror} (errno {error.errno})") from None
+        raise CheckpointError(f"--save {root} cannot be written: {error.strerror} (errno {error.errno})") from None
     return starts
 
 
-def forget_starts(root: Path) -> None:
-    """The run has come to its end. A disk that refuses leaves the file, which counts only restarts of the same job."""
+def clear_starts(root: Path) -> None:
+    """Remove the record of a completed run. A failure does no harm: only restarts of the same job count."""
     try:
         (root / STARTS_NAME).unlink(missing_ok=True)
     except OSError:
         return
 
 
-def newest_place(root: Path) -> tuple[int, int]:
-    """(step of the newest complete checkpoint, rollbacks its run has made); (-1, 0) where there is none."""
+def no_progress_error(starts: Starts, root: Path, last_words: str | None) -> NoProgressError:
+    """Return the error for a start too many. last_words: the previous run's last error message, if it is known."""
+    checkpoint = (
+        f"step {starts.step}, the newest complete checkpoint of {root}"
+        if starts.step >= 0
+        else f"the beginning, since {root} holds no checkpoint"
+    )
+    at = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in starts.times[:-1])
+    last = f" The last one ended with: {last_words}" if last_words else ""
+    return NoProgressError(
+        f"this would be start number {len(starts.times)} from {checkpoint}; the previous ones ({at}) ended before "
+        f"another checkpoint was complete.{last} Fix the cause (or save more often), then submit a new job; to requeue "
+        f"this one, remove {root / STARTS_NAME} first"
+    )
+
+
+def _progress(root: Path) -> tuple[int, int]:
+    """Return (step of the newest complete checkpoint, number of rollbacks), or (-1, 0) if there is no checkpoint."""
     try:
         found = find_checkpoint(root)
-    except CheckpointError:  # nothing but damage: loading says so
+    except CheckpointError:  # all are damaged; loading will report it
         return -1, 0
     if found is None:
         return -1, 0
@@ -92,23 +106,8 @@ def newest_place(root: Path) -> tuple[int, int]:
     return found.step, rollbacks[-1].number if rollbacks else rollbacks_before(found.manifest.state)
 
 
-def no_progress(starts: Starts, root: Path, last_words: str | None) -> NoProgressError:
-    """The error of a hopeless start. last_words: of the run before, if they are known."""
-    place = (
-        f"step {starts.step}, the newest complete checkpoint of {root}"
-        if starts.step >= 0
-        else f"the beginning: {root} holds none"
-    )
-    at = " and ".join(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in starts.times[:-1])
-    last = f" The last one said: {last_words}" if last_words else ""
-    return NoProgressError(
-        f"this would be start number {len(starts.times)} from {place}; those of {at} ended before another checkpoint was complete.{last} "
-        f"Remove the cause (or save more often), then start the job anew; a requeued one needs {root / STARTS_NAME} removed first"
-    )
-
-
 def _read(path: Path) -> Starts | None:
-    """None where there is no such file, or none that makes sense: a count is then begun anew."""
+    """Return the record, or None if the file is missing or invalid: counting then starts again."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return Starts(

@@ -1,4 +1,4 @@
-"""`TensorBox`: a rectangle of a global tensor and the memory that holds it, to be saved or to be loaded into."""
+"""`TensorBox`: a rectangle of a global tensor with the memory that holds it, to be saved or loaded into."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from megapipe.sharding.boxes import Box, Piece
 
 @dataclass(frozen=True)
 class TensorBox:
-    """name: `key/parameter`. shape: of the global tensor, without vocabulary padding. values: [box.num_elements], row-major, contiguous."""
+    """A box and its values.
+
+    name: `key/parameter`. shape: of the global tensor, without vocabulary padding. values: [box.num_elements],
+    row-major and contiguous.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -26,9 +30,13 @@ class TensorBox:
                 f"{self.name}: {tuple(self.values.shape)} values with strides {self.values.stride()} for {self.box}"
             )
 
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.values.dtype.itemsize
 
-def true_box(piece: Piece) -> Box | None:
-    """The box of a piece without the vocabulary's padding rows, which are its last; None if nothing is left."""
+
+def unpadded_box(piece: Piece) -> Box | None:
+    """Return a piece's box without vocabulary padding (its last rows), or None if nothing is left."""
     true_rows = piece.spec.true_rows
     if true_rows is None:
         return piece.box
@@ -36,28 +44,28 @@ def true_box(piece: Piece) -> Box | None:
     return Box(piece.box.offset, (rows, *piece.box.shape[1:])) if rows else None
 
 
-def true_shape(piece: Piece) -> tuple[int, ...]:
-    """The global tensor's shape without the vocabulary's padding."""
-    shape = piece.spec.shape
-    return shape if piece.spec.true_rows is None else (piece.spec.true_rows, *shape[1:])
-
-
 def tensor_box(key: str, piece: Piece, values: Tensor) -> TensorBox | None:
-    """A piece of a parameter's or optimizer's tensor without padding. values: [piece.box.num_elements], a view. None: all padding."""
-    box = true_box(piece)
+    """Return a piece of a parameter or of optimizer state without padding, or None if all of it is padding.
+
+    values: [piece.box.num_elements], of which the result is a view.
+    """
+    box = unpadded_box(piece)
     if box is None:
         return None
-    return TensorBox(f"{key}/{piece.spec.name}", true_shape(piece), box, values.detach()[: box.num_elements])
+    shape = piece.spec.shape
+    if piece.spec.true_rows is not None:
+        shape = (piece.spec.true_rows, *shape[1:])
+    return TensorBox(f"{key}/{piece.spec.name}", shape, box, values.detach()[: box.num_elements])
 
 
 def padding_of(piece: Piece, values: Tensor) -> Tensor:
-    """The part of a piece's values that is vocabulary padding, a view, often empty."""
-    box = true_box(piece)
+    """Return a view of the part of a piece's values that is vocabulary padding, often empty."""
+    box = unpadded_box(piece)
     return values.detach()[0 if box is None else box.num_elements :]
 
 
-def as_bytes(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The elements' bytes in memory of the CPU, in blocks, the last one shorter; without a copy where they are there."""
+def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in host memory, in blocks; tensors on the CPU are not copied."""
     flat = values.detach().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         whole = flat.numpy().data
@@ -66,3 +74,8 @@ def as_bytes(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
     else:
         for block in flat.split(block_bytes):
             yield block.cpu().numpy().data
+
+
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the index of a box in the values of the box that contains it."""
+    return tuple(slice(o - t, o - t + n) for o, t, n in zip(inner.offset, outer.offset, inner.shape, strict=True))

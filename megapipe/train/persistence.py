@@ -23,12 +23,17 @@ import torch
 
 from megapipe.assembly.saved_weights import held_weights
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, prepare_root, step_of_folder
+from megapipe.checkpoint.folder import (
+    CheckpointFolder,
+    Retention,
+    find_checkpoint,
+    move_abandoned,
+    prepare_root,
+    step_of_folder,
+)
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.retention import Retention
 from megapipe.checkpoint.rollbacks import Rollback, abandoned_by, account_of, read_rollbacks
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, padding_of, tensor_box

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megapipe.checkpoint.folder import steps_in
-from megapipe.checkpoint.starts import Starts, count_start, no_progress
+from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
 from megapipe.comm.collectives import broadcast_object
 from megapipe.comm.groups import Group
 from megapipe.config.checkpoint import CheckpointConfig
@@ -34,11 +34,11 @@ def agreed(counted: Counted, config: Config, world: Group) -> Starts | None:
     starts: Counted = broadcast_object(counted, world)
     if isinstance(starts, CheckpointError):
         raise starts
-    if starts is not None and starts.is_hopeless:
+    if starts is not None and starts.exhausted:
         assert config.checkpoint.save is not None
         folder = recorded_folder(config)
         last_words = None if folder is None else last_failure(folder, starts.times[0])
-        raise no_progress(starts, Path(config.checkpoint.save), last_words)
+        raise no_progress_error(starts, Path(config.checkpoint.save), last_words)
     return starts
 
 

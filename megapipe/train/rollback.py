@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.checkpoint.abandoned import move_abandoned
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import folder_name, is_complete, steps_in
+from megapipe.checkpoint.folder import folder_name, is_complete, move_abandoned, steps_in
 from megapipe.checkpoint.rollbacks import Rollback, write_rollback
 from megapipe.comm.collectives import broadcast_object
 from megapipe.data.loader import Loader

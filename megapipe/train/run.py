@@ -12,7 +12,7 @@ import torch
 
 from megapipe.assembly.datasets import RunData, build_data
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.checkpoint.starts import Starts, forget_starts
+from megapipe.checkpoint.starts import Starts, clear_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
@@ -124,7 +124,7 @@ def _train(
         around.log.end(resumed.state.step, ending.reason, ending.early)
         if around.starts is not None and not ending.early and groups.world.rank == 0:
             assert plan.config.checkpoint.save is not None
-            forget_starts(Path(plan.config.checkpoint.save))
+            clear_starts(Path(plan.config.checkpoint.save))
     finally:
         data.close()
         writers.close()

@@ -9,9 +9,8 @@ from pathlib import Path
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.save import BackgroundSave
-from megapipe.checkpoint.shard_file import BLOCK_BYTES
-from megapipe.checkpoint.staging import Staging
+from megapipe.checkpoint.save import BackgroundSave, Staging
+from megapipe.checkpoint.shard import BLOCK_BYTES
 from megapipe.errors import CheckpointError
 from megapipe.train.metrics import human_bytes
 from megapipe.train.persistence import boxes_to_save, retention, save, what_to_save

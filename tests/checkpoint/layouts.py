@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint
-from megapipe.checkpoint.retention import Retention
+from megapipe.checkpoint.folder import CheckpointFolder, Retention, find_checkpoint
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
 from megapipe.comm.groups import Group

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from megapipe.checkpoint.attempt import Extras
-from megapipe.checkpoint.coverage import check_covered
 from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.manifest import check_covered
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.errors import CheckpointError
@@ -77,7 +77,7 @@ def test_dtypes_widen_exactly_or_are_refused(tmp_path: Path, saved: torch.dtype,
         load_tensors(newest(tmp_path), [wanted], WORLD)
         assert torch.equal(wanted.values.view(7, 3), values.to(asked))
     else:
-        with pytest.raises(CheckpointError, match=r"master/w was saved as \w+, which \w+ does not hold exactly"):
+        with pytest.raises(CheckpointError, match=r"master/w was saved as \w+, which \w+ cannot represent exactly"):
             load_tensors(newest(tmp_path), [wanted], WORLD)
 
 
@@ -100,7 +100,7 @@ def test_a_few_rows_cost_a_few_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     ("name", "shape", "message"),
     [
         ("master/v", (5, 4), r"holds no tensor master/v"),
-        ("master/w", (5, 8), r"master/w has shape \[5, 4\], this model's has \[5, 8\]"),
+        ("master/w", (5, 8), r"master/w has shape \[5, 4\], but this model's has \[5, 8\]"),
     ],
     ids=["missing", "shape"],
 )
@@ -137,7 +137,7 @@ def test_a_hole_and_an_overlap_are_found_in_any_cut(boxes: list[Box], random) ->
         check_covered("w", shape, boxes[1:])
     with pytest.raises(CheckpointError, match="overlap"):
         check_covered("w", shape, [*boxes, random.choice(boxes)])
-    with pytest.raises(CheckpointError, match="does not lie within shape"):
+    with pytest.raises(CheckpointError, match="is not within shape"):
         check_covered("w", (shape[0], shape[1] - 1), boxes) if shape[1] > 1 else check_covered(
             "w", (shape[0] - 1, shape[1]), boxes
         )

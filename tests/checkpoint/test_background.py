@@ -15,10 +15,9 @@ import torch
 
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import KEEP_ALL
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.retention import KEEP_ALL
-from megapipe.checkpoint.save import BackgroundSave
-from megapipe.checkpoint.staging import Staging
+from megapipe.checkpoint.save import BackgroundSave, Staging
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group, build_process_groups

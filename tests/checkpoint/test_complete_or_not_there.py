@@ -13,7 +13,7 @@ import torch
 
 from megapipe.checkpoint.attempt import Extras
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import clean_torn, prepare_root, read_latest
+from megapipe.checkpoint.folder import prepare_root, read_latest, remove_leftovers
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import save_checkpoint
 from megapipe.checkpoint.tensor_box import TensorBox
@@ -133,10 +133,10 @@ def test_latest_names_the_newest(tmp_path: Path) -> None:
 def test_saving_never_overwrites(tmp_path: Path) -> None:
     save_one(tmp_path, 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert "was saved before and is complete" in save_one(tmp_path, 1, torch.zeros(5, 4)).remark
+    assert "was already saved and is complete" in save_one(tmp_path, 1, torch.zeros(5, 4)).remark
     other = TensorBox("master/w", (1,), Box((0,), (1,)), torch.zeros(1))
     with pytest.raises(
-        CheckpointError, match=r"step_00000001 is there already, complete and of another state; saving never overwrites"
+        CheckpointError, match=r"step_00000001 already exists with another state; saving never overwrites"
     ):
         save_checkpoint(tmp_path, 1, [other], Extras({"training": {"step": 1, "consumed_samples": 9}}, ""), WORLD)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
@@ -173,7 +173,7 @@ def test_a_run_may_not_start_below_checkpoints_it_would_run_into(tmp_path: Path)
 
 def test_a_root_that_cannot_be_written_to_is_known_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"--save .*file/checkpoints cannot be written to: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"--save .*file/checkpoints cannot be written: Not a directory"):
         prepare_root(tmp_path / "file" / "checkpoints", 0)
     with pytest.raises(CheckpointError, match=r"cannot save in .*file/checkpoints: Not a directory"):
         save_one(tmp_path / "file" / "checkpoints", 1)
@@ -184,7 +184,7 @@ def test_cleaning_touches_nothing_else(tmp_path: Path) -> None:
     names = [".hidden", ".step_00000001.tmp", "step_00000009.damaged-ab", ".latest.tmp-xyz"]
     for name in names:
         (tmp_path / name).mkdir()
-    assert clean_torn(tmp_path) == ()
+    assert remove_leftovers(tmp_path) == ()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "latest", "step_00000001"])
 
 
@@ -228,9 +228,7 @@ def test_a_read_only_disk_is_named_and_can_be_loaded_from(small_disk: Path) -> N
         match=r"cannot save in .*disk: Read-only file system \(errno 30\); checkpoints saved earlier are intact",
     ):
         save_one(small_disk, 2)
-    with pytest.raises(
-        CheckpointError, match=r"--save .*disk cannot be written to: Read-only file system \(errno 30\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"--save .*disk cannot be written: Read-only file system \(errno 30\)"):
         prepare_root(small_disk, 1)
     assert value_of(small_disk) == 1
 

@@ -12,9 +12,8 @@ import torch
 from megapipe.checkpoint import disk as disk_module
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import find_checkpoint, prepare_root
+from megapipe.checkpoint.folder import Retention, find_checkpoint, prepare_root
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.retention import Retention
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.checkpoint.verify import damage
 from megapipe.errors import CheckpointError
@@ -83,7 +82,7 @@ def trouble(root: Path, allowed: tuple[int, ...]) -> str | None:
         if found is None or found.step not in allowed:
             return f"step {None if found is None else found.step} is found, not one of {allowed}"
         if found.remarks != () and not all("latest names" in remark for remark in found.remarks):
-            return f"a folder with a good name is passed over: {found.remarks}"
+            return f"a folder with a good name is skipped: {found.remarks}"
         values = torch.zeros(NUM_RANKS * COLUMNS)
         box = TensorBox("master/w", (NUM_RANKS, COLUMNS), Box((0, 0), (NUM_RANKS, COLUMNS)), values)
         load_tensors(found, [box], WORLD)

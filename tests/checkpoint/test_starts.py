@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint.starts import MOST_FROM_ONE_PLACE, STARTS_NAME, Starts, count_start, forget_starts, no_progress
+from megapipe.checkpoint.starts import MAX_STARTS, STARTS_NAME, Starts, clear_starts, count_start, no_progress_error
 from megapipe.errors import CheckpointError, NoProgressError
 from tests.checkpoint.layouts import save_one
 
@@ -15,12 +15,12 @@ def counted(root: Path, job: str | None = None, is_restart: bool = True) -> int:
     return len(count_start(root, job, is_restart).times)
 
 
-def test_the_third_start_from_one_place_is_hopeless_and_stays_so(tmp_path: Path) -> None:
-    assert MOST_FROM_ONE_PLACE == 2
+def test_the_third_start_from_one_place_exhausted_and_stays_so(tmp_path: Path) -> None:
+    assert MAX_STARTS == 2
     assert [counted(tmp_path / "run", is_restart=number > 0) for number in range(5)] == [1, 2, 3, 3, 3]
     starts = count_start(tmp_path / "run", None, True)
-    assert starts.is_hopeless and starts.step == -1
-    error = no_progress(starts, tmp_path / "run", "rank 3: loss nan")
+    assert starts.exhausted and starts.step == -1
+    error = no_progress_error(starts, tmp_path / "run", "rank 3: loss nan")
     assert isinstance(error, NoProgressError) and error.exit_code == 3
     assert "start number 3 from the beginning" in str(error) and "rank 3: loss nan" in str(error)
 
@@ -47,7 +47,7 @@ def test_who_is_not_restarted_counts_only_under_the_name_of_the_same_job(
 
 def test_a_run_that_ended_is_forgotten_and_a_torn_file_counts_anew(tmp_path: Path) -> None:
     assert [counted(tmp_path), counted(tmp_path)] == [1, 2]
-    forget_starts(tmp_path)
+    clear_starts(tmp_path)
     assert counted(tmp_path) == 1
     (tmp_path / STARTS_NAME).write_text('{"job": nul')
     assert counted(tmp_path) == 1
@@ -56,11 +56,11 @@ def test_a_run_that_ended_is_forgotten_and_a_torn_file_counts_anew(tmp_path: Pat
 
 def test_after_a_rollback_the_run_has_come_further(tmp_path: Path) -> None:
     before = Starts(None, 120, 0, (1.0, 2.0), True)
-    assert before.then(Starts(None, 100, 1, (3.0,), True)).times == (3.0,)
-    assert before.then(Starts(None, 120, 0, (3.0,), True)).times == (1.0, 2.0, 3.0)
+    assert before.followed_by(Starts(None, 100, 1, (3.0,), True)).times == (3.0,)
+    assert before.followed_by(Starts(None, 120, 0, (3.0,), True)).times == (1.0, 2.0, 3.0)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"--save .*file/run cannot be written to"):
+    with pytest.raises(CheckpointError, match=r"--save .*file/run cannot be written"):
         count_start(tmp_path / "file" / "run", None, False)

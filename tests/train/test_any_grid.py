@@ -16,9 +16,8 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.compare import compare
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import open_folder
+from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.retention import KEEP_ALL
 from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.yaml_file import to_yaml

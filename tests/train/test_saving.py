@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import find_checkpoint
+from megapipe.checkpoint.folder import Retention, find_checkpoint
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import ITEM_BYTES
-from megapipe.checkpoint.retention import Retention
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.checkpoint.verify import damage
 from megapipe.comm.groups import Group
@@ -225,4 +224,4 @@ def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_which_checkpoints_stay(keep: Retention, left: list[int]) -> None:
     steps = [10, 20, 30, 40, 45]
-    assert [step for step in steps if step not in keep.doomed(steps, 45)] == left
+    assert [step for step in steps if step not in keep.to_remove(steps, 45)] == left

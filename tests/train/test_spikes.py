@@ -199,7 +199,7 @@ def test_a_crash_in_a_rollback_costs_nothing(tmp_path: Path, monkeypatch: pytest
     assert code == 0, said
     assert "going on after step 6, 48 samples" in said and "Back to" not in said
     if event == "written":
-        assert "saved on a way that was given up" in said
+        assert "was abandoned by a rollback" in said
     found, expected = contents(tmp_path / "c", 14), contents(tmp_path / "undisturbed", 14)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert account(tmp_path / "c", 14) == account(tmp_path / "undisturbed", 14)

@@ -30,12 +30,10 @@ import torch
 
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import open_folder
+from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.retention import KEEP_ALL
-from megapipe.checkpoint.save import BackgroundSave, save_checkpoint
-from megapipe.checkpoint.shard_file import BLOCK_BYTES
-from megapipe.checkpoint.staging import Staging
+from megapipe.checkpoint.save import BackgroundSave, Staging, save_checkpoint
+from megapipe.checkpoint.shard import BLOCK_BYTES
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier

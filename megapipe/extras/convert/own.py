@@ -17,7 +17,7 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedTensor
 from megapipe.checkpoint.rollbacks import account_of, read_rollbacks
 from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
-from megapipe.checkpoint.shard_file import DTYPES
+from megapipe.checkpoint.shard import DTYPES
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.shard_file import BLOCK_BYTES, DTYPE_NAMES, DTYPES
-from megapipe.checkpoint.tensor_box import as_bytes
+from megapipe.checkpoint.shard import BLOCK_BYTES, DTYPE_NAMES, DTYPES
+from megapipe.checkpoint.tensor_box import byte_blocks
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert.snapshot import LazyTensor
 
@@ -81,7 +81,7 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> 
     with disk.create(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            for block in as_bytes(tensor.detach(), BLOCK_BYTES):
+            for block in byte_blocks(tensor.detach(), BLOCK_BYTES):
                 file.write(block)
 
 
