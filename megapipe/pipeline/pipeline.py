@@ -18,7 +18,7 @@ from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered, build_schedule
-from megapipe.schedule.flow import unhindered_send_depth
+from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.topology import Topology
 
 Message = Sequence[MessageSpec]

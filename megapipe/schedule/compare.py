@@ -10,10 +10,10 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
-from megapipe.schedule.memory import inputs_held
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs, Timeline, peak_live_chunks, simulate
+from megapipe.schedule.simulate import Costs, Timeline, peak_waiting_messages, simulate
 from megapipe.schedule.validate import validate
 
 
@@ -142,7 +142,7 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
             peak_microbatches=max(timeline.peak_live_chunks) * chunk,
             peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
             peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
-            inputs_held=max(inputs_held(timeline)),
+            inputs_held=max(peak_waiting_messages(timeline)),
             messages_sent=sum(timeline.messages_sent),
             send_depth=proof.send_depth,
             num_actions=proof.num_actions,

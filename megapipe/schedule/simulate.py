@@ -9,14 +9,18 @@ The words for "bubble" and the two clocks, chained and barrier, are those of doc
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.collector import without_collector
+from megapipe.schedule.dependencies import Channel, channel_of
+from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
@@ -207,28 +211,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))
 
 
-def peak_live_chunks(schedule: Schedule, until_input_gradient: bool = False) -> tuple[int, ...]:
-    """Of each rank: the most (stage, microbatch) pairs live at once, counted from F to B or W (or already to I).
-
-    A forward-only schedule keeps nothing beyond the forward that runs.
-    """
-    if not schedule.has_backward:
-        return tuple(int(any(op is Op.F for _, op, _ in row)) for row in schedule.rows)
-    ends = {Op.B, Op.I} if until_input_gradient else {Op.B, Op.W}
-    peaks, forward = [], Op.F
-    for row in schedule.rows:
-        live = peak = 0
-        for _, op, _ in row:
-            if op is forward:
-                live += 1
-                if live > peak:
-                    peak = live
-            elif op in ends:
-                live -= 1
-        peaks.append(peak)
-    return tuple(peaks)
-
-
 def messages_sent(schedule: Schedule) -> tuple[int, ...]:
     """Of each rank: its SENDs, or in a compute-only schedule those that lowering will add."""
     if schedule.is_lowered:
@@ -240,3 +222,83 @@ def messages_sent(schedule: Schedule) -> tuple[int, ...]:
 def _missing_cost(schedule: Schedule, costs: Costs) -> tuple[int, Op] | None:
     wanted = {(stage, op) for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}
     return min(wanted - costs.seconds.keys(), key=lambda pair: (pair[0], pair[1].value), default=None)
+
+
+def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> list[tuple[float, float]]:
+    """Return (seconds, chunks live from then on) of a rank: a chunk lives from the start of F to the end of B or W.
+
+    kept_for_weights: the part of it that stays from the end of I to the end of W.
+    """
+    if not timeline.schedule.has_backward:
+        return []
+    weights = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: kept_for_weights}
+    steps: list[tuple[float, int, float]] = []
+    for (_, changes), start, end in zip(
+        lifetimes(timeline.schedule.rows[rank]), timeline.starts[rank], timeline.ends[rank], strict=True
+    ):
+        steps.append((start, 1, changes.at_start(weights)))  # after what ends at the same time
+        steps.append((end, 0, changes.at_end(weights)))
+    return _accumulated(steps)
+
+
+def waiting_message_curves(timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """Return for each rank (seconds, activations and gradients received from other ranks and not yet used from then on)."""
+    schedule, costs = timeline.schedule, timeline.costs
+    sent_at: dict[tuple[Op, int, int | None], float] = {}  # by the SEND, whether or not the schedule holds it
+    for row, ends in zip(schedule.rows, timeline.ends, strict=True):
+        for (stage, op, microbatch), end in zip(row, ends, strict=True):
+            if op in COMPUTE_OPS and op is not Op.W:
+                sent_at[Op.SEND_F if op is Op.F else Op.SEND_B, stage, microbatch] = end
+    curves = []
+    for rank, row in enumerate(schedule.rows):
+        steps: list[tuple[float, int, float]] = []
+        for ((stage, _, microbatch), changes), used in zip(
+            lifetimes(row, schedule.placement, rank), timeline.starts[rank], strict=True
+        ):
+            for kind, _ in (*changes.takes, *changes.frees):
+                if kind in (Held.RECEIVED_INPUT, Held.RECEIVED_GRADIENT):
+                    send = (Op.SEND_F, stage - 1) if kind is Held.RECEIVED_INPUT else (Op.SEND_B, stage + 1)
+                    wire_seconds = costs.seconds.get((send[1], send[0]), 0.0) + costs.latency_seconds
+                    arrived = sent_at[*send, microbatch] + wire_seconds
+                    if used > arrived:
+                        steps += ((arrived, 1, 1.0), (used, 0, -1.0))
+        curves.append(_accumulated(steps))
+    return curves
+
+
+def peak_waiting_messages(timeline: Timeline) -> tuple[int, ...]:
+    """Return the peak of each curve of `waiting_message_curves`.
+
+    No count of live microbatches shows this memory: with breadth-first it is m - p messages on rank 0.
+    """
+    return tuple(round(max((count for _, count in curve), default=0.0)) for curve in waiting_message_curves(timeline))
+
+
+def _accumulated(steps: list[tuple[float, int, float]]) -> list[tuple[float, float]]:
+    """Sum (seconds, order at the same time, change) up to (seconds, level)."""
+    curve: list[tuple[float, float]] = []
+    level = 0.0
+    for time, _, step in sorted(step for step in steps if step[2]):
+        level += step
+        if curve and curve[-1][0] == time:
+            curve[-1] = (time, level)
+        else:
+            curve.append((time, level))
+    return curve
+
+
+def unhindered_send_depth(schedule: Schedule) -> int:
+    """Return the most messages of one channel that are in flight when no sender waits, in a lowered schedule where F = I = W.
+
+    With as many sends in flight the schedule runs to its end (any depth that lets one order of events through lets all through) and
+    no sender blocks. Breadth-first needs nearly all its messages: a rank runs ahead of the one that uses its last chunk but one.
+    """
+    timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
+    changes: dict[Channel, list[tuple[float, int, int]]] = defaultdict(
+        list
+    )  # (seconds, order at the same time, change)
+    for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
+        for action, start, end in zip(row, starts, ends, strict=True):
+            if action.op in SEND_OPS:  # one that starts as another ends counts as beside it
+                changes[channel_of(action, len(schedule.placement.directions))] += [(start, 0, 1), (end, 1, -1)]
+    return max((max(accumulate(change for *_, change in sorted(each))) for each in changes.values()), default=0)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import COMPLETES_OPS, Op
+from megapipe.schedule.action import Op
+from megapipe.schedule.lifetimes import Held, lifetimes
 from megapipe.schedule.schedule import Schedule
 
 VersionRule = Callable[
@@ -61,8 +62,8 @@ def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_s
     users = Counter(version_of)  # version -> microbatches that still need it, those to come included
     buffer_of, group_sizes = [0], []
     pending = 0  # gradients since the last update
-    for _, op, microbatch in schedule.rows[pp_rank]:
-        if op in COMPLETES_OPS:
+    for (stage, op, microbatch), changes in lifetimes(schedule.rows[pp_rank]):
+        if (Held.MICROBATCH, stage) in changes.frees:
             users[version_of[microbatch]] -= 1  # type: ignore[index]
             pending += 1
         elif op is Op.UPDATE:

@@ -19,9 +19,9 @@ from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import peak_live_chunks
 from megapipe.schedule.validate import validate
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from megapipe.tensor_parallel.weight_queue import WeightQueue

@@ -14,8 +14,8 @@ from megapipe.plan.memory import all_rank_memory, local_sizes, peak_of_row, rank
 from megapipe.plan.resolve import resolve, resolve_model
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.build import SCHEDULES, build_lowered
+from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.placement import Placement, linear, loop, v_shape
-from megapipe.schedule.simulate import peak_live_chunks
 from tests.plan.test_resolve import wish
 from tests.schedule.strategies import family_shapes
 

@@ -11,8 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import build_schedule
 from megapipe.schedule.generate.shape import Wish
-from megapipe.schedule.memory import live_curve
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import Costs, live_curve, simulate
 from megapipe.schedule.validate import validate
 
 # Qi et al. 2023, arXiv:2401.10241: measured microseconds of F, I, W and of a message for models of four sizes, with hidden size and heads,

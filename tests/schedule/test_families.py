@@ -13,9 +13,10 @@ from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
-from megapipe.schedule.simulate import Costs, peak_live_chunks, simulate
+from megapipe.schedule.simulate import Costs, simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs
 from tests.schedule.strategies import family_schedules, family_shapes, uneven_costs

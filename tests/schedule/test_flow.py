@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megapipe.schedule.build import SCHEDULES, build_schedule
-from megapipe.schedule.flow import unhindered_send_depth
 from megapipe.schedule.lower import lower
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Costs
+from megapipe.schedule.simulate import Costs, unhindered_send_depth
 from megapipe.schedule.validate import validate
 
 FAMILIES = [(name, family.chunks or (2 if family.takes_chunks else 1)) for name, family in SCHEDULES.items()]

@@ -8,7 +8,8 @@ from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import build_forward_only, build_schedule
 from megapipe.schedule.generate.interleaved import microbatch_groups
-from megapipe.schedule.simulate import Costs, peak_live_chunks, simulate
+from megapipe.schedule.lifetimes import peak_live_chunks
+from megapipe.schedule.simulate import Costs, simulate
 from tests.schedule.strategies import placements
 
 ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)

@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedule.build import build_schedule
 from megapipe.schedule.lower import lower
-from megapipe.schedule.memory import inputs_held, inputs_held_curves, live_curve
-from megapipe.schedule.simulate import Costs, simulate
+from megapipe.schedule.simulate import Costs, live_curve, peak_waiting_messages, simulate, waiting_message_curves
 from tests.schedule.strategies import family_schedules
 
 
@@ -34,7 +33,7 @@ def test_the_live_curve_of_one_rank_by_hand():
 @pytest.mark.parametrize(("p", "m"), [(2, 6), (4, 12), (8, 32)])
 def test_rank_0_of_breadth_first_holds_m_minus_p_inputs(p, m, is_lowered):
     schedule = build_schedule("breadth-first", p, 2, m)
-    held = inputs_held(simulate(lower(schedule) if is_lowered else schedule, Costs.equal(2 * p)))
+    held = peak_waiting_messages(simulate(lower(schedule) if is_lowered else schedule, Costs.equal(2 * p)))
     assert held[0] == m - p
 
 
@@ -42,8 +41,8 @@ def test_rank_0_of_breadth_first_holds_m_minus_p_inputs(p, m, is_lowered):
 @settings(max_examples=15)
 def test_the_last_rank_of_gpipe_uses_every_input_as_it_comes(p, m):
     timeline = simulate(build_schedule("gpipe", p, 1, m), Costs.equal(p))
-    assert inputs_held(timeline)[-1] == 0
-    assert inputs_held_curves(timeline)[-1] == []
+    assert peak_waiting_messages(timeline)[-1] == 0
+    assert waiting_message_curves(timeline)[-1] == []
 
 
 def test_a_message_waits_from_its_arrival_not_from_its_sending():
@@ -51,8 +50,8 @@ def test_a_message_waits_from_its_arrival_not_from_its_sending():
         build_schedule("gpipe", 2, 1, 2), Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5, latency_seconds=0.25)
     )
     # rank 1 gets its inputs at 1.75 and 2.75 and is free for the second at 2.75; rank 0 gets gradients at 6.5 and 8.5, one at a time
-    assert inputs_held_curves(timeline)[1] == []
+    assert waiting_message_curves(timeline)[1] == []
     late = simulate(
         build_schedule("gpipe", 2, 1, 2), Costs({**Costs.equal(2).seconds, (1, timeline.schedule.rows[1][0].op): 3.0})
     )
-    assert inputs_held_curves(late)[1] == [(2, 1), (4, 0)]
+    assert waiting_message_curves(late)[1] == [(2, 1), (4, 0)]

@@ -8,10 +8,11 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.build import build_lowered, build_schedule
 from megapipe.schedule.dependencies import is_given, makes, needs
+from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import v_shape
 from megapipe.schedule.schedule import from_csv
-from megapipe.schedule.simulate import Costs, peak_live_chunks, simulate
+from megapipe.schedule.simulate import Costs, simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.strategies import named_schedules, random_schedules, uneven_costs
 

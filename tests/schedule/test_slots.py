@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.lifetimes import assign_slots, num_slots
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.slots import assign_slots, num_slots
 from tests.schedule.strategies import family_schedules, random_schedules
 
 

@@ -13,8 +13,7 @@ from html import escape
 from itertools import pairwise
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
-from megapipe.schedule.memory import inputs_held_curves, live_curve
-from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
 
 # op -> (fill of the first chunk, fill of the last chunk, text colour); chunks between lie between
 COLOURS: dict[Op, tuple[str, str, str]] = {
@@ -83,7 +82,7 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         f'<text x="{LEFT}" y="34" fill="#555555">{escape(_caption(timeline))}</text>',
     ]
     most = max(timeline.peak_live_chunks, default=0)
-    for rank, waiting in enumerate(inputs_held_curves(timeline)):
+    for rank, waiting in enumerate(waiting_message_curves(timeline)):
         parts += _lane(timeline, rank, layout)
         parts += _curves(timeline, rank, waiting, layout, most)
     if not layout.is_large:

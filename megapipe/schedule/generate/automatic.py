@@ -20,6 +20,7 @@ from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.generate.shape import Shape, Wish
 from megapipe.schedule.generate.zero_bubble import zb_h1, zb_h2
+from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.placement import linear
 from megapipe.schedule.schedule import Row, Schedule
 from megapipe.schedule.simulate import Costs, simulate
@@ -48,10 +49,11 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
         )
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), wish)
     candidates = [follow(rule, shape, wish)[0] for rule in found]
+    kept = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: wish.kept_for_weights}
     candidates += [
         rows
         for rows in (zb_h1(shape), zb_h2(shape))
-        if max(_peak(r, wish.kept_for_weights) for r in rows) <= wish.max_microbatches
+        if max(peak_held(row, kept) for row in rows) <= wish.max_microbatches
     ]
     return min(candidates, key=lambda rows: _score(rows, shape, wish))
 
@@ -130,14 +132,6 @@ def _score(rows: tuple[Row, ...], shape: Shape, wish: Wish) -> tuple[float, floa
 
 def _ordered(own_seconds: float, makespan_seconds: float, wish: Wish) -> tuple[float, float]:
     return (makespan_seconds, own_seconds) if wish.has_barrier else (own_seconds, makespan_seconds)
-
-
-def _peak(row: Row, kept_for_weights: float) -> float:
-    alive = peak = 0.0
-    for _, op, _ in row:
-        alive += {Op.F: 1.0, Op.I: kept_for_weights - 1.0, Op.W: -kept_for_weights, Op.B: -1.0}[op]
-        peak = max(peak, alive)
-    return peak
 
 
 class _Rank:

@@ -12,8 +12,8 @@ from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.flow import unhindered_send_depth
 from megapipe.schedule.lower import lower
+from megapipe.schedule.simulate import unhindered_send_depth
 from schedule_bench.devices import Stages
 from schedule_bench.work import Work
 
