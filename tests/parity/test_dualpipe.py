@@ -12,8 +12,7 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.extras.verify.batches import random_batches, share_of
-from megapipe.extras.verify.weights import drawn_slices
+from megapipe.extras.verify.inputs import drawn_slices, random_batches, share_of
 from megapipe.plan.resolve import resolve
 from megapipe.train.step import Rates, TrainStep
 from tests.harness import RankPool

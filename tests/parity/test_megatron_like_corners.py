@@ -15,9 +15,8 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
-from megapipe.extras.verify.batches import random_batches, share_of
+from megapipe.extras.verify.inputs import drawn_slices, random_batches, share_of, whole_weights
 from megapipe.extras.verify.oracle import Oracle
-from megapipe.extras.verify.weights import drawn_slices, whole_weights
 from megapipe.plan.resolve import resolve
 from megapipe.train.step import Rates, TrainStep
 from tests.harness import RankPool

@@ -18,7 +18,7 @@ import torch
 from megapipe.assembly.microbatches import to_microbatch
 from megapipe.data.loader import Loader
 from megapipe.environment import child_environment
-from megapipe.extras.verify.batches import random_batches
+from megapipe.extras.verify.inputs import random_batches
 from megapipe.model.block import Block
 from megapipe.train.faults import OutputWatch
 from megapipe.train.step import TrainStep

@@ -9,6 +9,7 @@ megapipe convert checkpoints/run out --to dcp                       for torch.di
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -175,15 +176,13 @@ def _refuse_idle_flags(arguments: argparse.Namespace, formats_by_side: dict[str,
 
 
 def _shall_check(arguments: argparse.Namespace, pair: tuple[str, str]) -> bool:
-    from megapipe.extras.verify.conversion import can_check
-
     if arguments.check is False:
         return False
     if HUGGING_FACE not in pair:
         if arguments.check:
             raise ConfigError(f"--check compares with transformers, which reads neither {pair[0]} nor {pair[1]}")
         return False
-    if not can_check():
+    if importlib.util.find_spec("transformers") is None:
         if arguments.check:
             raise ConfigError("--check needs the package transformers: pip install 'megapipe[transformers]'")
         print("not checked against transformers: it is not installed")

@@ -60,7 +60,7 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
 
         return dry_run(plan, loaded.requests.rank)
     if loaded.requests.verify_grid is not None:
-        from megapipe.extras.verify.run import verify
+        from megapipe.extras.verify.parity import verify
 
         return verify(plan, environment, loaded.requests.verify_grid)
     from megapipe.extras.cli.samples import print_samples

@@ -1,28 +1,74 @@
-"""Each rank's pieces of the model's tensors against the whole tensors of the oracle."""
+"""Each rank's pieces of the model's tensors against the whole tensors of the oracle, and how far they may differ."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megapipe.assembly.precision import parameter_dtype
 from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.config.config import Config
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.slicing import Fused, QueryGroups
 from megapipe.sharding.spec import ParamSpec
+from megapipe.train.step import StepResult
 
-ZERO_SHARE = 1e-12  # a gradient this much smaller than the model's largest is mathematically zero: in fp64 what is left is rounding
+ZERO_SHARE = (
+    1e-12  # gradients this much smaller than the model's largest are mathematically zero: in fp64 only rounding is left
+)
 LEAST_PATTERN = 4  # elements: fewer are a multiple of anything
 
-Boxes = Mapping[str, Sequence[Box]]  # elements of tensors by their names
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The largest differences that rounding explains.
+
+    A tensor passes if max|grid - plain| <= tolerance * max|plain|. least_share: a gradient tensor whose largest element
+    is below this share of the model's largest gradient is held to that share instead of to its own largest element.
+    Gradients that are mathematically zero (a key norm's bias without rotary positions, for example) are held to the
+    model's largest gradient: they are pure rounding.
+    """
+
+    gradient: float
+    weight: float
+    loss: float
+    grad_norm: float
+    least_share: float = 0.0
+
+
+FP64 = Tolerance(gradient=1e-10, weight=1e-10, loss=1e-10, grad_norm=1e-10)
+
+# Tolerances of the other dtypes (gradient, weight, loss, grad_norm) in units of epsilon x sqrt(layers), since the
+# roundings of a residual stream add up like a random walk. They are about four times the largest differences seen over
+# grids, shapes and depths. fp32 needs more units because its sums are fp32 too; with half types sums, norms and softmax
+# are in fp32, and one rounding of an activation outweighs them all.
+NATIVE = {"fp32": (64, 16, 8, 16), "bf16": (8, 3, 1, 4), "fp16": (8, 3, 1, 4)}
+LEAST_SHARE = (
+    0.1  # gradients that cancel (keys see only differences of scores) are small compared with the terms of their sums
+)
+
+
+def tolerance_of(config: Config) -> Tolerance:
+    """Return the tolerance for the configuration's dtype. Gradients reduced in bf16 are rounded like bf16 in any
+    dtype."""
+    dtype = config.precision.dtype
+    if dtype == "fp64":
+        return FP64
+    if config.parallel.grad_reduce_in_bf16:
+        dtype = "bf16"
+    unit = torch.finfo(parameter_dtype(dtype)).eps * math.sqrt(config.model.num_layers)
+    gradient, weight, loss, grad_norm = (factor * unit for factor in NATIVE[dtype])
+    return Tolerance(gradient, weight, loss, grad_norm, LEAST_SHARE)
 
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """Elements of a global tensor that this rank holds. values: [piece.box.num_elements], row-major in the box."""
+    """A piece of a global tensor that this rank holds. values: [piece.box.num_elements], row-major in the box."""
 
     stage: int
     piece: Piece
@@ -31,30 +77,23 @@ class HeldPiece:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor on one rank: how far its worst element is off.
-
-    place: of the tensor in model order. difference: max|grid - plain| over what the rank holds. bound: the most it may be, relative to
-    scale: max|plain| of the whole tensor, or the least that counts. index: of the worst element in the global tensor; grid and plain are
-    its values, box is the piece it lies in, part says what its row is (a key of group 1). rows: first and last global row with an element
-    out of bounds, None if there is none; num_wrong of num_held elements are. factor: grid is this multiple of plain throughout, None if it
-    is not.
-    """
+    """One tensor on one rank: its largest error and where it is."""
 
     name: str
-    place: int
+    place: int  # index of the tensor in model order
     stage: int
-    difference: float
-    bound: float
-    scale: float
-    index: tuple[int, ...]
-    grid: float
-    plain: float
-    box: Box
-    part: str
-    rows: tuple[int, int] | None
+    difference: float  # max|grid - plain| over the elements that the rank holds
+    bound: float  # the largest difference allowed
+    scale: float  # max|plain| of the whole tensor, or the minimum that it is held to; bound = tolerance * scale
+    index: tuple[int, ...]  # of the worst element in the global tensor
+    grid: float  # its value on the grid
+    plain: float  # and in the oracle
+    box: Box  # the piece that holds it
+    part: str  # its row of a fused tensor, such as 'key head 1'
+    rows: tuple[int, int] | None  # first and last global row with an element out of bounds; None if all pass
     num_wrong: int
     num_held: int
-    factor: float | None
+    factor: float | None  # grid = factor * plain throughout; None if the values are not in proportion
 
     @property
     def passes(self) -> bool:
@@ -62,12 +101,13 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """difference / scale."""
+        """The difference relative to the scale."""
         return self.difference / self.scale if self.scale else (0.0 if self.difference == 0.0 else float("inf"))
 
 
 def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
-    """The reduced gradients that this rank has: with the distributed optimizer its shards, else all of its stages. Views of the buffers."""
+    """Yield this rank's reduced gradients as views: its shards with the distributed optimizer, else those of all its
+    stages."""
     replica, tp = runtime.groups.replicas.rank, runtime.groups.tp
     for stage, buffers in runtime.buffers.items():
         for buffer in buffers.buffers:
@@ -78,7 +118,7 @@ def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
 
 
 def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
-    """This rank's parameters, whole local tensors, as the next forward reads them."""
+    """Yield this rank's whole local parameters, as the next forward reads them."""
     runtime.gather.finish()
     tp = runtime.groups.tp
     for stage, buffers in runtime.buffers.items():
@@ -89,8 +129,11 @@ def weight_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
                 yield HeldPiece(stage, piece, local[piece.start : piece.stop])
 
 
+Boxes = Mapping[str, Sequence[Box]]  # ranges of elements by tensor name
+
+
 def boxes_of(held: Iterable[HeldPiece]) -> Boxes:
-    """Which elements these are."""
+    """Return the ranges of elements that the pieces cover."""
     found: dict[str, list[Box]] = {}
     for piece in held:
         found.setdefault(piece.piece.spec.name, []).append(piece.piece.box)
@@ -98,7 +141,7 @@ def boxes_of(held: Iterable[HeldPiece]) -> Boxes:
 
 
 def uncovered(specs: Iterable[ParamSpec], ranks: Sequence[Boxes]) -> list[str]:
-    """Names of the tensors of which some element lies in no rank's boxes."""
+    """Return the names of the tensors with an element that is in no rank's boxes."""
     names = []
     for spec in specs:
         covered = torch.zeros(spec.shape, dtype=torch.bool)
@@ -113,10 +156,10 @@ def uncovered(specs: Iterable[ParamSpec], ranks: Sequence[Boxes]) -> list[str]:
 def compare(
     held: Iterable[HeldPiece], expected: Mapping[str, Tensor], tolerance: float, least_share: float = 0.0
 ) -> list[Difference]:
-    """The differences of all tensors of which this rank holds something, in model order.
+    """Return the difference of each tensor of which this rank holds something, in model order.
 
-    expected: whole tensors by name, fp64, in model order. tolerance: relative to max|plain| of the tensor, and at least to least_share of
-    the largest tensor's; where plain is mathematically zero, to the largest tensor's.
+    expected: whole tensors by name, fp64, in model order. tolerance: relative to the largest element of the tensor.
+    least_share: see `Tolerance`.
     """
     sizes = {name: tensor.abs().max().item() for name, tensor in expected.items()}
     largest = max(sizes.values())
@@ -136,9 +179,9 @@ def _difference(place: int, held: list[HeldPiece], expected: Tensor, scale: floa
     plain = torch.cat([expected[piece.piece.box.slices].reshape(-1) for piece in held])
     errors = torch.nan_to_num((grid - plain).abs(), nan=torch.inf)
     worst = int(errors.argmax())
-    box, index = _place(held, worst)
-    wrong = (errors > bound).nonzero().view(-1).tolist()
-    rows = [_place(held, position)[1][0] for position in _ends_of_boxes(held, wrong)]
+    box, index = _locate(held, worst)
+    wrong = errors > bound
+    rows = _wrong_rows(held, wrong)
     spec = held[0].piece.spec
     return Difference(
         name=spec.name,
@@ -153,14 +196,14 @@ def _difference(place: int, held: list[HeldPiece], expected: Tensor, scale: floa
         box=box,
         part=part_of(spec, index),
         rows=(min(rows), max(rows)) if rows else None,
-        num_wrong=len(wrong),
+        num_wrong=int(wrong.sum()),
         num_held=errors.numel(),
-        factor=_factor(grid, plain) if wrong else None,
+        factor=_factor(grid, plain) if rows else None,
     )
 
 
-def _place(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]:
-    """The box and the global index of an element of the concatenated pieces."""
+def _locate(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]:
+    """Return the box and the global index of an element of the concatenated pieces."""
     for piece in held:
         box = piece.piece.box
         if position < box.num_elements:
@@ -168,44 +211,130 @@ def _place(held: list[HeldPiece], position: int) -> tuple[Box, tuple[int, ...]]:
             inside = divmod(position, columns)[: len(box.shape)]
             return box, tuple(offset + i for offset, i in zip(box.offset, inside, strict=True))
         position -= box.num_elements
-    raise IndexError(f"element {position} lies behind the last piece")
+    raise IndexError(f"element {position} is behind the last piece")
 
 
-def _ends_of_boxes(held: list[HeldPiece], positions: list[int]) -> list[int]:
-    """The first and the last of ascending positions in each piece: all that the range of rows needs."""
-    found, end, at = [], 0, 0
-    for piece in held:
-        start, end = end, end + piece.piece.box.num_elements
-        inside = []
-        while at < len(positions) and start <= positions[at] < end:
-            inside.append(positions[at])
-            at += 1
-        found += inside[:1] + inside[-1:]
-    return found
+def _wrong_rows(held: list[HeldPiece], wrong: Tensor) -> list[int]:
+    """Return the first and the last global row with a wrong element in each piece. wrong: bool, over the concatenated
+    pieces."""
+    rows = []
+    parts = wrong.split([piece.piece.box.num_elements for piece in held])
+    for piece, part in zip(held, parts, strict=True):
+        positions = part.nonzero()
+        if len(positions):
+            rows += [_locate([piece], int(position))[1][0] for position in (positions[0], positions[-1])]
+    return rows
 
 
 def _factor(grid: Tensor, plain: Tensor) -> float | None:
-    """c if grid is c plain but for a twentieth of what it is off by: a sum that was made too often, or a wrong divisor."""
+    """Return c if grid = c * plain explains all but a twentieth of the error: a sum made too often, or a wrong
+    divisor."""
     squares = plain.square().sum().item()
     if squares == 0.0 or plain.numel() < LEAST_PATTERN:
         return None
     factor = (grid * plain).sum().item() / squares
     unexplained, error = (grid - factor * plain).abs().max().item(), (grid - plain).abs().max().item()
-    return factor if unexplained <= 0.05 * error else None  # False for NaN
+    return factor if unexplained <= 0.05 * error else None  # the comparison is False for NaN
 
 
 def part_of(spec: ParamSpec, index: tuple[int, ...]) -> str:
-    """What a row of a fused tensor is; '' for a tensor of one part."""
+    """Return the part of a fused tensor that a row belongs to, such as 'key head 1' or 'gate'; '' for a tensor of one
+    part."""
     row, slicing = index[0], spec.slicing
     if isinstance(slicing, QueryGroups):
+        # rows of a group: its query heads, its key head, its value head
         queries = slicing.heads // slicing.groups
         group, inside = divmod(row, (queries + 2) * slicing.head_dim)
         head = inside // slicing.head_dim
-        return (
-            f"query head {group * queries + head}"
-            if head < queries
-            else f"{('key', 'value')[head - queries]} head {group}"
-        )
+        if head < queries:
+            return f"query head {group * queries + head}"
+        return f"{('key', 'value')[head - queries]} head {group}"
     if isinstance(slicing, Fused) and slicing.parts == 2:
         return "gate" if row < spec.shape[0] // 2 else "up"
     return ""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The result of one rank in one step; small enough to be sent to all ranks.
+
+    worst_*: the tensor with the largest difference / bound. first_*: the first in model order that is out of bounds.
+    wrong_*: the names of all that are.
+    """
+
+    global_rank: int
+    loss: float
+    grad_norm: float
+    worst_gradient: Difference | None  # None: this rank's shards are all padding
+    worst_weight: Difference | None
+    first_gradient: Difference | None
+    first_weight: Difference | None
+    wrong_gradients: tuple[str, ...]
+    wrong_weights: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, global_rank: int, result: StepResult, gradients: Sequence[Difference], weights: Sequence[Difference]
+    ) -> RankStep:
+        """Summarize the differences of one rank. gradients, weights: in model order."""
+        wrong_gradients, wrong_weights = ([d for d in found if not d.passes] for found in (gradients, weights))
+        return cls(
+            global_rank,
+            result.loss,
+            result.update.grad_norm,
+            worst_gradient=worst(gradients),
+            worst_weight=worst(weights),
+            first_gradient=wrong_gradients[0] if wrong_gradients else None,
+            first_weight=wrong_weights[0] if wrong_weights else None,
+            wrong_gradients=tuple(difference.name for difference in wrong_gradients),
+            wrong_weights=tuple(difference.name for difference in wrong_weights),
+        )
+
+
+@dataclass(frozen=True)
+class ParityStep:
+    """One step on all ranks, in order of global ranks."""
+
+    step: int
+    num_microbatches: int
+    loss: float  # the oracle's
+    grad_norm: float  # the oracle's
+    ranks: tuple[RankStep, ...]
+    tolerance: Tolerance
+    num_repeats: int = 0  # attempts that overflowed while a dynamic loss scale fell
+
+    @property
+    def loss_passes(self) -> bool:
+        return all(_is_close(rank.loss, self.loss, self.tolerance.loss) for rank in self.ranks)
+
+    @property
+    def grad_norm_passes(self) -> bool:
+        return all(_is_close(rank.grad_norm, self.grad_norm, self.tolerance.grad_norm) for rank in self.ranks)
+
+    @property
+    def first_wrong(self) -> tuple[str, list[tuple[RankStep, Difference]]]:
+        """The first tensor out of bounds, gradients before weights and in model order.
+
+        ('gradient' or 'weight', the ranks where it is wrong with their differences); ('', []) if all tensors pass.
+        """
+        for kind in ("gradient", "weight"):
+            firsts = [(rank, getattr(rank, f"first_{kind}")) for rank in self.ranks]
+            found = [(rank, first) for rank, first in firsts if first is not None]
+            if found:
+                place = min(first.place for _, first in found)
+                return kind, [(rank, first) for rank, first in found if first.place == place]
+        return "", []
+
+    @property
+    def passes(self) -> bool:
+        tensors = all(rank.first_gradient is None and rank.first_weight is None for rank in self.ranks)
+        return tensors and self.loss_passes and self.grad_norm_passes
+
+
+def worst(differences: Iterable[Difference]) -> Difference | None:
+    """Return the difference that is the largest relative to its bound."""
+    return max(differences, key=lambda d: d.difference / d.bound if d.bound else d.difference, default=None)
+
+
+def _is_close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * abs(b)  # False for NaN

@@ -1,8 +1,7 @@
-"""A converted model against transformers' own on the same tokens: how far apart are their logits?"""
+"""A converted model against transformers' own on the same tokens: the difference of their logits."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,37 +19,33 @@ from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 
 BATCH, LONGEST = 2, 128
-TOLERANCE = 1e-4  # of the largest logit, in fp32: sums of thousands of products taken in another order
+TOLERANCE = 1e-4  # of the largest logit, in fp32: sums of thousands of products in different orders
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """largest_difference: of any two logits. largest_logit: of transformers' model. same_choice: share of positions with one argmax."""
+    """The result of a comparison of logits."""
 
-    largest_difference: float
-    largest_logit: float
-    same_choice: float
+    largest_difference: float  # of any two logits
+    largest_logit: float  # of transformers' model
+    same_choice: float  # share of positions at which both models have the same argmax
     num_tokens: int
 
     @property
     def agree(self) -> bool:
+        """True if the largest difference is within the tolerance."""
         return self.largest_difference <= TOLERANCE * max(self.largest_logit, 1.0)
 
     def __str__(self) -> str:
         verdict = "the models agree" if self.agree else "THE MODELS DIFFER"
         return (
-            f"{verdict}: largest logit difference {self.largest_difference:.3g} over {self.num_tokens} tokens in fp32 (largest logit "
-            f"{self.largest_logit:.3g}), the same choice at {self.same_choice:.1%} of positions"
+            f"{verdict}: largest logit difference {self.largest_difference:.3g} over {self.num_tokens} tokens in fp32 "
+            f"(largest logit {self.largest_logit:.3g}), the same choice at {self.same_choice:.1%} of positions"
         )
 
 
-def can_check() -> bool:
-    """transformers is installed."""
-    return importlib.util.find_spec("transformers") is not None
-
-
 def compare(snapshot: Snapshot, folder: Path, seed: int = 1) -> Comparison:
-    """A Snapshot's model and that of a Hugging Face folder on random tokens, one after the other, both in fp32 on the CPU."""
+    """Compare a snapshot's model with that of a Hugging Face folder on random tokens, in fp32 on the CPU."""
     model = snapshot.config.model
     assert model.vocab_size is not None
     length = min(LONGEST, unpadded(model).max_position_embeddings or LONGEST)
@@ -63,7 +58,8 @@ def compare(snapshot: Snapshot, folder: Path, seed: int = 1) -> Comparison:
 
 @torch.no_grad()
 def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
-    """[b, s, V] by the model that trains: the one stage of a grid of one rank, without a process group."""
+    """Return the logits [b, s, V] of the model that trains: one stage on a grid of one rank, without a process
+    group."""
     config = unpadded(snapshot.config.model)
     layers = StageLayers(0, config.num_layers, True, True)
     stage = GPTStage(
@@ -80,7 +76,7 @@ def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def hugging_face_logits(folder: Path, tokens: Tensor) -> Tensor:
-    """[b, s, V] by transformers with its own attention in fp32."""
+    """Return the logits [b, s, V] of transformers with its eager attention in fp32."""
     import transformers
 
     automatic: Any = transformers.AutoModelForCausalLM

@@ -1,5 +1,5 @@
-"""`Oracle`: the plain model of megapipe.extras.reference, trained in one process on the global batches that the grid sees; as the grid's
-schedule would train it, where that is not synchronous."""
+"""`Oracle`: the plain model of megapipe.extras.reference, trained in one process in fp64 on the global batches that the
+grid sees."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
-from megapipe.extras.verify.batches import GlobalBatch
-from megapipe.extras.verify.masks import GridMasks
+from megapipe.extras.verify.inputs import GlobalBatch
 from megapipe.plan.run_plan import RunPlan
-from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from megapipe.train.step import Rates
 
-FROM_TRAINING = ("label_smoothing", "z_loss")
+FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
 
 
 @dataclass(frozen=True)
 class OracleStep:
-    """loss: before the update. grad_norm, gradients: averaged over the global batch, before clipping. weights: after the update. Whole
-    tensors by name."""
+    """One step of the oracle.
+
+    loss: before the update. grad_norm, gradients: averaged over the global batch, before clipping. weights: after the
+    update. Gradients and weights are whole tensors by name.
+    """
 
     loss: float
     grad_norm: float
@@ -39,9 +41,10 @@ class OracleStep:
 
 
 class Oracle:
-    """config: resolved; its grid matters only for the dropout masks. weights: whole tensors by name, vocabulary padding included.
+    """The reference model with the configuration's optimizer.
 
-    dtype: of everything. The optimizer is the configuration's.
+    config: resolved; its grid matters only for the dropout masks. weights: whole tensors by name, vocabulary padding
+    included.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Oracle:
         self._optimizer = build_optimizer(
             self.model,
             OPTIMIZERS[optimizer.optimizer],
-            weight_decay=1.0,  # marks the groups that decay; their rate is each step's
+            weight_decay=1.0,  # marks the groups that decay; `step` sets their real weight decay
             betas=(optimizer.adam_beta1, optimizer.adam_beta2),
             eps=optimizer.adam_eps,
             momentum=optimizer.sgd_momentum,
@@ -66,7 +69,7 @@ class Oracle:
         self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
 
     def step(self, batch: GlobalBatch, step: int, rates: Rates) -> OracleStep:
-        """One optimizer step. step: the number that the grid's dropout keys carry."""
+        """Make one optimizer step. step: the number that the grid's dropout keys carry."""
         for group in self._decaying:
             group["weight_decay"] = rates.weight_decay
         result = self._train([self._arguments(batch, number, step) for number in range(len(batch))], rates)
@@ -100,14 +103,12 @@ class Oracle:
 
 
 class AsynchronousOracle(Oracle):
-    """The emulation of an asynchronous schedule: gradients are those of the step's last update, weights those after it.
-
-    plan: says on which stage each parameter lies, how many microbatches make an update, and how many replicas there are.
-    """
+    """An emulation of an asynchronous schedule: gradients are those of the step's last update, weights those after
+    it."""
 
     def __init__(
         self,
-        plan: RunPlan,
+        plan: RunPlan,  # gives each parameter's stage, the microbatches of an update and the number of replicas
         weights: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
@@ -127,28 +128,46 @@ class AsynchronousOracle(Oracle):
         )
 
 
-def oracle_of(plan: RunPlan, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Oracle:
-    """What the plan's grid has to equal."""
-    if plan.is_synchronous:
-        return Oracle(plan.config, weights, dtype, device)
-    return AsynchronousOracle(plan, weights, dtype, device)
-
-
-def run_oracle(
-    config: Config,
-    weights: Mapping[str, Tensor],
-    batches: Sequence[GlobalBatch],
-    rates: Sequence[Rates],
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> list[OracleStep]:
-    """The oracle's steps over the given global batches, the first being step 0."""
-    oracle = Oracle(config, weights, dtype, device)
-    return [oracle.step(batch, step, rate) for step, (batch, rate) in enumerate(zip(batches, rates, strict=True))]
-
-
 def reference_config(config: Config) -> ReferenceConfig:
-    """The shape of the reference model; every option of a resolved model section has a field of its own name there, or no effect."""
+    """Return the reference model's configuration.
+
+    Every option of a resolved model section has a field of the same name there, or no effect on the result.
+    """
     names = {field.name for field in dataclasses.fields(ReferenceConfig)}
     values = {name: value for name, value in vars(config.model).items() if name in names}
     return ReferenceConfig(**values, **{name: getattr(config.training, name) for name in FROM_TRAINING})
+
+
+@dataclass(frozen=True)
+class GridMasks:
+    """The reference's `DropoutMasks`: whole masks, concatenated from the slices that the tp ranks of a grid draw.
+
+    The mask of attention probabilities is cut by heads; that of hidden states by the sequence under sequence
+    parallelism, else all tp ranks share one stream. The grid draws hidden states as [s, b, h]; the reference wants [b,
+    s, h].
+    """
+
+    config: Config  # resolved
+    key: DropoutKey
+    dtype: torch.dtype = torch.float64
+    device: torch.device | str = "cpu"
+
+    def __call__(self, layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the mask divided by 1 - p. shape: [b, heads, s, s] for attention_probs, else [b, s, h]."""
+        model, tp = self.config.model, self.config.parallel.tensor_model_parallel_size
+        if site == "attention_probs":
+            rate, (batch, heads, *square) = model.attention_dropout, shape
+            local: tuple[int, ...] = (batch, heads // tp, *square)
+            kept = torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)], dim=1)
+        else:
+            rate, (batch, seq, hidden) = model.hidden_dropout, shape
+            if self.config.parallel.sequence_parallel and tp > 1:
+                local = (seq // tp, batch, hidden)
+                kept = torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)])
+            else:
+                kept = self._kept((seq, batch, hidden), rate, layer, site, None)
+            kept = kept.transpose(0, 1)
+        return kept.to(self.dtype) / (1.0 - rate)
+
+    def _kept(self, shape: tuple[int, ...], rate: float, layer: int, site: str, tp_rank: int | None) -> Tensor:
+        return keyed_mask(shape, rate, self.key, layer, site, tp_rank, self.device)

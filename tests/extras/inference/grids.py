@@ -15,8 +15,9 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.extras.verify.weights import drawn_slices, given_slices
+from megapipe.extras.verify.inputs import drawn_slices
 from megapipe.plan.resolve import resolve
+from tests.extras.verify.grids import given_slices
 
 SIZES = {
     "num_layers": 4,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megapipe.assembly.inference_runtime import DrawSlice
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.data import DataConfig
@@ -18,11 +21,12 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.extras.verify.parity import ParityStep
+from megapipe.extras.verify.compare import ParityStep
+from megapipe.extras.verify.parity import verified_steps
 from megapipe.extras.verify.report import found_text
-from megapipe.extras.verify.run import verified_steps
 from megapipe.extras.verify.shrink import shrink
 from megapipe.plan.resolve import resolve
+from megapipe.sharding.spec import ParamSpec
 from tests.extras.verify.planted import Plant
 
 SECTIONS = (
@@ -96,3 +100,16 @@ def compared(
         groups = build_process_groups(small.plan.topology, rank, "gloo", 60)
         steps = verified_steps(small, groups, torch.device("cpu"))
         return steps, found_text(small, steps)
+
+
+def given_slices(weights: Mapping[str, Tensor]) -> DrawSlice:
+    """Return a function that cuts one rank's slice from whole tensors by name. Missing vocabulary padding is zero."""
+
+    def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+        whole = weights[spec.name]
+        if whole.shape[0] < spec.shape[0]:
+            whole = torch.cat([whole, whole.new_zeros(spec.shape[0] - whole.shape[0], *whole.shape[1:])])
+        dim = spec.slicing.dim or 0
+        return torch.cat([whole.narrow(dim, i.start, i.stop - i.start) for i in spec.intervals(tp_rank, tp)], dim)
+
+    return slice_of

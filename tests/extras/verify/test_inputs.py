@@ -1,4 +1,4 @@
-"""What both sides start from: weights drawn in slices are slices of the whole, batches are cut over dp as in training."""
+"""The inputs of a verification: weights drawn in slices are slices of the whole tensors; batches are cut over dp as in training."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megapipe.extras.verify.batches import random_batches
-from megapipe.extras.verify.oracle import run_oracle
-from megapipe.extras.verify.weights import drawn_slices, given_slices, whole_weights
+from megapipe.extras.verify.inputs import drawn_slices, random_batches, whole_weights
+from megapipe.extras.verify.oracle import Oracle
 from megapipe.plan.resolve import resolve
 from megapipe.train.step import Rates
-from tests.extras.verify.grids import LLAMA, config_of
+from tests.extras.verify.grids import LLAMA, config_of, given_slices
 
 
 @pytest.mark.parametrize("options", [{}, LLAMA | {"qk_layernorm": True}], ids=["gpt2", "llama"])
@@ -23,7 +22,7 @@ def test_slices_drawn_on_a_grid_are_slices_of_what_one_process_draws(tp: int, op
     assert all(torch.equal(drawn(spec, rank, tp), given(spec, rank, tp)) for spec in specs for rank in range(tp))
 
 
-def test_no_weight_stands_where_training_starts_it() -> None:
+def test_every_weight_differs_from_its_usual_initial_value() -> None:
     for spec in resolve(config_of(), 1).specs:
         values = drawn_slices(seed=3, dtype=torch.bfloat16)(spec, 0, 1).double()
         start = {"ones": 1.0, "zeros": 0.0, "normal": 0.0}[spec.init.kind]
@@ -36,7 +35,7 @@ def test_missing_vocabulary_padding_is_zero() -> None:
     assert given_slices({spec.name: whole})(spec, 0, 1).sum() == whole.numel()
 
 
-def test_documents_end_where_they_mean_something() -> None:
+def test_batches_have_documents_where_the_configuration_uses_them() -> None:
     plain = random_batches(resolve(config_of(), 1).config, 1, [2], seed=5)[0][0]
     assert plain.document_ids is None and plain.position_ids is None and plain.loss_mask is None
     config = resolve(config_of(reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True), 1).config
@@ -52,7 +51,8 @@ def test_the_oracle_trains() -> None:
     plan = resolve(config_of(dtype="fp64", hidden_dropout=0.1, global_batch_size=2), 1)
     weights = whole_weights(plan.specs, drawn_slices(3, torch.float64))
     batch = random_batches(plan.config, 1, [2], seed=5)[0]
-    steps = run_oracle(plan.config, weights, [batch] * 8, [Rates(1e-2, 0.1)] * 8)
+    oracle = Oracle(plan.config, weights)
+    steps = [oracle.step(batch, step, Rates(1e-2, 0.1)) for step in range(8)]
     assert steps[-1].loss < steps[0].loss
     assert all(not torch.equal(steps[0].weights[name], weight) for name, weight in weights.items())
     assert steps[0].grad_norm == pytest.approx(sum(g.square().sum().item() for g in steps[0].gradients.values()) ** 0.5)

@@ -10,8 +10,7 @@ import torch
 from megapipe.config.model import ModelConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
-from megapipe.extras.verify.masks import GridMasks
-from megapipe.extras.verify.oracle import FROM_TRAINING, reference_config
+from megapipe.extras.verify.oracle import FROM_TRAINING, GridMasks, reference_config
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from tests.extras.verify.grids import LLAMA, config_of

@@ -8,7 +8,7 @@ import pytest
 
 from megapipe.environment import Environment
 from megapipe.extras.cli.pretrain import main
-from megapipe.extras.verify import run
+from megapipe.extras.verify import parity
 from megapipe.plan.resolve import resolve
 from tests.extras.verify import planted
 from tests.extras.verify.grids import config_of
@@ -47,10 +47,10 @@ def exit_code(rank: int, world_size: int, plant: planted.Plant | None) -> int:
     """verify() on this rank; a rank of the harness must not end its process."""
     environment = Environment(rank, world_size, rank, world_size, 1, 0, "127.0.0.1", 0, "torchrun")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "shutdown", lambda code: None)
+        patch.setattr(parity, "shutdown", lambda code: None)
         if plant is not None:
             plant(patch, rank)
-        return run.verify(resolve(config_of(), world_size), environment, "fp64")
+        return parity.verify(resolve(config_of(), world_size), environment, "fp64")
 
 
 @pytest.mark.parametrize(("plant", "code"), [(None, 0), (planted.one_rank_differs, 1)], ids=["same", "different"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megapipe.extras.verify.report import plan_text
-from megapipe.extras.verify.shrink import MOST_LAYERS, Shrunk, shrink
+from megapipe.extras.verify.shrink import MAX_LAYERS, Shrunk, shrink
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from tests.extras.verify.grids import LLAMA, config_of
@@ -81,12 +81,12 @@ def shrunk(case: str, mode: str = "fp64") -> Shrunk:
 @pytest.mark.parametrize("case", CASES)
 def test_grid_stages_schedule_and_heads_are_kept(case: str) -> None:
     small = shrunk(case)
-    was, now = small.was, small.plan
+    was, now = small.original, small.plan
     assert (now.topology, now.placement, now.schedule_name) == (was.topology, was.placement, was.schedule_name)
     a, b = was.config.model, now.config.model
     assert b.num_attention_heads // b.query_groups() == a.num_attention_heads // a.query_groups()
     assert max(1, now.topology.tp // b.query_groups()) == max(1, was.topology.tp // a.query_groups())
-    if a.num_layers <= MOST_LAYERS:
+    if a.num_layers <= MAX_LAYERS:
         assert now.partition == was.partition
     assert (b.padded_vocab_size > b.vocab_size) == (a.padded_vocab_size > a.vocab_size)
     full = was.batch.full // was.batch.samples_per_microbatch
@@ -175,7 +175,7 @@ def test_all_that_is_no_size_is_kept() -> None:
     """Switches are set to other values than their defaults, so that a forgotten one shows."""
     small = shrink(resolve(config_of(**GPT3, **CHANGED), 8), "fp64", 8)
     for section, sizes in SIZES.items():
-        was, now = (vars(getattr(plan.config, section)) for plan in (small.was, small.plan))
+        was, now = (vars(getattr(plan.config, section)) for plan in (small.original, small.plan))
         for name in now.keys() - set(sizes.split()):
             if not name.startswith(("lr_w", "override", "use_checkpoint")):  # warm-up and checkpoints
                 assert now[name] == was[name], name
@@ -185,15 +185,15 @@ def test_all_that_is_no_size_is_kept() -> None:
 
 def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
     small = shrunk("llama405b")
-    assert small.was.partition.layer_counts == (7, *[8] * 14, 7)
+    assert small.original.partition.layer_counts == (7, *[8] * 14, 7)
     assert small.plan.partition.layer_counts == (1, *[2] * 14, 1)
     assert "layers 126 -> 30" in plan_text(small)
 
 
 def test_an_uneven_cut_stays_what_the_large_sizes_made_it() -> None:
     small = shrunk("uneven by cost")
-    assert len(set(small.was.partition.layer_counts)) > 1
-    assert small.plan.partition == small.was.partition
+    assert len(set(small.original.partition.layer_counts)) > 1
+    assert small.plan.partition == small.original.partition
 
 
 def test_a_window_that_hides_keys_goes_on_hiding_keys() -> None:
@@ -251,7 +251,7 @@ def buckets(plan: RunPlan) -> int:
 def test_several_gradient_buckets_stay_several() -> None:
     options = GPT3 | {"zero": True, "overlap_grad_reduce": True, "ddp_bucket_size": 300_000_000}
     small = shrink(resolve(config_of(**options), 4), "fp64", 4)
-    assert buckets(small.was) >= 4
+    assert buckets(small.original) >= 4
     assert buckets(small.plan) >= 3
 
 
