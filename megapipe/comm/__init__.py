@@ -1,16 +1,16 @@
-"""The door to other ranks: the only room that calls torch.distributed, so that everything sent has a name, a time-out and a trace.
+"""Communication between ranks: the only package that calls torch.distributed, so every operation has a name, a timeout
+and a trace.
 
-- `bootstrap`:   `start` joins the world (gloo on CPU, NCCL on GPUs), `shutdown` leaves it
-- `store`:       where the ranks meet, listening on one interface alone
-- `groups`:      `Group` is a named list of ranks with its process group; `build_process_groups` makes all of them from a topology
-- `collectives`: all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; a group of one is a no-op everywhere
-- `wire`:        how objects travel: as JSON, nothing is unpickled
-- `channels`:    `Channel`, one direction of one stage boundary between two pipeline ranks, first-in first-out
-- `ping`:        messages to and fro, timed: for clocks that are compared, and for what a message takes
-- `failures`:    what a RuntimeError of a backend means, as a `CommunicationError` that names group, operation and peer
-- `torch_checkpoint`: a folder of torch.distributed.checkpoint, written without a process group
+- `bootstrap`:    `start` initializes torch.distributed (gloo on CPUs, NCCL on GPUs), `shutdown` leaves it
+- `rendezvous`, `network`: the store in which ranks meet, on the one network interface that leads to them
+- `groups`:       `Group`, a named list of ranks with its process group; `build_process_groups` creates them all
+- `collectives`:  all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; in a group of one they do nothing
+- `wire`:         objects sent between ranks, as JSON
+- `channels`:     `Channel`, messages over one stage boundary in one direction
+- `timing`:       timed round trips, messages and collectives
 - `fake_backend`: process groups of the dry run, which move nothing and count operations in a `Ledger`
-- `trace`:       `Tracer`, launch and completion of all of this, when asked
+- `trace`:        `Tracer`, a record of all of these
+- `nccl`, `host_copies`, `store_exchange`, `torch_checkpoint`: NCCL settings, gloo on GPUs, remote heartbeats, DCP
 
-Groups are arguments: no rank, group or backend stands in a module's globals.
+Groups are passed as arguments; there is no global state.
 """

@@ -35,8 +35,9 @@ def start(
 ) -> World:
     """Choose backend and device, and initialize torch.distributed unless the world has a single rank.
 
-    backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu', 'cuda'.
-    Raises ConfigError if the backend or device is not available, CommunicationError if the other ranks do not come.
+    backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu',
+    'cuda'. Raises ConfigError if the backend or device is not available, CommunicationError if the other ranks do not
+    come.
     """
     rank, world_size = environment.global_rank, environment.world_size
     backend, torch_device = choose_backend(backend, device, environment.local_rank)
@@ -45,8 +46,8 @@ def start(
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise CommunicationError(
-                f"torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}, but the launcher set "
-                f"rank {rank} of {world_size}"
+                f"torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}, "
+                f"but the launcher set rank {rank} of {world_size}"
             )
     elif world_size > 1:
         _initialize(environment, backend, timeout_seconds)
@@ -76,8 +77,8 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
         return "gloo", torch.device("cuda", local_rank % torch.cuda.device_count())
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; start at most one rank per GPU, "
-            "let ranks share GPUs with --distributed-backend gloo (slow, for tests), or use --device cpu"
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
+            "start at most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), or use --device cpu"
         )
     return "nccl", torch.device("cuda", local_rank)
 
@@ -86,12 +87,14 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
     this_rank = f"rank {environment.global_rank} of {environment.world_size}"
     address = f"{environment.master_addr}:{environment.master_port}"
     if backend == "gloo":
-        # by default gloo listens at the address of the machine's own name, which other ranks may not reach and strangers may
+        # by default gloo listens at the address of the machine's own name, which other ranks may not reach and
+        # strangers may
         interface = interface_towards(environment.master_addr, environment.num_nodes)
         if interface is not None:
             set_for_libraries(GLOO_SOCKET_IFNAME=interface)
     try:
-        # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks non-members
+        # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks
+        # non-members
         dist.init_process_group(
             backend,
             store=_store(environment, timeout_seconds),
@@ -113,7 +116,7 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
 
 
 def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
-    """Return the store of torchrun's agent, under keys of this start; with other launchers, a store at the address of the first node."""
+    """Return torchrun's store, under keys of this start; with other launchers, a store at the address of the first node."""
     rank, world_size = environment.global_rank, environment.world_size
     if environment.launcher == "torchrun":
         timeout = timedelta(seconds=timeout_seconds)
@@ -128,9 +131,9 @@ def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
 def shutdown(code: int = 0) -> None:
     """Leave the world and end the process with exit code `code`; return if there is no process group.
 
-    The order matters: gloo can abort at interpreter exit after a successful run. With code 0 all ranks first meet at a barrier, so that no
-    rank takes the store away from another; if a rank does not come, the code becomes 1. With another code this rank does not wait: the
-    launcher terminates the others.
+    The order matters: gloo can abort at interpreter exit after a successful run. With code 0 all ranks first meet at a
+    barrier, so that no rank takes the store away from another; if a rank does not come, the code becomes 1. With
+    another code this rank does not wait: the launcher terminates the others.
     """
     if not dist.is_initialized():
         return

@@ -1,15 +1,17 @@
 """Messages between pipeline ranks: one `Channel` per stage boundary, kind and direction, each first-in first-out.
 
-Even in plain 1F1B two peers order their sends and receives differently, and with pp = 2 and several chunks the previous and the next rank
-are the same one. One in-order connection per pair of ranks would hang or deliver the wrong tensor, so every (boundary, kind, direction) has
-an order of its own. The direction is 0 except for DualPipe's odd microbatches, which run through the ranks in reverse (direction 1).
+Even in plain 1F1B two peers order their sends and receives differently, and with pp = 2 and several chunks the previous
+and the next rank are the same one. One in-order connection per pair of ranks would hang or deliver the wrong tensor, so
+every (boundary, kind, direction) has an order of its own. The direction is 0 except for DualPipe's odd microbatches,
+which run through the ranks in reverse (direction 1).
 
-    gloo   one connection per pair of ranks; a tag on each tensor: channel, fingerprint of shapes and dtypes, running number
+    gloo   one connection per pair of ranks; a tag on each tensor: channel, fingerprint of its shapes, running number
     NCCL   one communicator per channel, of two ranks and one direction (stream order keeps messages in order)
 
-Both ends declare what a message contains. The sender's declaration travels ahead of the first message, and again whenever it changes, and the
-receiver compares it with its own: different shapes raise an error (gloo would abort the receiving process when a message is longer than
-its buffer). If only one end changes its declaration, gloo's tags no longer match and the wait times out.
+Both ends declare what a message contains. The sender's declaration travels ahead of the first message, and again
+whenever it changes, and the receiver compares it with its own: different shapes raise an error (gloo would abort the
+receiving process when a message is longer than its buffer). If only one end changes its declaration, gloo's tags no
+longer match and the wait times out.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from megapipe.schedule.placement import Placement
 KINDS = ("activation", "gradient")  # over boundary s: from stage s to s + 1; from stage s + 1 to s
 ChannelKey = tuple[int, str, int]  # (boundary, kind, direction)
 
-# fields of gloo's tags of 31 bits, from the highest: channel, fingerprint of the declaration, 1 for a header, running number
+# gloo's tags have 31 bits, from the highest: channel, fingerprint of the declaration, 1 for a header, running number
 CHANNEL_BITS, FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS = 11, 8, 1, 11
 DECLARATION_BYTES = 256
 
@@ -92,11 +94,14 @@ class PendingSend:
         self._start_ns = start_ns
 
     def done(self) -> bool:
-        """Return True if the message is known to have arrived: with gloo only after `wait`, with NCCL once its kernel has ended."""
+        """Return True if the message is known to have arrived: gloo reports it only after `wait`, NCCL by itself."""
         return all(handle.is_completed() for handle in self._handles)
 
     def wait(self) -> None:
-        """Return when the receiver has the message (on a GPU: order the current stream after it). May be called again."""
+        """Return when the receiver has the message (on a GPU: order the current stream after it).
+
+        May be called again.
+        """
         handles, self._handles = self._handles, []
         for handle in handles:
             self._channel.wait_for(handle, self._start_ns, self._tensors)
@@ -120,7 +125,8 @@ class PendingReceive:
     def wait(self) -> tuple[Tensor, ...]:
         """Return the message once it has arrived (on a GPU: order the current stream after it). May be called again.
 
-        Raises CommunicationError if the sender declared something else, is lost, or does not send within the group's timeout.
+        Raises CommunicationError if the sender declared something else, is lost, or does not send within the group's
+        timeout.
         """
         channel = self._channel
         wait_start = 0 if channel.message_times is None else channel.now()
@@ -140,11 +146,13 @@ class PendingReceive:
 class Channel:
     """One direction of one stage boundary, as seen from one of its two ranks.
 
-    Boundary s lies between stages s and s + 1; kind is 'activation' or 'gradient'; direction is 1 for DualPipe's odd microbatches, else 0.
-    index: of the channel in the pipeline, equal on both ends. sends: True on the sending end. peer: the other end's rank in `group`.
+    Boundary s lies between stages s and s + 1; kind is 'activation' or 'gradient'; direction is 1 for DualPipe's odd
+    microbatches, else 0.
+    index: of the channel in the pipeline, equal on both ends. sends: True on the sending end. peer: the other end's
+    rank in `group`.
     handle: torch's process group that carries the messages; handle_peer: the peer's rank in it.
-    max_in_flight: at this number of messages not known to have arrived, `send` first waits for the oldest. None: the caller bounds them by
-    waiting. Messages are matched in the order of `send` and `post_receive`.
+    max_in_flight: at this number of messages not known to have arrived, `send` first waits for the oldest. None: the
+    caller bounds them by waiting. Messages are matched in the order of `send` and `post_receive`.
     """
 
     def __init__(
@@ -211,7 +219,10 @@ class Channel:
         return pending
 
     def post_receive(self, messages: tuple[MessageSpec, ...]) -> PendingReceive:
-        """Start to receive one message into new tensors. On a GPU the receive occupies the device until the peer sends."""
+        """Start to receive one message into new tensors.
+
+        On a GPU the receive occupies the device until the peer sends.
+        """
         self._check_end("post_receive", sends=False)
         start_ns = perf_counter_ns()
         declaration = self._declaration
@@ -319,10 +330,12 @@ class Channels(dict[ChannelKey, Channel]):
     def build(
         cls, placement: Placement, pp: Group, device: torch.device | str = "cpu", max_in_flight: int | None = None
     ) -> Channels:
-        """Create the channels of this rank's pipeline; called by all ranks of the world together (NCCL creates communicators here).
+        """Create the channels of this rank's pipeline; called by all ranks of the world together (NCCL creates
+        communicators here).
 
-        placement: which pp_rank holds which stage. pp: this rank's pipeline. A boundary inside one rank has no channel. max_in_flight: see
-        Channel. Raises ScheduleError if the placement is for another number of ranks or has more boundaries than tags can number.
+        placement: which pp_rank holds which stage. pp: this rank's pipeline. A boundary inside one rank has no channel.
+        max_in_flight: see Channel. Raises ScheduleError if the placement is for another number of ranks or has more
+        boundaries than tags can number.
         """
         if placement.num_ranks != pp.size:
             raise ScheduleError(
@@ -350,7 +363,8 @@ class Channels(dict[ChannelKey, Channel]):
                 max_in_flight=max_in_flight,
             )
         if uses_nccl:
-            # connect in the same order on all ranks: left to the first messages, connecting blocks, in an order that may deadlock
+            # connect in the same order on all ranks: left to the first messages, connecting blocks, in an order that
+            # may deadlock
             for channel in channels.values():
                 channel.connect()
             torch.cuda.synchronize()
@@ -363,7 +377,7 @@ class Channels(dict[ChannelKey, Channel]):
 
 
 def _routes(placement: Placement) -> Iterator[tuple[int, ChannelKey, int, int]]:
-    """Yield (index, key, sending pp_rank, receiving pp_rank) of every channel between two ranks, in the same order on all ranks."""
+    """Yield (index, key, sending pp_rank, receiving pp_rank) of every channel, in the same order on all ranks."""
     keys = product(range(placement.num_stages - 1), enumerate(placement.directions), KINDS)
     for index, (boundary, (direction, rank_of_stage), kind) in enumerate(keys):
         ends = rank_of_stage[boundary], rank_of_stage[boundary + 1]

@@ -1,10 +1,12 @@
-"""Collectives over a Group. Each returns a `Work`, already complete unless async_op is set. In a group of one they copy or do nothing.
+"""Collectives over a Group. Each returns a `Work`, already complete unless async_op is set. In a group of one they copy
+or do nothing.
 
-Tensors are contiguous, and shards follow each other along dim 0 in order of group rank. all_gather accepts as input the output's own slice,
-and reduce_scatter as output the input's own slice, so flat buffers are gathered and reduced in place. Autograd does not see any of this.
+Tensors are contiguous, and shards follow each other along dim 0 in order of group rank. all_gather accepts as input the
+output's own slice, and reduce_scatter as output the input's own slice, so flat buffers are gathered and reduced in
+place. Autograd does not see any of this.
 
-Raises CommunicationError, which names operation and group, if a peer is lost or does not answer (gloo; with NCCL its watchdog ends the
-process); ValueError for shapes that do not match, before anything is sent.
+Raises CommunicationError, which names operation and group, if a peer is lost or does not answer (gloo; with NCCL its
+watchdog ends the process); ValueError for shapes that do not match, before anything is sent.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 
 class Work:
-    """An operation in flight. `wait` may be called any number of times; the tensors are kept alive until the first call.
+    """An operation in flight. `wait` may be called any number of times; the tensors are kept alive until the first
+    call.
 
     On a GPU `wait` makes the current stream wait and returns at once.
     """
@@ -107,7 +110,10 @@ def all_gather(output: Tensor, tensor: Tensor, group: Group, async_op: bool = Fa
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: Group, async_op: bool = False) -> Work:
-    """Sum the ranks' tensors [size x n, ...] and write this rank's slice into output [n, ...]. The input is undefined afterwards."""
+    """Sum the ranks' tensors [size x n, ...] and write this rank's slice into output [n, ...].
+
+    The input is undefined afterwards.
+    """
     _check_shards("reduce_scatter", group, whole=tensor, shard=output)
     if group.handle is None:
         return _copy("reduce_scatter", group, output, tensor)
@@ -216,7 +222,10 @@ def _device_of(group: Group) -> torch.device:
 
 
 def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, launch: Callable[..., Any]) -> Work:
-    """Launch an operation. launch: starts it on the tensors, of which it writes the first, and returns torch's handle."""
+    """Launch an operation.
+
+    launch: starts it on the tensors, of which it writes the first, and returns torch's handle.
+    """
     start_ns = perf_counter_ns()
     if group.handle is None:
         return Work(None, name, group, start_ns)

@@ -18,8 +18,9 @@ OperationKey = tuple[str, str]  # (kind of group, operation): ("tp", "all_gather
 class Ledger:
     """Counts and bytes of the operations that one rank would have run.
 
-    counts, bytes: by kind of group and operation. The bytes of a collective are those of its whole tensor (the output of an all-gather,
-    the input of a reduce-scatter). observe: called with every tensor that is sent or received between pipeline ranks.
+    counts, bytes: by kind of group and operation. The bytes of a collective are those of its whole tensor (the output
+    of an all-gather, the input of a reduce-scatter). observe: called with every tensor that is sent or received between
+    pipeline ranks.
     """
 
     counts: Counter[OperationKey] = field(default_factory=Counter)
@@ -48,7 +49,8 @@ class Ledger:
 class FakeWork:
     """An operation of the fake backend; its wait returns at once.
 
-    Like gloo's, it does not report completion before `wait`, so a channel keeps its tensors in flight as long as in a real run.
+    Like gloo's, it does not report completion before `wait`, so a channel keeps its tensors in flight as long as in a
+    real run.
     """
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Process groups: named lists of ranks with the backend's handle, built once from a topology and passed as arguments."""
+"""Process groups: named lists of ranks with the backend's handle, built once from a topology."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ TIMED_OUT = ("timed out", "timeout", "time out")
 class Group:
     """The ranks that take part in one kind of operation, as seen from one of them.
 
-    name: one of topology.GROUP_NAMES. ranks: global ranks, ascending. rank: this rank's index in `ranks`. handle: torch's process group;
-    None for a group of one, in which every operation is a no-op. timeout_seconds: after which an operation raises CommunicationError
-    (gloo) or ends the process (NCCL's watchdog). siblings: all groups of this kind in the world, this one included. heartbeat: notified
-    of every operation and wait. nccl: settings for further communicators of these ranks.
+    name: one of topology.GROUP_NAMES. ranks: global ranks, ascending. rank: this rank's index in `ranks`.
+    handle: torch's process group; None for a group of one, in which every operation is a no-op.
+    timeout_seconds: after which an operation raises CommunicationError (gloo) or ends the process (NCCL's watchdog).
+    siblings: all groups of this kind in the world, this one included. heartbeat: notified of every operation and wait.
+    nccl: settings for further communicators of these ranks.
     """
 
     name: str
@@ -73,8 +74,9 @@ class Group:
 class ProcessGroups:
     """All groups of one rank.
 
-    embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads. replicas: holders
-    of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored pipeline.
+    embedding: first and last rank of a pipeline; None on the ranks between. kv: tp neighbours with the same KV heads.
+    replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
+    pipeline.
     """
 
     world: Group
@@ -105,11 +107,14 @@ def build_process_groups(
     heartbeat: Heartbeat | None = None,
     nccl: NcclSettings | None = None,
 ) -> ProcessGroups:
-    """Create every group of the topology; called once by all ranks, after `bootstrap.start`. A world of one needs no start.
+    """Create every group of the topology; called once by all ranks, after `bootstrap.start`.
 
-    Every rank creates every group in the same order, member or not, because torch names a group by a counter that must agree among its
-    members. (torch's use_local_synchronization counts the groups that a rank already has, which differs within a group when only the
-    ends of a pipeline have an embedding group. A group of other ranks costs 0.05 ms, so ten thousand of them cost half a second.)
+    A world of one rank does not need `bootstrap.start`.
+
+    Every rank creates every group in the same order, member or not, because torch names a group by a counter that must
+    agree among its members. (torch's use_local_synchronization counts the groups that a rank already has, which differs
+    within a group when only the ends of a pipeline have an embedding group. A group of other ranks costs 0.05 ms, so
+    ten thousand of them cost half a second.)
     Raises CommunicationError if torch.distributed was initialized with another world.
     """
     if topology.world_size == 1:
@@ -167,7 +172,7 @@ def new_handle(
     kind: str = "",
     nccl: NcclSettings | None = None,
 ) -> Any:
-    """Create torch's process group of these ranks; called by every rank of the world in the same order. Unusable on other ranks.
+    """Create torch's process group of these ranks; called by every rank of the world in the same order.
 
     kind: one of topology.GROUP_NAMES, by which `nccl` chooses NCCL's options.
     """
@@ -179,7 +184,8 @@ def new_handle(
 def second_communicator(group: Group) -> Group:
     """Return the same ranks with another communicator, so that operations on one do not wait for those on the other.
 
-    A group of one or of the fake backend is returned as it is. Called by all ranks of the world together, on a group of the same kind.
+    A group of one or of the fake backend is returned as it is. Called by all ranks of the world together, on a group of
+    the same kind.
     """
     if group.handle is None or isinstance(group.handle, FakeHandle):
         return group
@@ -212,18 +218,19 @@ def communication_error(
     seconds = (perf_counter_ns() - start_ns) / 1e9
     first_line = text.splitlines()[0] if text else type(error).__name__
     return CommunicationError(
-        f"{operation} failed on global rank {group.global_rank}{peer} in group {group} after {seconds:.1f} s: {meaning}. "
-        f"The backend's message: {first_line}"
+        f"{operation} failed on global rank {group.global_rank}{peer} in group {group} "
+        f"after {seconds:.1f} s: {meaning}. The backend's message: {first_line}"
     )
 
 
 def _check_world(topology: Topology, global_rank: int) -> None:
     if not dist.is_initialized():
         raise CommunicationError(
-            f"a topology of {topology.world_size} ranks needs torch.distributed: call comm.bootstrap.start before building groups"
+            f"a topology of {topology.world_size} ranks needs torch.distributed: "
+            "call comm.bootstrap.start before building groups"
         )
     if (dist.get_world_size(), dist.get_rank()) != (topology.world_size, global_rank):
         raise CommunicationError(
-            f"the topology is for rank {global_rank} of {topology.world_size}, but torch.distributed was initialized as rank "
-            f"{dist.get_rank()} of {dist.get_world_size()}"
+            f"the topology is for rank {global_rank} of {topology.world_size}, "
+            f"but torch.distributed was initialized as rank {dist.get_rank()} of {dist.get_world_size()}"
         )

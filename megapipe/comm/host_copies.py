@@ -1,4 +1,7 @@
-"""gloo with GPU tensors: what is sent and received are copies in host memory. Lets ranks share a GPU, which NCCL refuses; slow and exact."""
+"""gloo with GPU tensors: what is sent and received are copies in host memory.
+
+Lets ranks share a GPU, which NCCL refuses; slow and exact.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ def needs_host_copies(handle: Any, tensor: Tensor) -> bool:
 
 
 class HostCopies:
-    """An operation in flight on host copies of its tensors; used like torch's handle. `wait` copies back what the operation writes.
+    """An operation in flight on host copies of its tensors; used like torch's handle. `wait` copies back what the
+    operation writes.
 
-    tensors: of the operation. writes: how many of them, from the first, it writes. launch: starts the operation on tensors of the same
-    shapes and returns torch's handle.
+    tensors: of the operation. writes: how many of them, from the first, it writes. launch: starts the operation on
+    tensors of the same shapes and returns torch's handle.
     """
 
     def __init__(self, tensors: Sequence[Tensor], writes: int, launch: Callable[..., Any]) -> None:
@@ -33,7 +37,7 @@ class HostCopies:
         return bool(self._handle.is_completed())
 
     def wait(self) -> None:
-        """Return when the operation is complete; its results are then on their way to the GPU, in order of the current stream."""
+        """Return when the operation is complete; the current stream then copies its results to the GPU."""
         self._handle.wait()
         for tensor, copy in self._written:
             tensor.copy_(copy)

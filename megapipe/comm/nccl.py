@@ -1,4 +1,4 @@
-"""NCCL's settings: variables before it starts, options of each kind of group's communicators, the flight recorder."""
+"""NCCL settings: environment variables, communicator options by kind of group, and torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ FLIGHT_RECORDER_EVENTS = 2000
 
 @dataclass(frozen=True)
 class NcclSettings:
-    """What NCCL is told. variables: of its environment. communicators: by kind of group. high_priority: kinds of groups."""
+    """Settings for NCCL.
+
+    variables: of its environment. communicators: options by kind of group. high_priority: kinds of groups.
+    """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     communicators: Mapping[str, Mapping[str, int | str]] = field(default_factory=dict)
@@ -30,36 +33,38 @@ class NcclSettings:
 
     @classmethod
     def of(cls, config: GpuConfig) -> NcclSettings:
-        """Read the settings and the file. Raises ConfigError."""
+        """Read the flags and the file of communicator options. Raises ConfigError."""
         path = config.nccl_communicator_config_path
         communicators = {} if path is None else read_communicators(Path(path))
         return cls(parse_variables(config.nccl_settings or ()), communicators, config.high_priority_stream_groups)
 
     def options(self, kind: str, timeout: timedelta | None) -> Any:
-        """torch's options of a communicator of this kind of group; None where nothing is asked for."""
+        """Return torch's options for a communicator of this kind of group; None if nothing is set for it."""
         if kind not in self.high_priority and kind not in self.communicators:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind in self.high_priority)
         if timeout is not None:
-            options._timeout = timeout  # torch warns where it differs from the argument it is given beside it
+            options._timeout = timeout  # torch warns if it differs from new_group's timeout argument
         for key, value in self.communicators.get(kind, {}).items():
             setattr(options.config, key, value)
         return options
 
     def prepare(self, recorder_folder: Path | None) -> None:
-        """Set the environment, before torch.distributed starts: NCCL's variables, and a recorder of the last collectives of every rank,
-        which torch writes when an operation times out: into recorder_folder, or where torch puts it.
+        """Set NCCL's variables and enable the flight recorder; called before torch.distributed is initialized.
 
-        Raises ConfigError where the environment says something else already.
+        The recorder keeps the last collectives of every rank, which torch writes when an operation times out: to
+        recorder_folder, or to torch's default path. Raises ConfigError if the environment already sets a variable to
+        another value.
         """
         for name, value in self.variables.items():
-            there = value_for_libraries(name)
-            if there is not None and there != value:
+            present = value_for_libraries(name)
+            if present is not None and present != value:
                 raise ConfigError(
-                    f"--nccl-settings {name}={value}, but the environment sets {name}={there}: say it in one place"
+                    f"--nccl-settings {name}={value}, but the environment sets {name}={present}; "
+                    "set it in one place only"
                 )
         set_for_libraries(**self.variables)
-        # both names: torch 2.9 renamed them and kept the old ones
+        # both names of each: torch 2.9 renamed them and kept the old ones
         set_for_libraries(
             TORCH_FR_BUFFER_SIZE=FLIGHT_RECORDER_EVENTS,
             TORCH_NCCL_TRACE_BUFFER_SIZE=FLIGHT_RECORDER_EVENTS,
@@ -72,35 +77,34 @@ class NcclSettings:
 
 
 def parse_variables(settings: tuple[str, ...]) -> dict[str, str]:
-    """NCCL_NAME=VALUE words. Raises ConfigError."""
+    """Parse NCCL_NAME=VALUE words. Raises ConfigError."""
     variables: dict[str, str] = {}
     for word in settings:
         if not re.fullmatch(r"NCCL_[A-Z0-9_]+=.+", word):
             raise ConfigError(f"--nccl-settings {word}: expected NCCL_NAME=VALUE, such as NCCL_DEBUG=INFO")
         name, _, value = word.partition("=")
         if variables.setdefault(name, value) != value:
-            raise ConfigError(f"--nccl-settings sets {name} twice, to {variables[name]} and {value}")
+            raise ConfigError(f"--nccl-settings sets {name} twice, to {variables[name]} and to {value}")
     return variables
 
 
 def read_communicators(path: Path) -> dict[str, dict[str, int | str]]:
-    """The file of --nccl-communicator-config-path. Raises ConfigError."""
+    """Read the file of --nccl-communicator-config-path. Raises ConfigError."""
     flag = f"--nccl-communicator-config-path {path}"
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{flag} cannot be read: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(keys, dict) for keys in found.values()):
-        raise ConfigError(f"{flag}: expected kinds of groups with keys and values, such as `dp: {{max_ctas: 8}}`")
-    for kind, keys in found.items():
+    if not isinstance(found, dict) or not all(isinstance(options, dict) for options in found.values()):
+        raise ConfigError(f"{flag}: expected kinds of groups with options, such as `dp: {{max_ctas: 8}}`")
+    for kind, options in found.items():
         if kind not in NCCL_GROUPS:
-            raise ConfigError(f"{flag}: {kind} is no kind of group; there are {', '.join(NCCL_GROUPS)}")
-        for key, value in keys.items():
+            raise ConfigError(f"{flag}: unknown kind of group {kind}; use one of {', '.join(NCCL_GROUPS)}")
+        for key, value in options.items():
             expected = COMMUNICATOR_KEYS.get(key)
             if expected is None:
-                raise ConfigError(f"{flag}: {kind}.{key} is no key; there are {', '.join(COMMUNICATOR_KEYS)}")
+                raise ConfigError(f"{flag}: unknown option {kind}.{key}; use one of {', '.join(COMMUNICATOR_KEYS)}")
             if type(value) is not expected:
-                raise ConfigError(
-                    f"{flag}: {kind}.{key} is {value!r}; expected {'a whole number' if expected is int else 'a text'}"
-                )
+                wanted = "an integer" if expected is int else "a string"
+                raise ConfigError(f"{flag}: {kind}.{key} is {value!r}; expected {wanted}")
     return found

@@ -17,8 +17,9 @@ DISCARD_PORT = 9  # any port will do: connecting a UDP socket sends no packet
 class Interface:
     """One network interface.
 
-    addresses: IPv4, then IPv6. state: the kernel's operstate, "up" or "down"; loopback has "unknown". megabits_per_second: as reported by
-    the driver, which is a made-up number for virtual interfaces; None if not reported. driver: "" for virtual interfaces.
+    addresses: IPv4, then IPv6. state: the kernel's operstate, "up" or "down"; loopback has "unknown".
+    megabits_per_second: as reported by the driver, which is a made-up number for virtual interfaces; None if not
+    reported. driver: "" for virtual interfaces.
     """
 
     name: str
@@ -42,7 +43,10 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """Return the local address that packets to `host` would leave from, or None if the host is unknown or unreachable. Sends nothing."""
+    """Return the local address that packets to `host` would leave from, or None if the host is unknown or unreachable.
+
+    Sends nothing.
+    """
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
@@ -59,7 +63,8 @@ def interface_with(address: str) -> Interface | None:
 def interface_towards(host: str, num_nodes: int) -> str | None:
     """Return the name of the interface over which this process reaches the job's address.
 
-    Returns None if that cannot be told, or if it is the loopback interface of a job on several nodes (see `listening_address`).
+    Returns None if that cannot be told, or if it is the loopback interface of a job on several nodes (see
+    `listening_address`).
     """
     local = local_address_towards(host)
     found = None if local is None else interface_with(local)
@@ -71,8 +76,9 @@ def interface_towards(host: str, num_nodes: int) -> str | None:
 def listening_address(host: str, num_nodes: int) -> str:
     """Return the address on which a job whose ranks connect to `host` should listen; "" for every interface.
 
-    Every interface is the fallback where the name means another address on this machine than on the others: a loopback address (Debian
-    maps the machine's own name to one in /etc/hosts), or an address that this machine does not have (behind NAT).
+    Every interface is the fallback where the name means another address on this machine than on the others: a loopback
+    address (Debian maps the machine's own name to one in /etc/hosts), or an address that this machine does not have
+    (behind NAT).
     """
     local = local_address_towards(host)
     if local is None:

@@ -1,11 +1,13 @@
 """The store in which the ranks of a job meet.
 
-torch's own store listens on every interface and has no password, so whoever can reach it can read and write it. `create_store` listens only
-where ranks can come from: on the loopback interface, or on the interface of the job's address.
+torch's own store listens on every interface and has no password, so whoever can reach it can read and write it.
+`create_store` listens only where ranks can come from: on the loopback interface, or on the interface of the job's
+address.
 
-torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as its store lives). Ranks
-that read there the addresses of an earlier start cannot connect, or meet a rank that is about to be terminated. Counting restarts does not
-help: each agent has its own count, which leaves out the restarts that a joining node causes. `fresh_store` gives each start its own keys.
+torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as its
+store lives). Ranks that read there the addresses of an earlier start cannot connect, or meet a rank that is about to be
+terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts that a joining
+node causes. `fresh_store` gives each start its own keys.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ def create_store(
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> dist.PrefixStore:
-    """Return a view of the store that no earlier start has written to, the same for all ranks of this start. Called by all of them.
+    """Return a view of the store that no earlier start has written to, the same for all ranks of this start. Called by
+    all of them.
 
-    Rank 0 draws a new name for this start, waits for a token from each rank under that name, and echoes it. A rank that has read the
-    name of an earlier start gets no echo and reads again. Raises RuntimeError if the other ranks do not come in time.
+    Rank 0 draws a new name for this start, waits for a token from each rank under that name, and echoes it. A rank that
+    has read the name of an earlier start gets no echo and reads again. Raises RuntimeError if the other ranks do not
+    come in time.
     """
     if rank == 0:
         start = secrets.token_hex(8)

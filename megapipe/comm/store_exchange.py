@@ -1,4 +1,4 @@
-"""`StoreExchange`: heartbeats between hosts, through the store in which the ranks met."""
+"""`StoreExchange`: heartbeats between hosts, through the store of the rendezvous."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-STORE_SECONDS = 3.0  # for one question to the store
+STORE_SECONDS = 3.0  # timeout of one request to the store
 PUBLISH_SECONDS = 1.0
-RETRY_SECONDS = 5.0  # between two attempts to reach a store that was lost: torch prints a stack each time
+RETRY_SECONDS = 5.0  # between attempts to reach a lost store; torch prints a stack trace at each
 STORE_ERRORS = (RuntimeError, ValueError, OSError)  # torch's DistError is a RuntimeError
 
-Question = Callable[[dist.Store], Any]
+Request = Callable[[dist.Store], Any]
 
 
 class StoreExchange:
-    """Publishes this rank's record every second from a thread of its own, and answers what other ranks published (monitor.watchdog).
+    """Publishes this rank's record every second from a thread and reads what other ranks published (monitor.watchdog).
 
-    A store that does not answer is asked again only for the records of others, which are asked for when something is wrong already.
+    A store that has stopped answering is tried again only to fetch the records of others, which happens only when
+    something is wrong.
     token: of this run, the same on all ranks.
     """
 
     def __init__(self, rank: int, token: str, record: Callable[[], bytes], store: dist.Store | None = None) -> None:
-        given = dist.distributed_c10d._get_default_store() if store is None else store
-        self._connect = lambda: _own_connection(given, f"megapipe {token}")
-        self._line = _Line(self._connect)
+        self._store = dist.distributed_c10d._get_default_store() if store is None else store
+        self._prefix = f"megapipe {token}"
+        self._connection = _Connection(self._store, self._prefix)
         self._rank, self._record = rank, record
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="heartbeat", daemon=True)
@@ -41,89 +42,77 @@ class StoreExchange:
         self._thread.start()
 
     def stop(self) -> None:
-        """The last record goes out too."""
+        """Stop the thread and publish a last record."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(STORE_SECONDS)
-        self._say(f"record {self._rank}", self._record())
+        self._set(f"record {self._rank}", self._record())
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The records last published by some ranks; none where the store cannot be reached now."""
-        self._reach()
-        found = {}
-        for rank in ranks:
-            data = self._read(f"record {rank}")
-            if data:
-                found[rank] = data
-        return found
+        """Return the records last published by these ranks; an empty dict if the store cannot be reached now."""
+        lost_at = self._connection.lost_at
+        if lost_at < math.inf and time.monotonic() >= lost_at + RETRY_SECONDS:
+            self._connection = _Connection(self._store, self._prefix)
+        records = {rank: self._get(f"record {rank}") for rank in ranks}
+        return {rank: record for rank, record in records.items() if record}
 
     def stack(self, rank: int) -> str:
-        return self._read(f"stack {rank}").decode(errors="replace")
+        """Return the stack trace that a rank published, or ""."""
+        return self._get(f"stack {rank}").decode(errors="replace")
 
     def publish_stack(self, text: str) -> None:
-        self._say(f"stack {self._rank}", text)
+        self._set(f"stack {self._rank}", text)
 
     def claim(self) -> bool:
-        """Only the first rank that asks gets True; a store that does not answer cannot give it away twice either, so then True."""
-        return self._line.ask(lambda store: store.add("claim", 1)) in (1, None)
+        """Return True to the first rank that asks, and also if the store does not answer."""
+        return self._connection.request(lambda store: store.add("claim", 1)) in (1, None)
 
     def tell(self) -> None:
-        self._say("told", "1")
+        """Let all ranks know that the failure has been reported; they see it in `is_told`."""
+        self._set("told", "1")
 
-    def _reach(self) -> None:
-        """A new connection, where the old one is lost."""
-        if self._line.is_lost and time.monotonic() >= self._line.lost_at + RETRY_SECONDS:
-            self._line = _Line(self._connect)
+    def _set(self, key: str, value: str | bytes) -> None:
+        self._connection.request(lambda store: store.set(key, value))  # type: ignore[arg-type]
 
-    def _say(self, key: str, value: str | bytes) -> None:
-        self._line.ask(lambda store: store.set(key, value))  # type: ignore[arg-type]
-
-    def _read(self, key: str) -> bytes:
-        return self._line.ask(lambda store: store.get(key) if store.check([key]) else b"") or b""
+    def _get(self, key: str) -> bytes:
+        return self._connection.request(lambda store: store.get(key) if store.check([key]) else b"") or b""
 
     def _publish(self) -> None:
         while not self._stopped.wait(PUBLISH_SECONDS):
-            self._say(f"record {self._rank}", self._record())
-            self.is_told = self.is_told or bool(self._read("told"))
+            self._set(f"record {self._rank}", self._record())
+            self.is_told = self.is_told or bool(self._get("told"))
 
 
-class _Line:
-    """One connection to a store and the thread that speaks over it: torch waits for ever for the answer of a machine that is cut off."""
+class _Connection:
+    """A connection to the store, used from its own thread because torch waits forever for an unreachable machine."""
 
-    def __init__(self, connect: Callable[[], dist.Store]) -> None:
-        self._questions: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        self.lost_at = math.inf
-        threading.Thread(target=self._speak, args=(connect,), name="store", daemon=True).start()
+    def __init__(self, store: dist.Store, prefix: str) -> None:
+        self._requests: queue.SimpleQueue[tuple[Request, queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self.lost_at = math.inf  # when the store failed or did not answer in time
+        threading.Thread(target=self._serve, args=(store, prefix), name="store", daemon=True).start()
 
-    @property
-    def is_lost(self) -> bool:
-        return self.lost_at < math.inf
-
-    def ask(self, question: Question) -> Any:
-        """None once the store has failed, or did not answer in time; it is asked no more."""
-        if self.is_lost:
+    def request(self, request: Request) -> Any:
+        """Return the store's answer, or None if it fails or times out; after that the store is not asked again."""
+        if self.lost_at < math.inf:
             return None
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._questions.put((question, answer))
+        self._requests.put((request, answer))
         with suppress(queue.Empty):
             return answer.get(timeout=STORE_SECONDS)
         self.lost_at = time.monotonic()
         return None
 
-    def _speak(self, connect: Callable[[], dist.Store]) -> None:
+    def _serve(self, store: dist.Store, prefix: str) -> None:
+        answer = None
         try:
-            store = connect()
-            while not self.is_lost:
-                question, answer = self._questions.get()
-                answer.put(question(store))
+            # the given connection may be blocked in one of torch's waits
+            own = store.clone()  # type: ignore[attr-defined]
+            own.set_timeout(timedelta(seconds=STORE_SECONDS))
+            prefixed = dist.PrefixStore(prefix, own)
+            while self.lost_at == math.inf:
+                request, answer = self._requests.get()
+                answer.put(request(prefixed))
         except STORE_ERRORS:
             self.lost_at = time.monotonic()
-            with suppress(UnboundLocalError):
+            if answer is not None:
                 answer.put(None)
-
-
-def _own_connection(given: dist.Store, prefix: str) -> dist.Store:
-    """Beside the one in which a wait of torch's may stand."""
-    own = given.clone()  # type: ignore[attr-defined]
-    own.set_timeout(timedelta(seconds=STORE_SECONDS))
-    return dist.PrefixStore(prefix, own)

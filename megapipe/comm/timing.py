@@ -1,8 +1,9 @@
 """Timed operations: round trips, and collectives and messages of growing sizes.
 
-Round trips serve to compare clocks and to measure the time of one message. The others measure what a group, or one direction between two
-ranks, achieves: each size takes one warm-up call, which may have to connect, and then as many calls as its time budget allows, the same
-number on all its ranks. Times are wall-clock seconds until the result can be read.
+Round trips serve to compare clocks and to measure the time of one message. The others measure what a group, or one
+direction between two ranks, achieves: each size takes one warm-up call, which may have to connect, and then as many
+calls as its time budget allows, the same number on all its ranks. Times are wall-clock seconds until the result can be
+read.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def round_trips(
 ) -> list[tuple[int, int, int]]:
     """Send `count` messages of num_bytes each way between two ranks of the group; other ranks return at once.
 
-    Returns on the asker (sent, read on the answerer's clock, back) of each, in nanoseconds; [] on the other ranks. now: this rank's clock.
-    A warm-up message, which may have to connect, is left out. Raises CommunicationError.
+    Returns on the asker (sent, read on the answerer's clock, back) of each, in nanoseconds; [] on the other ranks. now:
+    this rank's clock. A warm-up message, which may have to connect, is left out. Raises CommunicationError.
     """
     if group.rank not in (asker, answerer):
         return []
@@ -71,7 +72,8 @@ def time_collective(
 ) -> Times:
     """Time a collective; called by all ranks of the group, all of which get the slowest rank's time of each repeat.
 
-    name: all_reduce, reduce_scatter or all_gather. sizes: bytes of the whole buffer, ascending. Raises CommunicationError.
+    name: all_reduce, reduce_scatter or all_gather. sizes: bytes of the whole buffer, ascending. Raises
+    CommunicationError.
     """
     times: Times = {}
     for num_bytes in sizes:
@@ -89,7 +91,8 @@ def time_messages(
 ) -> Times:
     """Time messages in one direction between two ranks of the group, each until its receipt of 8 bytes is back.
 
-    Returns the times on rank `source`, {} elsewhere; ranks other than source and target return at once. Raises CommunicationError.
+    Returns the times on rank `source`, {} elsewhere; ranks other than source and target return at once. Raises
+    CommunicationError.
     """
     if group.rank not in (source, target):
         return {}
@@ -102,7 +105,10 @@ def time_messages(
 
 
 class _Connection:
-    """One direction between two ranks. A header of two numbers announces how many messages of how many bytes follow; 0 ends."""
+    """One direction between two ranks.
+
+    A header of two numbers announces how many messages of how many bytes follow; 0 ends.
+    """
 
     def __init__(self, group: Group, peer: int, device: torch.device) -> None:
         self.peer = peer
@@ -157,7 +163,7 @@ def _repeats_within(budget_seconds: float, once_seconds: float) -> int:
 
 
 def _takes_too_long(num_bytes: int, times: Times, budget_seconds: float) -> bool:
-    """Return True if a size would take too long, judged by the largest size so far; the two smallest are always measured."""
+    """Return True if a size would take too long, judged by the largest so far; the two smallest are always timed."""
     if len(times) < 2:
         return False
     largest = max(times)

@@ -1,4 +1,7 @@
-"""A record of what ran when: collectives and messages here, actions in the engine. No tracer, no cost."""
+"""A record of what ran when: collectives and messages here, actions in the pipeline engine.
+
+Costs nothing without a tracer.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Event(NamedTuple):
-    """Something with a start and an end. Nanoseconds of time.perf_counter_ns: one clock for all ranks of a machine."""
+    """A named interval in nanoseconds of time.perf_counter_ns, which all ranks of a machine share."""
 
     name: str  # "replicas reduce_scatter", "boundary 1 activation", "2F0"
-    kind: str  # 'collective', 'send', 'receive' from launch to completion; 'wait' while a rank stands still; 'action'; 'phase'
+    # 'collective', 'send', 'receive': from launch to completion; 'wait': while a rank is blocked; 'action'; 'phase';
+    # 'row'
+    kind: str
     start_ns: int
     end_ns: int
 
 
 class MomentClock(Protocol):
-    """pipeline.device_clock.EventClock: moments in streams, whose times are known later."""
+    """gpu.device_clock.EventClock: marks in CUDA streams, whose times are known later."""
 
     def mark(self, stream: Any = None) -> int: ...
     def time_of(self, moment: int) -> int: ...
@@ -29,10 +34,11 @@ class MomentClock(Protocol):
 class Tracer:
     """Events in the order in which they ended.
 
-    A collective ends when the backend says so, where it does (gloo's all-reduce and all-gather), else when its wait returns. On a GPU
-    these are times of the host: a wait there only orders streams. Actions, phases and waits for messages get true times in one of two ways.
-    settle (torch.cuda.synchronize): called before every reading of the clock, at the price of all overlap. clock: notes moments in the
-    streams, which `read` turns into times once they have come.
+    A collective ends when the backend reports it, where it does (gloo's all-reduce and all-gather), else when its wait
+    returns. On a GPU these are host times, because a wait only orders streams. Actions, phases and waits for messages
+    get true device times in one of two ways:
+    settle (torch.cuda.synchronize) is called before every reading of the clock, which costs all overlap;
+    clock marks moments in the streams, which `read` converts to times once the streams have reached them.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -40,13 +46,19 @@ class Tracer:
     clock: MomentClock | None = None
 
     def now(self, stream: Any = None) -> int:
-        """Nanoseconds, for starts and ends of actions. stream: of a GPU, on which the moment comes; None for the current one."""
+        """Return the start or end of an action in nanoseconds.
+
+        stream: the CUDA stream to mark; None for the current one.
+        """
         if self.settle is not None:
             self.settle()
         return perf_counter_ns() if self.clock is None else self.clock.mark(stream)
 
     def read(self) -> None:
-        """Give all events the times of the device; waits for the last of them. Nothing to do without a clock."""
+        """Replace the marks of all events by device times, waiting for the last of them.
+
+        Without a clock there is nothing to do.
+        """
         if self.clock is not None:
             time_of = self.clock.time_of
             self.events[:] = [
@@ -54,17 +66,20 @@ class Tracer:
             ]
 
     def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
-        """Record one event; it ends now unless end_ns is given. May be called from a backend's thread."""
+        """Record one event, which ends now unless end_ns is given. May be called from a backend's thread."""
         self.events.append(Event(name, kind, start_ns, perf_counter_ns() if end_ns is None else end_ns))
 
     def of_kind(self, *kinds: str) -> list[Event]:
-        """The events of some kinds, by start."""
+        """Return the events of these kinds, sorted by start."""
         return sorted((event for event in self.events if event.kind in kinds), key=lambda event: event.start_ns)
 
     @contextmanager
     def aside(self, first: int) -> Iterator[list[Event]]:
-        """Inside the block `events` ends before event number `first`; the later ones, given to the block, come back after it, even if it
-        clears the others."""
+        """Remove the events from number `first` on inside the block, which receives them, and append them again after
+        it.
+
+        They come back even if the block clears the other events.
+        """
         later = self.events[first:]
         del self.events[first:]
         try:
@@ -73,5 +88,5 @@ class Tracer:
             self.events.extend(later)
 
     def clear(self) -> None:
-        """Forget all events."""
+        """Remove all events."""
         self.events.clear()

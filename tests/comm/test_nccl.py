@@ -1,4 +1,4 @@
-"""What NCCL is told, seen without NCCL: variables, options of communicators, the flight recorder, mistakes."""
+"""NCCL settings, checked without NCCL: variables, options of communicators, the flight recorder, mistakes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megapipe.topology import GROUP_NAMES
 
 
 class Options:
-    """As torch.distributed.ProcessGroupNCCL.Options."""
+    """Like torch.distributed.ProcessGroupNCCL.Options."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -46,10 +46,10 @@ def test_communicators_get_the_options_of_their_kind_of_group(tmp_path: Path, mo
     assert not dp.is_high_priority_stream and dp.config == SimpleNamespace(
         cga_cluster_size=0, min_ctas=2, max_ctas=8, net_name="IB"
     )
-    assert all(arguments["pg_options"] is None for arguments in made[1::2]), "gloo has none"
+    assert all(arguments["pg_options"] is None for arguments in made[1::2]), "gloo has no options"
 
 
-def test_environment_is_set_but_never_overruled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_set_but_never_overridden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"NCCL_IB_HCA": "mlx5_0"}
     monkeypatch.setattr("megapipe.environment.os.environ", variables)
     NcclSettings.of(GpuConfig(nccl_settings=("NCCL_DEBUG=INFO", "NCCL_IB_HCA=mlx5_0"))).prepare(tmp_path / "nccl")
@@ -58,7 +58,7 @@ def test_environment_is_set_but_never_overruled(tmp_path: Path, monkeypatch: pyt
     assert variables["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl" / "rank_")
     assert (tmp_path / "nccl").is_dir()
     with pytest.raises(
-        ConfigError, match="NCCL_IB_HCA=mlx5_1, but the environment sets NCCL_IB_HCA=mlx5_0: say it in one place"
+        ConfigError, match="NCCL_IB_HCA=mlx5_1, but the environment sets NCCL_IB_HCA=mlx5_0; set it in one place only"
     ):
         NcclSettings.of(GpuConfig(nccl_settings=("NCCL_IB_HCA=mlx5_1",))).prepare(None)
 
@@ -69,19 +69,19 @@ def test_only_variables_of_nccl_are_settings(word: str) -> None:
         parse_variables((word,))
 
 
-def test_a_setting_said_twice_is_refused() -> None:
+def test_a_setting_given_twice_is_refused() -> None:
     assert parse_variables(("NCCL_ALGO=Ring", "NCCL_ALGO=Ring")) == {"NCCL_ALGO": "Ring"}
-    with pytest.raises(ConfigError, match="sets NCCL_ALGO twice, to Ring and Tree"):
+    with pytest.raises(ConfigError, match="sets NCCL_ALGO twice, to Ring and to Tree"):
         parse_variables(("NCCL_ALGO=Ring", "NCCL_ALGO=Tree"))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("- 1", "expected kinds of groups with keys and values", id="list"),
-        pytest.param("ep: {max_ctas: 1}", "ep is no kind of group; there are tp, cp", id="group"),
-        pytest.param("dp: {ctas: 1}", "dp.ctas is no key; there are cga_cluster_size", id="key"),
-        pytest.param("dp: {max_ctas: many}", "dp.max_ctas is 'many'; expected a whole number", id="value"),
+        pytest.param("- 1", "expected kinds of groups with options", id="list"),
+        pytest.param("ep: {max_ctas: 1}", "unknown kind of group ep; use one of tp, cp", id="group"),
+        pytest.param("dp: {ctas: 1}", "unknown option dp.ctas; use one of cga_cluster_size", id="key"),
+        pytest.param("dp: {max_ctas: many}", "dp.max_ctas is 'many'; expected an integer", id="value"),
         pytest.param("dp: [", "cannot be read", id="yaml"),
     ],
 )

@@ -115,15 +115,15 @@ MILLISECOND = 1_000_000
 class FakeChannel:
     """A receiving end whose message comes so long after the work before it."""
 
-    moments: list[tuple[int, int]] | None = None
-    mark: Callable[[], int]
+    message_times: list[tuple[int, int]] | None = None
+    now: Callable[[], int]
 
     def receive(self, device: FakeDevice, heartbeat: Heartbeat, nanoseconds: int) -> None:
         heartbeat.wait_for_peer(Wait.RECEIVE, b"activation", 1)
-        begun = self.mark() if self.moments is not None else 0
+        begun = self.now() if self.message_times is not None else 0
         device.launch(nanoseconds)
-        if self.moments is not None:
-            self.moments.append((begun, self.mark()))
+        if self.message_times is not None:
+            self.message_times.append((begun, self.now()))
         heartbeat.goes_on()
 
     def __str__(self) -> str:
