@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+"""Prove that a refactoring changes no result: record what two checkouts compute, and compare the records to the bit.
+
+    python tools/check_equality.py record CHECKOUT before.json [--only plans] [--python EXE]
+    python tools/check_equality.py compare before.json after.json
+
+A record holds, from the command line of the checkout at CHECKOUT alone:
+
+    grids        losses and gradient norms of drawn configurations on grids of up to four ranks, or the exit code of a refusal
+    quickstart   the same of configs/quickstart.yaml on its eight ranks
+    fixtures     losses and gradient norms of Megatron's curves on all grids of tests/train/test_megatron_curves.py
+    plans        every number that `megapipe plan` prints for drawn configurations, and the layouts that its search finds
+    simulations  `megapipe schedule simulate --json` of drawn shapes
+
+Both records must come from one machine and one installation of torch: kernels round differently elsewhere.
+Exit code of `compare`: 0 if all is equal, 1 with the differences if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NUM_GRIDS = 40  # that train; refused draws come on top
+NUM_PLANS = 50
+NUM_SIMULATIONS = 50
+
+
+class Checkout:
+    """A checkout whose commands are run. python: the interpreter with megapipe's dependencies."""
+
+    def __init__(self, path: Path, python: str) -> None:
+        self.path, self.python = path.resolve(), python
+
+    def run(self, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        command = ["env", f"PYTHONPATH={self.path}", "OMP_NUM_THREADS=1", self.python, *words]
+        return subprocess.run(command, cwd=folder or self.path, capture_output=True, text=True, timeout=600)
+
+    def train(self, world_size: int, flags: list[str]) -> dict[str, Any]:
+        """Return the exact losses and gradient norms of a run, as hexadecimal floats, or its exit code."""
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder) / "metrics.jsonl"
+            words = [str(self.path / "pretrain_gpt.py"), *flags, "--metrics-file", str(metrics), "--device", "cpu"]
+            if world_size > 1:
+                words = ["-m", "megapipe", "launch", "--nproc-per-node", str(world_size), *words]
+            ended = self.run(*words, folder=Path(folder))
+            if ended.returncode:
+                return {"code": ended.returncode, "message": ended.stderr.strip().splitlines()[-1:]}
+            rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        keys = ("loss", "grad_norm")
+        return {
+            "code": 0,
+            "rows": [
+                [row["kind"], *(float(row[key]).hex() for key in keys if isinstance(row.get(key), float))]
+                for row in rows
+                if row["kind"] in ("step", "evaluation")
+            ],
+        }
+
+
+def drawn_grid(draw: random.Random) -> tuple[int, list[str]]:
+    """Draw (number of ranks, flags) of a tiny training run; some draws are refused by a rule, which is recorded as well."""
+    tp, pp, dp = draw.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1)])
+    chunks = draw.choice([1, 1, 2]) if pp > 1 else 1
+    layers = pp * chunks * draw.choice([1, 2])
+    flags = f"--num-layers {layers} --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16 --vocab-size 61"
+    flags += f" --micro-batch-size {draw.choice([1, 2])} --global-batch-size 8 --train-iters 3 --lr 1e-2 --mock-data --seed 5"
+    flags += f" --log-interval 1 --eval-iters 1 --eval-interval 2 --tensor-model-parallel-size {tp}"
+    flags += f" --pipeline-model-parallel-size {pp}"
+    if chunks > 1:
+        flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
+    elif pp > 1:
+        schedules = ["auto", "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"]
+        flags += f" --pipeline-schedule {draw.choice([*schedules, 'breadth-first', 'zb-auto', 'pipedream'])}"
+    optional = [
+        "--num-query-groups 2",
+        "--swiglu",
+        "--squared-relu",
+        "--normalization RMSNorm",
+        "--position-embedding-type rope",
+        "--disable-bias-linear",
+        "--untie-embeddings-and-output-weights",
+        "--qk-layernorm",
+        "--hidden-dropout 0 --attention-dropout 0",
+        "--sequence-parallel",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--use-distributed-optimizer",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+        "--bf16",
+        "--fp16",
+        "--clip-grad 0.1",
+        "--optimizer sgd",
+        "--calculate-per-token-loss",
+        "--label-smoothing 0.1",
+        "--optimizer-post-validation",
+        "--attn-logit-softcapping 20",
+        "--rampup-batch-size 4 4 8",
+    ]
+    for words in optional:
+        if draw.random() < 0.22:
+            flags += f" {words}"
+    return tp * pp * dp, flags.split()
+
+
+def record_grids(checkout: Checkout) -> list[dict[str, Any]]:
+    draw, found, trained = random.Random(13), [], 0
+    while trained < NUM_GRIDS:
+        world_size, flags = drawn_grid(draw)
+        result = checkout.train(world_size, flags)
+        trained += result["code"] == 0
+        found.append({"ranks": world_size, "flags": " ".join(flags), **result})
+        print(f"grid {len(found)}: exit code {result['code']}, {trained} trained", file=sys.stderr, flush=True)
+    return found
+
+
+def record_quickstart(checkout: Checkout) -> list[dict[str, Any]]:
+    config = ["--config", str(checkout.path / "configs" / "quickstart.yaml"), "--vocab-size", "2048", "--mock-data"]
+    return [checkout.train(8, [*config, "--train-iters", "6", "--log-interval", "1", "--eval-iters", "1"])]
+
+
+def record_fixtures(checkout: Checkout) -> dict[str, Any]:
+    """Run the functions of the checkout's own test in its own harness."""
+    code = """
+import json
+from tests.harness import run_ranks
+from tests.train.test_megatron_curves import CASES, GPT2, LLAMA, run_curve
+if __name__ == "__main__":
+    found = {}
+    for name, grid in CASES:
+        axes = (GPT2 if name == "megatron_gpt2" else LLAMA)[grid]
+        world = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("dp", 1)
+        rows = run_ranks(run_curve, world, name, axes)[0]
+        found[f"{name} {grid}"] = [[float(loss).hex(), float(norm).hex()] for loss, norm in rows]
+    print(json.dumps(found))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "curves.py"
+        script.write_text(code)
+        ended = checkout.run(str(script), folder=checkout.path)
+    if ended.returncode:
+        raise SystemExit(f"fixtures: {ended.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def numbers(text: str) -> list[str]:
+    """Every number of a text, in order: wording may change, numbers may not."""
+    return re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?%?", text)
+
+
+def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
+    draw, found = random.Random(17), []
+    for _ in range(NUM_PLANS):
+        tp, pp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 4, 8, 16]), draw.choice([1, 2, 8, 64])
+        flags = f"--num-layers {pp * draw.choice([2, 4])} --hidden-size {draw.choice([1024, 4096])} --num-attention-heads 16"
+        flags += (
+            f" --seq-length {draw.choice([1024, 4096])} --vocab-size 32000 --micro-batch-size {draw.choice([1, 2])}"
+        )
+        flags += f" --global-batch-size {dp * pp * 8} --train-iters 100 --lr 1e-4 --tensor-model-parallel-size {tp}"
+        flags += f" --pipeline-model-parallel-size {pp}"
+        chunked = pp > 1 and draw.random() < 0.5
+        flags += " --num-virtual-stages-per-pipeline-rank 2" if chunked else ""
+        if pp > 1 and not chunked:
+            flags += f" --pipeline-schedule {draw.choice(['auto', '1f1b', 'gpipe', 'zb-h1', 'zb-v', 'v-half', 'zb-auto', 'dualpipe-v'])}"
+        for words in (
+            "--bf16",
+            "--sequence-parallel",
+            "--swiglu",
+            "--normalization RMSNorm",
+            "--num-query-groups 8",
+            "--use-distributed-optimizer",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            "--recompute-granularity selective --recompute-modules core_attn mlp",
+            "--untie-embeddings-and-output-weights",
+            "--attention-dropout 0 --hidden-dropout 0",
+            "--cpu-offloading-num-layers 1",
+            "--fp8-format hybrid",
+            "--grad-reduce-in-bf16",
+        ):
+            if draw.random() < 0.4:
+                flags += f" {words}"
+        words = ["-m", "megapipe", "plan", "--world-size", str(tp * pp * dp), "--ranks-per-node", "8", *flags.split()]
+        ended = checkout.run(*words)
+        found.append({"flags": flags, "code": ended.returncode, "numbers": numbers(ended.stdout)})
+    for gpu, count, config in (("h100", 64, "llama3_8b"), ("a100-80", 512, "gpt3_175b"), ("h200", 256, "llama3_70b")):
+        words = [
+            "-m",
+            "megapipe",
+            "plan",
+            "--gpus",
+            str(count),
+            "--gpu",
+            gpu,
+            "--config",
+            f"configs/{config}.yaml",
+            "--json",
+        ]
+        ended = checkout.run(*words)
+        found.append({"search": [gpu, count, config], "code": ended.returncode, "numbers": numbers(ended.stdout)})
+    return found
+
+
+def record_simulations(checkout: Checkout) -> list[dict[str, Any]]:
+    draw, found = random.Random(19), []
+    names = "naive gpipe 1f1b interleaved breadth-first zb-h1 zb-h2 zb-v v-half v-min zb-auto dualpipe dualpipe-v pipedream pipedream-2bw"
+    for _ in range(NUM_SIMULATIONS):
+        name, p = draw.choice(names.split()), draw.choice([2, 4, 8])
+        words = ["schedule", "simulate", name, "-p", str(p), "-m", str(p * draw.choice([2, 3, 4]))]
+        words += ["-v", "2"] if name in ("interleaved", "breadth-first") else []
+        words += ["--forward", str(draw.choice([1.0, 1.3])), "--weight-grad", str(draw.choice([1.0, 0.7]))]
+        words += ["--p2p", str(draw.choice([0.0, 0.125]))] if draw.random() < 0.5 else []
+        ended = checkout.run("-m", "megapipe", *words, "--json")
+        found.append({"words": words, "code": ended.returncode, "output": json.loads(ended.stdout or "null")})
+    return found
+
+
+PARTS: dict[str, Callable[[Checkout], Any]] = {
+    "grids": record_grids,
+    "quickstart": record_quickstart,
+    "fixtures": record_fixtures,
+    "plans": record_plans,
+    "simulations": record_simulations,
+}
+
+
+def without_messages(value: Any) -> Any:
+    """The record without its messages, which may be worded anew."""
+    if isinstance(value, dict):
+        return {key: without_messages(inner) for key, inner in value.items() if key != "message"}
+    return [without_messages(inner) for inner in value] if isinstance(value, list) else value
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    failed = False
+    for part in PARTS:
+        if part not in before or part not in after:
+            print(f"{part:12} not in both records")
+            failed = True
+            continue
+        pairs = (
+            [(key, before[part][key], after[part].get(key)) for key in before[part]]
+            if isinstance(before[part], dict)
+            else [
+                (index, one, other) for index, (one, other) in enumerate(zip(before[part], after[part], strict=False))
+            ]
+        )
+        different = [pair for pair in pairs if without_messages(pair[1]) != without_messages(pair[2])]
+        different += [("length", len(before[part]), len(after[part]))] if len(before[part]) != len(after[part]) else []
+        print(f"{part:12} {len(pairs)} compared, {len(different)} different")
+        for key, one, other in different[:5]:
+            print(f"  {key}:\n    before {json.dumps(one)[:600]}\n    after  {json.dumps(other)[:600]}")
+        failed |= bool(different)
+    return int(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="record what a checkout computes")
+    recording.add_argument("checkout", type=Path)
+    recording.add_argument("output", type=Path)
+    recording.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    recording.add_argument("--python", default=sys.executable)
+    comparing = commands.add_parser("compare", help="compare two records")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    options = parser.parse_args()
+    if options.command == "compare":
+        return compare(json.loads(options.before.read_text()), json.loads(options.after.read_text()))
+    checkout = Checkout(options.checkout, options.python)
+    found = json.loads(options.output.read_text()) if options.output.exists() else {}
+    for part in options.only:
+        found[part] = PARTS[part](checkout)
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"recorded {part}", file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
