@@ -27,8 +27,8 @@ from megapipe.comm.trace import Tracer
 from megapipe.config.fields import all_fields
 from megapipe.config.flags import field_flags
 from megapipe.config.load import load_config
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.data.indexed_file import IndexedWriter
-from megapipe.data.synthetic import SyntheticDataset
 from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError

@@ -18,7 +18,7 @@ import numpy as np
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.environment import read_environment
 from megapipe.extras.cli.plan import plan_for
 from megapipe.extras.dry_run.live_bytes import LiveBytes

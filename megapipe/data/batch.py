@@ -1,9 +1,8 @@
-"""One microbatch of one dp rank: samples cut into inputs and labels, and what documents inside a sample mean for positions, attention
-and loss.
+"""One microbatch of one dp rank: samples split into inputs and labels, with the rules for documents inside a sample.
 
-The end-of-document token belongs to the document that it ends. Behind it positions start again (--reset-position-ids), attention does
-not look back across it (--reset-attention-mask), and the position at which it is the input carries no loss (--eod-mask-loss): what
-follows it is the first token of an unrelated document.
+The end-of-document token belongs to the document that it ends. After it positions restart (--reset-position-ids),
+attention does not look back across it (--reset-attention-mask), and the position where it is the input has no loss
+(--eod-mask-loss), since the next token belongs to an unrelated document.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """What the end-of-document token `eod` does; all off by default. Raises ConfigError if something is asked and there is no such
-    token."""
+    """The effects of the end-of-document token `eod`, all off by default.
+
+    Raises ConfigError if an effect is requested without such a token.
+    """
 
     eod: int | None = None
     reset_position_ids: bool = False
@@ -28,52 +29,45 @@ class DocumentRules:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        asked = {
+        flags = {
             "--reset-position-ids": self.reset_position_ids,
             "--reset-attention-mask": self.reset_attention_mask,
             "--eod-mask-loss": self.eod_mask_loss,
         }
-        if self.eod is None and any(asked.values()):
-            names = ", ".join(name for name, is_asked in asked.items() if is_asked)
+        if self.eod is None and any(flags.values()):
+            names = ", ".join(name for name, is_set in flags.items() if is_set)
             raise ConfigError(
-                f"{names} need an end-of-document token, and no tokenizer with one is given: set --tokenizer-type and its model"
+                f"{names} need an end-of-document token, but no tokenizer with one is given; set --tokenizer-type and "
+                "its "
+                "model"
             )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Arrays of one microbatch. What no rule asks for is None, so that a model can take its faster road without it.
-
-    loss_mask: 1 where the loss counts; None: everywhere. position_ids None: 0 .. seq - 1. document_ids: which document of its sample each
-    token is in, counted from 0; None: attend to all before.
-    """
+    """The arrays of one microbatch. An array that no rule needs is None, which allows faster kernels."""
 
     tokens: TokenArray  # [micro, seq]
-    labels: TokenArray  # [micro, seq]: the token that follows each
-    loss_mask: NDArray[np.float32] | None  # [micro, seq]
-    position_ids: TokenArray | None  # [micro, seq]
-    document_ids: NDArray[np.int64] | None  # [micro, seq]
-    sample_ids: tuple[int, ...]  # [micro] places in the data set, for messages
+    labels: TokenArray  # [micro, seq]: the next token of each
+    loss_mask: NDArray[np.float32] | None  # [micro, seq]: 1 where the loss counts; None: everywhere
+    position_ids: TokenArray | None  # [micro, seq]; None: 0 .. seq - 1
+    document_ids: NDArray[np.int64] | None  # [micro, seq]: document within the sample, from 0; None: plain causal mask
+    sample_ids: tuple[int, ...]  # [micro]: indices in the dataset, for messages
 
     @classmethod
     def of(cls, samples: TokenArray, sample_ids: tuple[int, ...], rules: DocumentRules) -> Batch:
-        """samples: [micro, seq + 1]."""
+        """Build a microbatch. samples: [micro, seq + 1]."""
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
         is_eod: NDArray[np.bool_] = np.equal(tokens, -1 if rules.eod is None else rules.eod)
-        loss_mask = np.where(is_eod, np.float32(0.0), np.float32(1.0)) if rules.eod_mask_loss else None
-        position_ids = _positions(is_eod) if rules.reset_position_ids else None
-        document_ids = _documents(is_eod) if rules.reset_attention_mask else None
+        loss_mask = position_ids = document_ids = None
+        if rules.eod_mask_loss:
+            loss_mask = np.where(is_eod, np.float32(0.0), np.float32(1.0))
+        if rules.reset_position_ids:
+            # distance from the start of the document, or of the sample for the document that continues from before it
+            positions = np.arange(is_eod.shape[1], dtype=np.int64)
+            starts = np.zeros(is_eod.shape, dtype=np.int64)
+            starts[:, 1:] = np.where(is_eod[:, :-1], positions[1:], 0)
+            position_ids = positions - np.maximum.accumulate(starts, axis=1)
+        if rules.reset_attention_mask:
+            document_ids = np.cumsum(is_eod, axis=1, dtype=np.int64) - is_eod  # number of eod tokens before each token
         return cls(tokens, labels, loss_mask, position_ids, document_ids, sample_ids)
-
-
-def _documents(is_eod: NDArray[np.bool_]) -> TokenArray:
-    """[micro, seq]: ends of document before each token."""
-    return np.cumsum(is_eod, axis=1, dtype=np.int64) - is_eod
-
-
-def _positions(is_eod: NDArray[np.bool_]) -> TokenArray:
-    """[micro, seq]: distance of each token from the start of its document (or of the sample, where it began before)."""
-    places = np.arange(is_eod.shape[1], dtype=np.int64)
-    starts = np.zeros(is_eod.shape, dtype=np.int64)
-    starts[:, 1:] = np.where(is_eod[:, :-1], places[1:], 0)
-    return places - np.maximum.accumulate(starts, axis=1)

@@ -1,9 +1,10 @@
-"""Shuffled indices kept on disk, so that the ranks of a machine build them once and then map them.
+"""Shuffled indices kept on disk: the ranks of a machine build them once and then map them.
 
-An entry is a folder `KIND-KEY` of `.npy` files and `description.json`. KEY is a hash of the whole description: settings, and size and
-modification time of the source, so that changed data never meets an old index. An entry is written under another name and renamed, so it
-is complete or not there; of two builders at once both succeed and one entry stays. A lock saves the second from building, and nothing
-depends on it: where the file system has none, each builds. No disk has to be shared between machines.
+An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the whole description: the
+settings, and size and modification time of the source, so that changed data never meets an old index. An entry is
+written under a temporary name and renamed, so it is complete or absent; if two processes build it at once, both
+succeed and one entry stays. A lock avoids the duplicate work but correctness does not depend on it: on file systems
+without locks each process builds. No disk has to be shared between machines.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,39 +29,44 @@ from megapipe.data.indexed_file import bin_path, idx_path
 from megapipe.errors import ConfigError, DataError
 
 Arrays = dict[str, Array]
-FORMAT = 1  # part of every key: raise it when the meaning of an entry changes
+FORMAT = 1  # part of every key: increase it when the meaning of an entry changes
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class IndexCache:
-    """A folder of entries. `asked`: whether the user named it (then failing to write there is an error; else indices stay in memory)."""
+    """A folder of entries.
+
+    is_required: the user named the folder, so failing to write there is an error; otherwise indices stay in memory.
+    """
 
     folder: Path
-    asked: bool
+    is_required: bool
 
     @classmethod
     def at(cls, data_cache_path: str | None, prefix: str) -> IndexCache:
-        """The folder given by --data-cache-path, else `cache/` beside the data."""
+        """Return the cache in --data-cache-path if given, else in `cache/` next to the data."""
         if data_cache_path is not None:
             return cls(Path(data_cache_path), True)
         return cls(Path(prefix).parent / "cache", False)
 
     def arrays(self, kind: str, description: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays of an entry, mapped read-only; built and stored first where it is missing.
+        """Return the arrays of an entry, mapped read-only; a missing entry is built and stored first.
 
-        Raises ConfigError if the folder was asked for and cannot be written, DataError if an entry is damaged.
+        Raises ConfigError if a required folder cannot be written, DataError if an entry is damaged.
         """
         text = json.dumps({"format": FORMAT, "kind": kind, **description}, sort_keys=True)
         entry = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         if not entry.exists():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with _locked(self.folder / f".{entry.name}.lock"):
+                with open(self.folder / f".{entry.name}.lock", "w") as lock:
+                    with contextlib.suppress(OSError):  # no locks on this file system
+                        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or the process dies
                     if not entry.exists():
                         _store(entry, text, build())
             except OSError as error:
-                if self.asked:
+                if self.is_required:
                     raise ConfigError(
                         f"--data-cache-path {self.folder} cannot be written: {error.strerror}; name a writable folder"
                     ) from None
@@ -70,7 +76,7 @@ class IndexCache:
 
 
 def source_stamp(prefix: str) -> dict[str, Any]:
-    """What tells one state of a pair of token files from another: place, sizes, modification times."""
+    """Return a description of the current state of a pair of token files: path, sizes, modification times."""
     stats = [os.stat(path) for path in (bin_path(prefix), idx_path(prefix))]
     return {
         "prefix": os.path.realpath(prefix),
@@ -79,33 +85,23 @@ def source_stamp(prefix: str) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of one entry, if the file system knows locks. A process that dies releases it."""
-    with open(path, "w") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _store(entry: Path, text: str, arrays: Arrays) -> None:
     partial = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
     try:
-        partial.mkdir()  # with the user's umask; tempfile's folders are closed to the group that shares the data
+        partial.mkdir()  # has the user's umask; tempfile's folders are closed to the group that shares the data
         for name, values in arrays.items():
             with open(partial / f"{name}.npy", "wb") as file:
                 np.save(file, values, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
         with open(partial / "description.json", "w") as file:
-            json.dump(
-                {"description": text, "arrays": {name: list(values.shape) for name, values in arrays.items()}}, file
-            )
+            shapes = {name: list(values.shape) for name, values in arrays.items()}
+            json.dump({"description": text, "arrays": shapes}, file)
             file.flush()
             os.fsync(file.fileno())
         os.rename(partial, entry)
     except OSError:
-        if not entry.exists():  # else another process was first, and its entry is the same
+        if not entry.exists():  # if it exists, another process was first, with the same entry
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -119,5 +115,5 @@ def _load(entry: Path, text: str) -> Arrays:
         if content["description"] != text or shapes != content["arrays"]:
             raise ValueError(f"shapes {shapes} instead of {content['arrays']}, or another description")
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{entry} is a damaged index ({error}); delete this folder and it is built again") from None
+        raise DataError(f"{entry} is a damaged index ({error}); delete this folder to have it rebuilt") from None
     return arrays

@@ -1,4 +1,4 @@
-"""Token files in Megatron's indexed format: `PREFIX.bin` holds the tokens back to back, `PREFIX.idx` says where each sequence lies.
+"""Token files in Megatron's indexed format: `PREFIX.bin` holds all tokens, `PREFIX.idx` the place of each sequence.
 
 Layout of `.idx`, little-endian:
 
@@ -11,7 +11,7 @@ Layout of `.idx`, little-endian:
     34       4 S    i32 tokens of each sequence
     34+4S    8 S    i64 byte offset of each sequence in `.bin`
     34+12S   8 D    i64 sequence at which each document starts; first 0, last S
-    then     S      i8 mode of each sequence, only in multimodal files; only the file's length tells
+    then     S      i8 mode of each sequence, in multimodal files only; recognizable by the file's length only
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,30 +51,41 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype that preprocessing writes: uint16 below 65,500 tokens of vocabulary, else int32."""
+    """Return the dtype that preprocessing writes: uint16 for a vocabulary below 65,500 tokens, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedFile:
-    """A pair of token files, read through mmap: opening costs a check of the index, reading costs the pages touched.
+    """A pair of token files read through mmap: opening checks the index, reading touches only the pages it needs.
 
-    lengths: [S] int32 tokens of each sequence. offsets: [S] int64 bytes into `.bin`. documents: [D] int64 sequence numbers.
-    modes: [S] int8, or None where the file is not multimodal. All four are views of the mapped file.
-    Raises DataError, naming the file and the offending number, if the pair is missing, truncated or inconsistent.
+    lengths: [S] int32 tokens of each sequence. offsets: [S] int64 bytes into `.bin`. documents: [D] int64 sequence
+    numbers. modes: [S] int8, or None if the file is not multimodal. All four are views of the mapped file. Raises
+    DataError, naming the file and the offending number, if the pair is missing, truncated or inconsistent.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        index = _map(idx_path(prefix), self.prefix)
-        self.dtype, num_sequences, num_starts = _read_header(index, idx_path(prefix))
-        self.lengths, self.offsets, self.documents, self.modes = _read_tables(
-            index, num_sequences, num_starts, idx_path(prefix)
-        )
+        path = idx_path(prefix)
+        index = _map(path, self.prefix)
+        self.dtype, num_sequences, num_starts = _read_header(index, path)
+        plain = HEADER.size + 12 * num_sequences + 8 * num_starts
+        if len(index) not in (plain, plain + num_sequences):
+            state = "truncated" if len(index) < plain else "damaged"
+            raise DataError(
+                f"{path} has {len(index)} bytes, but {num_sequences} sequences and {num_starts} document starts need "
+                f"{plain} ({plain + num_sequences} with modes): it is {state}"
+            )
+        self.lengths: Array = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
+        self.offsets: Array = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        self.documents: Array = np.frombuffer(index, "<i8", num_starts, HEADER.size + 12 * num_sequences)
+        has_modes = num_sequences > 0 and len(index) == plain + num_sequences
+        self.modes: Array | None = np.frombuffer(index, "i1", num_sequences, plain) if has_modes else None
         self._bin = _map(bin_path(prefix), self.prefix)
-        self._check_tables()
+        self._check_sequences()
+        self._check_documents()
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     @property
@@ -89,27 +101,27 @@ class IndexedFile:
         return len(self._bin)
 
     def read(self, sequence: int, start: int = 0, count: int | None = None) -> Array:
-        """Tokens start .. start + count of a sequence, in the file's dtype: a view, not a copy."""
+        """Return tokens start .. start + count of a sequence, in the file's dtype: a view, not a copy."""
         length = int(self.lengths[sequence])
         count = length - start if count is None else count
         if start < 0 or count < 0 or start + count > length:
             raise DataError(
-                f"{self.prefix}: tokens {start}..{start + count} asked of sequence {sequence}, which has {length}"
+                f"{self.prefix}: tokens {start}..{start + count} requested of sequence {sequence}, which has {length}"
             )
         return np.frombuffer(self._bin, self.dtype, count, int(self.offsets[sequence]) + start * self.dtype.itemsize)
 
     def is_contiguous(self) -> bool:
-        """Whether `.bin` is exactly the sequences back to back in order, as writers leave it."""
-        return bool(np.array_equal(self.offsets, _offsets(self.lengths, self.dtype)))
+        """Return True if `.bin` holds the sequences in order without gaps, as our writer leaves it."""
+        return bool(np.array_equal(self.offsets, _contiguous_offsets(self.lengths, self.dtype)))
 
     def raw(self) -> memoryview:
-        """The bytes of all sequences of a contiguous file."""
+        """Return the bytes of all sequences of a contiguous file."""
         return memoryview(self._bin)[: self.num_tokens * self.dtype.itemsize]
 
-    def _check_tables(self) -> None:
-        """Every sequence lies inside `.bin`; documents rise from 0 to S."""
-        idx, item, num_sequences = idx_path(self.prefix), self.dtype.itemsize, len(self)
-        for begin in range(0, num_sequences, CHECK_BLOCK):
+    def _check_sequences(self) -> None:
+        """Check that every sequence is inside `.bin`."""
+        idx, item = idx_path(self.prefix), self.dtype.itemsize
+        for begin in range(0, len(self), CHECK_BLOCK):
             lengths = self.lengths[begin : begin + CHECK_BLOCK].astype(np.int64)
             offsets = self.offsets[begin : begin + CHECK_BLOCK]
             if (lengths < 0).any():
@@ -120,19 +132,23 @@ class IndexedFile:
                 bad = int(np.argmax(wrong))
                 raise DataError(
                     f"{bin_path(self.prefix)} has {self.bin_bytes} bytes, but {idx.name} places sequence {begin + bad} "
-                    f"({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}: the file is truncated or belongs to another index; "
-                    f"copy or preprocess it again"
+                    f"({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}: the file is truncated or belongs "
+                    "to another index; copy or preprocess it again"
                 )
-        starts = self.documents
-        if not len(starts) or starts[0] != 0 or starts[-1] != num_sequences:
+
+    def _check_documents(self) -> None:
+        """Check that document starts rise from 0 to S."""
+        idx, starts = idx_path(self.prefix), self.documents
+        if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
             seen = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
             raise DataError(
-                f"{idx}: document starts must run from 0 to the number of sequences, {num_sequences}, but hold {seen}"
+                f"{idx}: document starts must run from 0 to the number of sequences, {len(self)}, but hold {seen}"
             )
         falls = np.flatnonzero(np.diff(starts) < 0)
         if len(falls):
             raise DataError(
-                f"{idx}: document {falls[0] + 1} starts at sequence {starts[falls[0] + 1]}, before the one preceding it"
+                f"{idx}: document {falls[0] + 1} starts at sequence {starts[falls[0] + 1]}, before the preceding "
+                "document"
             )
 
 
@@ -144,16 +160,18 @@ def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise DataError(
-            f"no token file {path} (a data path is the prefix {prefix!r} that .bin and .idx are added to)"
+            f"there is no token file {path}; a data path is a prefix, here {prefix!r}, without .bin or .idx"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
 def _read_header(index: mmap.mmap | bytes, path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Return (dtype, number of sequences, number of document starts)."""
     if len(index) < HEADER.size:
         raise DataError(
-            f"{path} has {len(index)} bytes, less than the {HEADER.size} of the header: it is truncated or not a token index"
+            f"{path} has {len(index)} bytes, less than the {HEADER.size} of the header: it is truncated or not a token "
+            "index"
         )
     magic, version, code, num_sequences, num_starts = HEADER.unpack(index[: HEADER.size])
     if magic != MAGIC:
@@ -161,7 +179,7 @@ def _read_header(index: mmap.mmap | bytes, path: Path) -> tuple[np.dtype[Any], i
             f"{path} starts with {magic!r} instead of {MAGIC!r}: it is not a token index of Megatron's format"
         )
     if version != VERSION:
-        raise DataError(f"{path} has format version {version}; only version {VERSION} is known")
+        raise DataError(f"{path} has format version {version}; only version {VERSION} is supported")
     if code not in DTYPES:
         raise DataError(
             f"{path} has dtype code {code}; known codes are {', '.join(f'{c} ({d})' for c, d in DTYPES.items())}"
@@ -169,34 +187,17 @@ def _read_header(index: mmap.mmap | bytes, path: Path) -> tuple[np.dtype[Any], i
     return DTYPES[code], num_sequences, num_starts
 
 
-def _read_tables(
-    index: mmap.mmap | bytes, num_sequences: int, num_starts: int, path: Path
-) -> tuple[Array, Array, Array, Array | None]:
-    plain = HEADER.size + 12 * num_sequences + 8 * num_starts
-    if len(index) not in (plain, plain + num_sequences):
-        state = "truncated" if len(index) < plain else "damaged"
-        raise DataError(
-            f"{path} has {len(index)} bytes, but {num_sequences} sequences and {num_starts} document starts need {plain} "
-            f"({plain + num_sequences} with modes): it is {state}"
-        )
-    lengths = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
-    offsets = np.frombuffer(index, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
-    documents = np.frombuffer(index, "<i8", num_starts, HEADER.size + 12 * num_sequences)
-    has_modes = num_sequences > 0 and len(index) == plain + num_sequences
-    return lengths, offsets, documents, np.frombuffer(index, "i1", num_sequences, plain) if has_modes else None
-
-
-def _offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
-    """[S] int64: byte at which each sequence starts if all lie back to back."""
+def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
+    """Return the first byte of each sequence, [S] int64, if there are no gaps."""
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     return np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
 
 
 class IndexedWriter:
-    """Writes a pair of token files beside their final names and renames them when all is on disk.
+    """Writes a pair of token files under temporary names and renames them once everything is on disk.
 
-    Used as a context manager: leaving it normally commits, leaving it by an exception (Ctrl-C too) removes what was
-    written. Under the final names there is at any time the old pair, no index, or the new pair; never a half.
+    As a context manager: leaving it normally commits; leaving it with an exception (Ctrl-C too) removes what was
+    written. Under the final names there is at any time the old pair, no index, or the new pair; never a partial one.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, *, multimodal: bool = False) -> None:
@@ -224,42 +225,43 @@ class IndexedWriter:
     def add_document(
         self, tokens: Array | list[int], lengths: list[int] | None = None, modes: list[int] | None = None
     ) -> None:
-        """Append one document: its tokens, back to back, and the length of each of its sequences (default: one sequence).
+        """Append one document.
 
-        Raises DataError if a token does not fit the dtype or the lengths do not add up.
+        tokens: of all its sequences, concatenated. lengths: of each sequence (default: one sequence). Raises
+        DataError if a token does not fit the dtype or the lengths do not add up.
         """
         values = np.asarray(tokens)
         lengths = [len(values)] if lengths is None else lengths
         if sum(lengths) != len(values):
             raise DataError(
-                f"{self.prefix}: document {self.num_documents} has {len(values)} tokens, but its sequences add up to {sum(lengths)}"
+                f"{self.prefix}: document {self.num_documents} has {len(values)} tokens, but its sequences add up to "
+                f"{sum(lengths)}"
             )
         if (self._modes is not None) != (modes is not None) or (modes is not None and len(modes) != len(lengths)):
             raise DataError(
-                f"{self.prefix}: a multimodal file needs one mode a sequence, a plain one none (document {self.num_documents})"
+                f"{self.prefix}: a multimodal file needs one mode per sequence, a plain one none (document "
+                f"{self.num_documents})"
             )
-        self._bin.write(self._checked(values).tobytes())
+        if values.dtype != self.dtype and self.dtype.kind in "iu" and len(values):  # a cast could wrap around
+            limits, low, high = np.iinfo(self.dtype), values.min(), values.max()
+            if low < limits.min or high > limits.max:
+                raise DataError(
+                    f"{self.prefix}: token {low if low < limits.min else high} does not fit into {self.dtype}"
+                )
+        self._bin.write(values.astype(self.dtype).tobytes())
         self._lengths.extend(lengths)
         if self._modes is not None and modes is not None:
             self._modes.extend(modes)
         self._documents.append(len(self._lengths))
         self.num_tokens += len(values)
 
-    def _checked(self, values: Array) -> Array:
-        """The tokens in the file's dtype; a token that would wrap around is an error."""
-        if values.dtype != self.dtype and self.dtype.kind in "iu" and len(values):
-            limits, low, high = np.iinfo(self.dtype), values.min(), values.max()
-            if low < limits.min or high > limits.max:
-                raise DataError(
-                    f"{self.prefix}: token {low if low < limits.min else high} does not fit into {self.dtype}"
-                )
-        return values.astype(self.dtype)
-
     def append(self, file: IndexedFile) -> None:
         """Append all documents of another file of the same dtype and kind."""
         if file.dtype != self.dtype:
             raise DataError(
-                f"{file.prefix} holds {file.dtype}, but the files before it {self.dtype}: token files of one dtype only can be merged"
+                f"{file.prefix} holds {file.dtype}, but the files before it {self.dtype}: only token files of one "
+                "dtype "
+                "can be merged"
             )
         if (file.modes is not None) != (self._modes is not None):
             raise DataError(
@@ -278,31 +280,35 @@ class IndexedWriter:
         self.num_tokens += file.num_tokens
 
     def commit(self) -> None:
-        """Flush, fsync, rename. An old index goes first, the new one comes last: no index ever stands beside a foreign `.bin`."""
+        """Write the index, sync, rename.
+
+        The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`.
+        """
+        lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
         try:
-            self._write_index()
+            with open(self._partial[1], "wb") as file:
+                file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+                file.write(lengths.tobytes())
+                file.write(_contiguous_offsets(lengths, self.dtype).astype("<i8").tobytes())
+                file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+                if self._modes is not None:
+                    file.write(self._modes.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
             self._bin.flush()
             os.fsync(self._bin.fileno())
             self._bin.close()
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._partial[0], bin_path(self.prefix))
             os.replace(self._partial[1], idx_path(self.prefix))
-            _sync_folder(bin_path(self.prefix).parent)
+            folder = os.open(bin_path(self.prefix).parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         except OSError as error:
             self.abort()
             raise DataError(f"cannot write token files {self.prefix}.bin/.idx: {error.strerror}") from None
-
-    def _write_index(self) -> None:
-        lengths = np.frombuffer(self._lengths, np.intc).astype("<i4")
-        with open(self._partial[1], "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-            file.write(lengths.tobytes())
-            file.write(_offsets(lengths, self.dtype).astype("<i8").tobytes())
-            file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
-            if self._modes is not None:
-                file.write(self._modes.tobytes())
-            file.flush()
-            os.fsync(file.fileno())
 
     def abort(self) -> None:
         """Remove what was written; nothing under the final names has changed."""
@@ -322,9 +328,31 @@ class IndexedWriter:
             self.abort()
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
+    """Write the documents of all prefixes, in the order given, to `output_prefix` and return the new file.
+
+    Every input is opened and checked before anything is written. Raises DataError for damaged files or different
+    dtypes, ConfigError if there are no inputs or the output is one of them.
+    """
+    if not prefixes:
+        raise ConfigError("nothing to merge: name at least one file prefix")
+    target = bin_path(output_prefix)
+    for prefix in prefixes:
+        if target.exists() and bin_path(prefix).exists() and target.samefile(bin_path(prefix)):
+            raise ConfigError(f"the output {output_prefix} is one of the files to merge; choose another name")
+    files = [IndexedFile(prefix) for prefix in prefixes]
+    with IndexedWriter(output_prefix, files[0].dtype, multimodal=files[0].modes is not None) as writer:
+        for file in files:
+            writer.append(file)
+    return IndexedFile(output_prefix)
+
+
+def prefixes_in(folder: str | Path) -> list[str]:
+    """Return the prefixes of all token files in a folder, sorted. Raises ConfigError if it is no folder or has none."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"--input {folder} is not a directory")
+    prefixes = sorted(str(path)[: -len(".idx")] for path in folder.glob("*.idx"))
+    if not prefixes:
+        raise ConfigError(f"--input {folder} holds no .idx file")
+    return prefixes

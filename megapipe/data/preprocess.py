@@ -1,7 +1,8 @@
-"""Text to token files: documents read by one process, tokenized by several, written in their order.
+"""Text to token files: one process reads documents, several tokenize them, one writes them in order.
 
-The tokenizer comes as a factory that each worker calls once, so that this room does not know the tokenizers' and nothing large is pickled.
-One difference from Megatron's tool: a document without a token is left out (and counted), not kept as a document without sequences.
+The tokenizer comes as a factory that each worker calls once, so that nothing large is pickled and this package does not
+depend on the tokenizers. One difference from Megatron's tool: a document without tokens is left out (and counted), not
+kept as a document without sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
@@ -25,12 +26,12 @@ from megapipe.data.indexed_file import IndexedWriter, token_dtype
 from megapipe.data.text_source import Record
 from megapipe.errors import ConfigError, DataError
 
-BATCH_BYTES = 1 << 18  # text handed to a worker at once: large against the cost of a message, small against a corpus
+BATCH_BYTES = 1 << 18  # text per task: large compared with the cost of a message, small compared with a corpus
 BATCHES_PER_WORKER = 3  # in flight, so that memory stays bounded however fast the reader is
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer here."""
+    """The part of a tokenizer that preprocessing uses."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -46,7 +47,7 @@ EncoderFactory = Callable[[], Encoder]
 
 @dataclass
 class Counts:
-    """What went through so far; documents without a token are left out of the files and counted as empty."""
+    """The documents, tokens and bytes processed so far. empty: documents without tokens, which are not written."""
 
     documents: int = 0
     empty: int = 0
@@ -55,14 +56,17 @@ class Counts:
     seconds: float = 0.0
 
     def line(self) -> str:
-        rate = self.text_bytes / 1e6 / max(self.seconds, 1e-9)
-        tokens = sum(self.tokens.values())
-        return f"{self.documents:,} documents, {tokens:,} tokens, {self.text_bytes / 1e6:,.1f} MB, {rate:.1f} MB/s, {self.seconds:.0f} s"
+        """Return a progress line."""
+        megabytes = self.text_bytes / 1e6
+        return (
+            f"{self.documents:,} documents, {sum(self.tokens.values()):,} tokens, {megabytes:,.1f} MB, "
+            f"{megabytes / max(self.seconds, 1e-9):.1f} MB/s, {self.seconds:.0f} s"
+        )
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A batch of documents from a worker: for each key the tokens of all documents end to end, and how many each has."""
+    """A batch of tokenized documents: for each key the concatenated tokens and the number of tokens per document."""
 
     tokens: dict[str, Array]
     lengths: dict[str, list[int]]
@@ -71,7 +75,7 @@ class Encoded:
 
 
 def output_prefix(prefix: str, key: str) -> str:
-    """Where the tokens under a JSON key go: PREFIX_KEY_document.bin/.idx."""
+    """Return the prefix of the token files for a JSON key: PREFIX_KEY_document."""
     return f"{prefix}_{key}_document"
 
 
@@ -85,12 +89,15 @@ def preprocess(
     num_workers: int = 1,
     progress: Progress | None = None,
 ) -> Counts:
-    """Write `PREFIX_KEY_document.bin/.idx` for each key, one document a record, and return what went in.
+    """Write `PREFIX_KEY_document.bin/.idx` for each key, with one document per record, and return the counts.
 
-    Files appear under their names when all of them are complete; an error or Ctrl-C leaves none of them. Raises DataError for a record
-    that cannot be read or a worker that died, ConfigError if end-of-document tokens are asked of a tokenizer without one.
+    The files get their names once all of them are complete; an error or Ctrl-C leaves none. Raises DataError for a
+    record that cannot be read or a worker that died, ConfigError if append_eod is set for a tokenizer without such a
+    token.
     """
-    encoder = encoder_factory()  # here as well: what is wrong with it should be said once, and not by a worker
+    encoder = (
+        encoder_factory()
+    )  # in this process too, so that an invalid tokenizer is reported once, not by each worker
     if append_eod and encoder.eod is None:
         raise ConfigError("--append-eod: this tokenizer has no end-of-document token")
     if num_workers < 1:
@@ -144,7 +151,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _encode_all(
     records: Iterable[Record], factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool, num_workers: int
 ) -> Iterator[Encoded]:
-    """Batches in the order of the records, with a bounded number of them in the workers."""
+    """Yield tokenized batches in the order of the records, with a bounded number of batches in flight."""
     # spawn: a fork would inherit locks of the threads that some tokenizers start
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
@@ -153,47 +160,34 @@ def _encode_all(
     pending: deque[Future[Encoded]] = deque()
     try:
         for batch in _batches(records):
-            with _interrupts_held():  # submitting may start a worker, which inherits this
+            # Ctrl-C reaches all processes of the terminal. Submitting may start a worker, which inherits the signal
+            # mask: so workers never get SIGINT, and the parent stops them
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
                 pending.append(pool.submit(_encode, batch))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if len(pending) >= BATCHES_PER_WORKER * num_workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
         raise DataError(
-            "a tokenizing worker died (out of memory? --workers takes fewer of them); no file was written"
+            "a tokenizing worker died, perhaps out of memory (try fewer --workers); no file was written"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C goes to the whole terminal. Here it waits for the end of the block; workers started here never get it, the parent ends
-    them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@dataclass(frozen=True)
-class _Work:
-    encoder: Encoder
-    keys: tuple[str, ...]
-    append_eod: bool
-
-
-_work: list[_Work] = []  # one entry in each worker process: what its initializer made
+_work: list[tuple[Encoder, tuple[str, ...], bool]] = []  # in each worker process: (encoder, keys, append_eod)
 
 
 def _start_worker(factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool) -> None:
-    _work[:] = [_Work(factory(), keys, append_eod)]
+    _work[:] = [(factory(), keys, append_eod)]
 
 
 def _encode(batch: list[Record]) -> Encoded:
-    return encode_records(batch, _work[0].encoder, _work[0].keys, _work[0].append_eod)
+    return encode_records(batch, *_work[0])
 
 
 def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...], append_eod: bool) -> Encoded:
@@ -210,7 +204,7 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
             if ids and (min(ids) < 0 or max(ids) >= encoder.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < encoder.vocab_size)
                 raise DataError(
-                    f"{record.origin}: token {bad} lies outside of the vocabulary of {encoder.vocab_size} tokens"
+                    f"{record.origin}: token {bad} is outside of the vocabulary of {encoder.vocab_size} tokens"
                 )
             if ids and append_eod and encoder.eod is not None:
                 ids.append(encoder.eod)
@@ -221,7 +215,9 @@ def encode_records(batch: list[Record], encoder: Encoder, keys: tuple[str, ...],
 
 
 class Progress:
-    """One line on a terminal, rewritten five times a second; elsewhere a line every `log_interval` documents, or nothing."""
+    """A line on a terminal, rewritten five times a second; elsewhere a line every `log_interval` documents, if
+    given.
+    """
 
     def __init__(self, stream: TextIO | None = None, log_interval: int | None = None) -> None:
         self.stream = stream if stream is not None else sys.stderr
@@ -241,7 +237,7 @@ class Progress:
             self._next_document = counts.documents + self.log_interval
 
     def end(self) -> None:
-        """Clear the line; the summary is the caller's."""
+        """Clear the line; the caller prints the summary."""
         if self.is_terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

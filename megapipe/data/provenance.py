@@ -15,8 +15,9 @@ from megapipe.data.indexed_file import IndexedFile
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens first_token .. past_token of a document of a file, which stand at `position` of the sample. sequence: the file's sequence that
-    the document is, or a part of it, as in Megatron's index."""
+    """Tokens first_token .. past_token of a document of a file, which stand at `position` of the sample. sequence:
+    the file's sequence that the document is, or a part of it, as in Megatron's index.
+    """
 
     prefix: str
     document: int
@@ -27,7 +28,9 @@ class Piece:
 
 
 def pieces_of(dataset: TokenDataset, index: int) -> tuple[Piece, ...]:
-    """What item `index` consists of, in order; nothing of a synthetic data set. Their lengths add up to seq_length + 1."""
+    """What item `index` consists of, in order; nothing of a synthetic data set. Their lengths add up to seq_length +
+    1.
+    """
     if isinstance(dataset, BlendedDataset):
         return pieces_of(dataset.members[int(dataset.dataset_index[index])], int(dataset.sample_index[index]))
     if not isinstance(dataset, GPTDataset):

@@ -1,4 +1,4 @@
-"""`SkippedSamples`: windows of a data set that training passes over, and what is left as one row of numbers."""
+"""`SkippedSamples`: ranges of a dataset that training passes over, and the numbering of the samples that are left."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """windows: (first, past the last) in ascending order; they neither overlap nor touch. Made by `of` and `plus`.
+    """Skipped ranges of a dataset.
 
-    A sample has a number, its turn among those that are not skipped, and a place in the data set.
+    windows: (first, past the last), ascending, neither overlapping nor adjacent; use `of` and `plus` to construct. A
+    sample has an index in the dataset, and a number among the samples that are not skipped.
     """
 
     windows: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, windows: Iterable[Iterable[int]]) -> SkippedSamples:
-        """Of windows in any order; empty ones vanish."""
+        """Merge windows given in any order; empty ones are dropped."""
         merged: list[tuple[int, int]] = []
         for first, past in sorted((first, past) for first, past in windows):
             if merged and first <= merged[-1][1]:
@@ -27,27 +28,24 @@ class SkippedSamples:
         return cls(tuple(merged))
 
     def plus(self, first: int, past: int) -> SkippedSamples:
+        """Add a window."""
         return SkippedSamples.of((*self.windows, (first, past)))
 
-    def behind(self, place: int) -> SkippedSamples:
-        """What of the windows lies at `place` or behind it."""
-        return SkippedSamples.of((max(first, place), max(past, place)) for first, past in self.windows)
-
-    def place(self, number: int) -> int:
-        """Where in the data set the sample with this number lies."""
+    def index(self, number: int) -> int:
+        """Return the dataset index of the sample with this number."""
         for first, past in self.windows:
             if number < first:
                 break
             number += past - first
         return number
 
-    def number(self, place: int) -> int | None:
-        """The turn of the sample at a place of the data set; None if it is skipped."""
+    def number(self, index: int) -> int | None:
+        """Return the number of the sample at a dataset index, or None if it is skipped."""
         before = 0
         for first, past in self.windows:
-            if place < first:
+            if index < first:
                 break
-            if place < past:
+            if index < past:
                 return None
             before += past - first
-        return place - before
+        return index - before

@@ -44,7 +44,7 @@ class Course:
         return {Turn(step, part // dp, part % dp): range(start, start + micro) for part, start in enumerate(starts)}
 
     def place(self, number: int) -> int:
-        return self.skipped.place(number)
+        return self.skipped.index(number)
 
     def turn(self, place: int) -> Turn | None:
         """Who takes the sample at a place of the data set; None if it is skipped."""

@@ -79,7 +79,7 @@ class SpikeRollback:
 
     def _entry(self, state: TrainingState, resumed: TrainingState, why: str) -> Rollback:
         before, skipped = state.account, state.account.skipped
-        first, past = skipped.place(resumed.consumed_samples), skipped.place(state.consumed_samples - 1) + 1
+        first, past = skipped.index(resumed.consumed_samples), skipped.index(state.consumed_samples - 1) + 1
         after = Account(
             skipped.plus(first, past),
             before.rollbacks + 1,

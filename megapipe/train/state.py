@@ -60,7 +60,7 @@ class TrainingState:
     @property
     def num_skipped_samples(self) -> int:
         """Samples of the data set before this position that these weights were not trained on."""
-        return self.account.skipped.place(self.consumed_samples) - self.consumed_samples
+        return self.account.skipped.index(self.consumed_samples) - self.consumed_samples
 
     def become(self, other: TrainingState) -> None:
         """The other position, in place."""

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megapipe.data.blend as blend
-from megapipe.data.blend import BlendedDataset, blend_indices
-from megapipe.data.split import normalize
-from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data.blend import BlendedDataset, blend_indices, normalize
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.errors import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.indexed_file import DTYPES, IndexedFile, IndexedWriter, token_dtype
+from megapipe.data.indexed_file import DTYPES, IndexedFile, IndexedWriter, merge, prefixes_in, token_dtype
 from megapipe.errors import ConfigError, DataError
 from tests.data.fixtures import FOLDER, write_file
 
@@ -183,3 +183,79 @@ def test_token_that_does_not_fit_is_refused(token, tmp_path):
 def test_dtype_without_a_code_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="uint32"):
         IndexedWriter(tmp_path / "x", "u4")
+
+
+TINY = str(FOLDER / "tiny_uint16")
+
+
+def test_merge_equals_megatrons_to_the_byte(tmp_path):
+    merge([TINY, TINY], str(tmp_path / "merged"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (FOLDER / f"tiny_merged{suffix}").read_bytes()
+
+
+@settings(max_examples=20)
+@given(parts=st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=4))
+def test_merge_holds_the_documents_of_all_in_order(parts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parts")
+    files = [write_file(folder / str(i), lengths) for i, lengths in enumerate(parts)]
+    merged = merge([file.prefix for file in files], str(folder / "all"))
+    assert merged.lengths.tolist() == [length for lengths in parts for length in lengths]
+    assert [merged.read(s).tolist() for s in range(len(merged))] == [
+        file.read(s).tolist() for file in files for s in range(len(file))
+    ]
+    assert merged.num_documents == sum(file.num_documents for file in files)
+
+
+def test_modes_survive(tmp_path):
+    multimodal = str(FOLDER / "tiny_multimodal")
+    merged = merge([multimodal, multimodal], str(tmp_path / "m"))
+    assert merged.modes is not None
+    assert merged.modes.tolist() == [0, 1, 0, 1]
+    assert merged.documents.tolist() == [0, 2, 4]
+
+
+def test_sequences_that_lie_out_of_order_are_put_in_order(tmp_path):
+    file = write_file(tmp_path / "x", [2, 3])
+    index = bytearray(Path(tmp_path / "x.idx").read_bytes())
+    index[34:42] = np.array([3, 2], "<i4").tobytes()
+    index[42:58] = np.array([4, 0], "<i8").tobytes()  # the second of the written ones first
+    Path(tmp_path / "x.idx").write_bytes(index)
+    del file
+    merged = merge([str(tmp_path / "x")], str(tmp_path / "y"))
+    assert [merged.read(s).tolist() for s in range(2)] == [[2, 3, 4], [0, 1]]
+    assert merged.is_contiguous()
+
+
+def test_different_dtypes_are_refused_and_nothing_is_left(tmp_path):
+    write_file(tmp_path / "wide", [3], "i4")
+    with pytest.raises(DataError, match="wide holds int32, but the files before it uint16"):
+        merge([TINY, str(tmp_path / "wide")], str(tmp_path / "all"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["wide.bin", "wide.idx"]
+
+
+def test_plain_and_multimodal_are_not_mixed(tmp_path):
+    with IndexedWriter(tmp_path / "plain", "i4") as writer:
+        writer.add_document([1])
+    with pytest.raises(DataError, match="multimodal, unlike the files before it"):
+        merge([str(tmp_path / "plain"), str(FOLDER / "tiny_multimodal")], str(tmp_path / "all"))
+
+
+def test_output_over_an_input_is_refused(tmp_path):
+    write_file(tmp_path / "x", [3])
+    with pytest.raises(ConfigError, match="is one of the files to merge"):
+        merge([str(tmp_path / "x")], str(tmp_path / "x"))
+    with pytest.raises(ConfigError, match="is one of the files to merge"):
+        merge([TINY, str(tmp_path / "x")], str(tmp_path / "x"))
+    write_file(tmp_path / "y", [3])
+    merge([TINY], str(tmp_path / "y"))  # over another file it is allowed
+    assert IndexedFile(tmp_path / "y").num_tokens == 12
+    assert IndexedFile(tmp_path / "x").num_tokens == 3
+
+
+def test_folder_stands_for_its_files_by_name(tmp_path):
+    for name in ("b", "a"):
+        write_file(tmp_path / name, [3])
+    assert prefixes_in(tmp_path) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    with pytest.raises(ConfigError, match=r"holds no \.idx file"):
+        prefixes_in(FOLDER.parent)

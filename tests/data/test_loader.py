@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.data.loader import Loader
-from megapipe.data.synthetic import SyntheticDataset
 from megapipe.errors import DataError
 
 DATASET = SyntheticDataset(400, seq_length=4, vocab_size=16, seed=3)

@@ -101,7 +101,7 @@ def test_token_outside_of_the_vocabulary_is_refused():
     class Wrong(ByteTokenizer):
         vocab_size = 100
 
-    with pytest.raises(DataError, match="line 3: token 122 lies outside of the vocabulary of 100"):
+    with pytest.raises(DataError, match="line 3: token 122 is outside of the vocabulary of 100"):
         module.encode_records([json_record(3, text="z")], Wrong(), ("text",), False)
 
 
@@ -156,7 +156,7 @@ WRONG = {
     "misspelt-flag": (["--apend-eod"], 2, "--apend-eod is not a flag of this tool; did you mean --append-eod?"),
     "refused-flag": (["--split-sentences"], 2, "--split-sentences: documents are stored whole"),
     "bad-number": (["--workers", "two"], 2, "argument --workers: invalid int value: 'two'"),
-    "missing-input": (["--input", "nowhere.jsonl"], 2, "--input nowhere.jsonl: there is no such file"),
+    "missing-input": (["--input", "nowhere.jsonl"], 2, "--input nowhere.jsonl: no such file"),
     "keys-of-text": (["--json-keys", "title"], 2, "is plain text, which has the key 'text' only"),
     "unknown-tokenizer": (["--tokenizer-type", "Bytetokeniser"], 2, "did you mean ByteTokenizer?"),
 }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megapipe.checkpoint.folder import find_checkpoint
-from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.model.block import Block
 from megapipe.train.step import TrainStep

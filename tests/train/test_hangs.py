@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megapipe.comm.collectives import barrier
-from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.folder import read_folder
 from megapipe.train.step import TrainStep

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megapipe.comm.channels import Channel
-from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data.dataset import SyntheticDataset
 from megapipe.gpu.device_clock import EventClock
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import Heartbeat

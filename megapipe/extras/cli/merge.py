@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.data.merge import merge, prefixes_in
+from megapipe.data.indexed_file import merge, prefixes_in
 from megapipe.errors import MegapipeError
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megapipe.data.corpus import corpus_documents, write_jsonl
+from megapipe.data.build_datasets import parse_split, sequence_range
+from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.preprocess import Progress, output_prefix, preprocess
-from megapipe.data.split import parse_split, sequence_range
-from megapipe.data.statistics import unigram_entropy
-from megapipe.data.text_source import read_records
+from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
 from megapipe.tokenizers.build import build_tokenizer
 from megapipe.tokenizers.train import train_sentencepiece
 

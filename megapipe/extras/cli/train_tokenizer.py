@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megapipe.data.corpus import corpus_documents
+from megapipe.data.text_source import corpus_documents
 from megapipe.errors import MegapipeError
 from megapipe.tokenizers.train import train_sentencepiece
 

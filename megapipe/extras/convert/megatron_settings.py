@@ -272,7 +272,7 @@ def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int,
     args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
     args |= {name: getattr(config.training, name) for name in TRAINING.split()}
     training = state["training"]
-    consumed = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ())).place(
+    consumed = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ())).index(
         training["consumed_samples"]
     )
     args |= {"iteration": training["step"], "consumed_train_samples": consumed, "consumed_valid_samples": 0}

@@ -1,10 +1,23 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from megapipe.data.statistics import unigram_entropy
-from megapipe.data.synthetic import SyntheticDataset
+from megapipe.data.dataset import SyntheticDataset, unigram_entropy
+from megapipe.errors import DataError
+
+
+def test_entropy_of_tokens_equals_the_formula():
+    assert unigram_entropy(np.arange(8, dtype=np.uint16)) == pytest.approx(math.log(8))
+    assert unigram_entropy(np.array([1, 1, 1, 7])) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert unigram_entropy(np.zeros(5, dtype=np.int64)) == 0.0
+
+
+def test_entropy_of_nothing_is_an_error():
+    with pytest.raises(DataError, match="empty array"):
+        unigram_entropy(np.zeros(0, dtype=np.int64))
 
 
 def test_samples_depend_on_seed_part_and_index_only():
@@ -32,4 +45,4 @@ def test_next_token_can_be_learned_and_train_helps_valid():
     guesses = counts.argmax(axis=1)
     hits = np.mean([guesses[valid[i][:-1]] == valid[i][1:] for i in range(200)])
     assert 0.87 < hits < 0.93
-    assert unigram_entropy(valid) > 0.98 * np.log(50)
+    assert unigram_entropy(np.stack([valid[i] for i in range(200)])) > 0.98 * np.log(50)
