@@ -1,10 +1,9 @@
-"""Is this allocation fit for the run: what its hosts have, and what every group of the layout reaches, measured in seconds.
+"""`megapipe doctor`: checks if an allocation is fit for a run, from what its hosts report and from measured groups.
 
-- `host`:       what one host has and runs with, as one record
-- `fast_paths`: which fast kernels are installed, and which torch takes
-- `trials`:     what to measure on a layout, in rounds in which no rank is asked twice; pure
-- `measure`:    carries the rounds out and gathers what they took
-- `verdict`:    from times to slow groups and to the links that make them slow; pure
-- `hosts`:      what hosts lack, and in what they differ; pure
-- `words`:      all of it as text
+- `host`:      what one host has and runs with, as one record; `resources`: its cores, memory and limits
+- `remarks`:   what hosts lack, and in what they differ; pure
+- `trials`:    what to measure on a layout, in rounds in which no rank takes part twice, and how
+- `verdict`:   from times to slow groups and to the links that make them slow; pure
+- `examination`: all of it on a running allocation
+- `report`:    the result as text and as JSON
 """

@@ -1,89 +1,121 @@
-"""`HostReport`: what one host has and runs with."""
+"""`HostReport`: what one host has and runs with: packages, cores, GPUs, network cards and fast kernels."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import platform
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from megapipe import __version__
 from megapipe.comm.network import Interface, interface_towards, interfaces
 from megapipe.environment import Environment, library_settings
-from megapipe.extras.doctor.fabric import GpuDirect, Port, gpu_direct, rdma_ports
-from megapipe.extras.doctor.fast_paths import fast_paths
-from megapipe.extras.doctor.packages import versions
 from megapipe.extras.doctor.resources import Resources, resources
 from megapipe.monitor.process import host
+
+PACKAGES = (
+    *("torch", "numpy", "safetensors", "pyyaml", "sentencepiece"),
+    *("tokenizers", "transformers", "wandb", "tensorboard"),
+    *("triton", "flash-attn", "transformer-engine", "apex"),
+)
+EXTENSIONS = ("transformer-engine", "flash-attn", "apex")  # packages with fast kernels
+FAST_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+INFINIBAND = Path("sys/class/infiniband")
+PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A card as the driver names it."""
+    """A GPU as its driver names it."""
 
     name: str
     memory_bytes: int
 
 
 @dataclass(frozen=True)
-class HostReport:
-    """One host as its first rank sees it. interface: over which the ranks meet and gloo sends, None where the name of the host decides.
+class Port:
+    """One port of an RDMA device."""
 
-    has_nvidia_driver: of the kernel, whether or not torch sees a GPU. settings: of libraries, from the environment. load: processes that
-    wanted to run during the last minute.
-    """
+    device: str
+    number: int
+    state: str  # as the driver writes it, such as "4: ACTIVE"
+    rate: str  # "200 Gb/sec (4X HDR)"
+    layer: str  # InfiniBand or Ethernet
+
+
+@dataclass(frozen=True)
+class GpuDirect:
+    """The support for GPUDirect RDMA: network cards that read and write GPU memory directly."""
+
+    seen: str  # the mechanism found, "" if none
+    reason: str = ""  # what is missing, "" if nothing
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """One host as its first rank sees it. The fields are keys of `megapipe doctor --json`."""
 
     name: str
     num_ranks: int
     versions: Mapping[str, str | None]
     resources: Resources
     threads_of_a_rank: int
-    load: float | None
+    load: float | None  # processes that wanted to run, averaged over the last minute
     gpus: tuple[Gpu, ...]
-    has_nvidia_driver: bool
+    has_nvidia_driver: bool  # in the kernel, even if torch sees no GPU
     interfaces: tuple[Interface, ...]
-    interface: str | None
+    interface: str | None  # the one that the rendezvous and gloo use; None if the host name decides
     rdma_ports: tuple[Port, ...]
     gpu_direct: GpuDirect
     fast_paths: Mapping[str, str]
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # environment variables of libraries
 
     @property
     def cores(self) -> float:
-        """Cores' worth of time that the ranks can have."""
+        """The cores' worth of time that the ranks can use."""
         limit = self.resources.cpu_limit
         return self.resources.cores if limit is None else min(self.resources.cores, limit)
 
     @property
     def is_oversubscribed(self) -> bool:
-        """More ranks than cores: their times tell as much of the scheduler as of the links."""
+        """True with more ranks than cores: measured times then depend on the scheduler as much as on the links."""
         return self.num_ranks > self.cores
 
     @property
     def is_busy(self) -> bool:
-        """Somebody else computes here, or there are more ranks than cores."""
+        """True if other programs use the cores, or there are more ranks than cores."""
         return self.is_oversubscribed or (self.load is not None and self.load > self.cores)
 
 
 def examine_host(environment: Environment, device: torch.device) -> HostReport:
-    """This host, from one of its ranks."""
-    packages = versions()
-    has_cuda = device.type == "cuda"
+    """Examine this host from one of its ranks."""
+    packages = {name: _version(name) for name in PACKAGES}
+    towards = interface_towards(environment.master_addr, environment.num_nodes) if environment.is_distributed else None
     return HostReport(
         name=host(),
         num_ranks=environment.local_world_size,
-        versions={"megapipe": __version__, **packages, **_libraries()},
+        versions={
+            "megapipe": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            **packages,
+            **_libraries(),
+        },
         resources=resources(),
         threads_of_a_rank=torch.get_num_threads(),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        gpus=tuple(_gpu(index) for index in range(torch.cuda.device_count())) if has_cuda else (),
+        gpus=_gpus() if device.type == "cuda" else (),
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         interfaces=interfaces(),
-        interface=interface_towards(environment.master_addr, environment.num_nodes)
-        if environment.is_distributed
-        else None,
+        interface=towards,
         rdma_ports=rdma_ports(),
         gpu_direct=gpu_direct(),
         fast_paths=fast_paths(device, packages),
@@ -91,13 +123,123 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
     )
 
 
+def _version(name: str) -> str | None:
+    """Return a package's version from its metadata: it is not imported, so a broken package is found too."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def _libraries() -> dict[str, str | None]:
-    """What torch was built with, or finds: None for what is not there."""
+    """Return the libraries that torch is built with or finds; None for a missing one."""
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() and torch.version.cuda else None
     return {"cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "nccl": nccl}
 
 
-def _gpu(index: int) -> Gpu:
-    found = torch.cuda.get_device_properties(index)
-    return Gpu(found.name, found.total_memory)
+def _gpus() -> tuple[Gpu, ...]:
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(gpu.name, gpu.total_memory) for gpu in found)
+
+
+def rdma_ports(root: Path = Path("/")) -> tuple[Port, ...]:
+    """Return the InfiniBand and RoCE ports of this machine, ordered by name."""
+    ports = sorted((root / INFINIBAND).glob("*/ports/*"))
+    return tuple(
+        Port(p.parent.parent.name, int(p.name), _text(p / "state"), _text(p / "rate"), _text(p / "link_layer"))
+        for p in ports
+        if p.name.isdigit()
+    )
+
+
+def gpu_direct(root: Path = Path("/")) -> GpuDirect:
+    """Look for one of the two mechanisms in the kernel: the driver's peer-memory module, or dma-buf with the driver's
+    open kernel module."""
+    modules = {line.split(" ", 1)[0] for line in _text(root / "proc/modules").splitlines()}
+    if not any((root / "proc/driver").glob("nvidia/version")):
+        return GpuDirect("", "no NVIDIA driver is loaded")
+    if not rdma_ports(root):
+        return GpuDirect("", "no RDMA device")
+    peer = next((name for name in PEER_MODULES if name in modules), None)
+    if peer is not None:
+        return GpuDirect(f"kernel module {peer}")
+    is_open = "Open Kernel Module" in _text(root / "proc/driver/nvidia/version")
+    has_buffers = "ib_umem_dmabuf_get" in _text(root / "proc/kallsyms")
+    if is_open and has_buffers:
+        return GpuDirect("dma-buf: the driver's open kernel module and RDMA with dma-buf")
+    missing = "the driver's open kernel module" if has_buffers else "dma-buf in the kernel's RDMA"
+    return GpuDirect(
+        "", f"neither the module {PEER_MODULES[0]} nor {missing} is loaded; `modprobe {PEER_MODULES[0]}`"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def fast_paths(device: torch.device, packages: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the state of each fast kernel by name, found by running it on a few numbers.
+
+    A state begins with "active", "installed" or "not".
+    """
+    checks: dict[str, Callable[[torch.device], str]] = {
+        "fused AdamW": _fused_adamw,
+        "fused attention": _attention,
+        "bf16 matrix units": _bf16,
+        "compiler of torch.compile": _compiler,
+    }
+    found = {}
+    for name, check in checks.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[name] = check(device)
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError, OSError) as error:
+            found[name] = f"not active: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    for name in EXTENSIONS:
+        installed = packages.get(name)
+        found[name] = f"installed {installed}, used where a flag asks for it" if installed else "not installed"
+    return found
+
+
+def _fused_adamw(device: torch.device) -> str:
+    weight, gradient, mean, square = (torch.ones(16, device=device) for _ in range(4))
+    steps = [torch.ones((), device=device)]
+    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    # the kernel itself: creating a torch.optim.AdamW imports torch._dynamo, which takes seconds
+    torch._fused_adamw_([weight], [gradient], [mean], [square], [], steps, **rates, amsgrad=False, maximize=False)
+    return "active" if float(weight[0]) < 1 else "not active: the kernel does not change the weight"
+
+
+def _attention(device: torch.device) -> str:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.zeros(1, 2, 64, 64, device=device, dtype=dtype)
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
+    kind, name = str(dtype).removeprefix("torch."), chosen.name.removesuffix("_ATTENTION").lower()
+    if chosen in FAST_BACKENDS:
+        return f"active: {name} for {kind}"
+    return f"not active: torch uses its {name} kernel for {kind}"
+
+
+def _bf16(device: torch.device) -> str:
+    if device.type == "cuda":
+        major = torch.cuda.get_device_capability(device)[0]
+        return "active" if major >= 8 else f"not active: the GPU's compute capability {major} has no bf16 matrix units"
+    # torch versions differ in which of these functions exist; bool() is False
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    has_units = any(getattr(torch.cpu, name, bool)() for name in names)
+    level = torch.backends.cpu.get_cpu_capability()
+    return f"active ({level})" if has_units else f"not active: this CPU ({level}) has no bf16 units"
+
+
+def _compiler(device: torch.device) -> str:
+    if device.type == "cuda":
+        if find_spec("triton"):
+            return "installed: triton"
+        return "not installed: triton is missing, torch.compile cannot work"
+    compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
+    return f"installed: {compiler}" if compiler else "not installed: no C++ compiler, torch.compile cannot work"

@@ -1,4 +1,4 @@
-"""Cores, memory and limits that this process has, which in a container or under a scheduler are fewer than the machine's."""
+"""The cores, memory and limits of this process; in a container or under a scheduler they are fewer than the machine's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Resources:
-    """Bytes and counts; None where the system does not tell or sets no limit.
+    """Bytes and counts; None if the system does not say or sets no limit. Keys of `megapipe doctor --json`."""
 
-    cores: that this process may run on, and their numbers as text. cpu_limit: cores' worth of time that the control group allows.
-    """
-
-    cores: int
-    affinity: str
+    cores: int  # that this process may run on
+    affinity: str  # their numbers as text, such as '0-3,8'
     cores_of_machine: int
-    cpu_limit: float | None
+    cpu_limit: float | None  # cores' worth of time that the control group allows
     cpu: str
     numa_nodes: int
     memory_bytes: int | None
@@ -35,30 +32,30 @@ class Resources:
 
 
 def resources() -> Resources:
-    """Of this process, now."""
+    """Return the resources of this process, now."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     memory = _fields(Path("/proc/meminfo"))
-    shared = _disk(SHARED_MEMORY)
+    shared, shared_free = _disk(SHARED_MEMORY)
     soft, hard = _open_files()
     return Resources(
-        len(cores),
-        ranges(cores),
-        os.cpu_count() or 1,
-        _cpu_limit(),
-        _fields(Path("/proc/cpuinfo")).get("model name", "") or platform.processor() or platform.machine(),
-        len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        _kilobytes(memory.get("MemTotal")),
-        _kilobytes(memory.get("MemAvailable")),
-        _number(CGROUP / "memory.max"),
-        None if shared is None else shared[0],
-        None if shared is None else shared[1],
-        soft,
-        hard,
+        cores=len(cores),
+        affinity=ranges(cores),
+        cores_of_machine=os.cpu_count() or 1,
+        cpu_limit=_cpu_limit(),
+        cpu=_fields(Path("/proc/cpuinfo")).get("model name", "") or platform.processor() or platform.machine(),
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        memory_bytes=_kilobytes(memory.get("MemTotal")),
+        available_bytes=_kilobytes(memory.get("MemAvailable")),
+        memory_limit_bytes=_memory_limit(),
+        shared_memory_bytes=shared,
+        shared_memory_free_bytes=shared_free,
+        open_files=soft,
+        most_open_files=hard,
     )
 
 
 def ranges(numbers: list[int]) -> str:
-    """0-3,8 for 0, 1, 2, 3, 8."""
+    """Return ascending numbers as text: '0-3,8' for 0, 1, 2, 3, 8."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -69,6 +66,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def _open_files() -> tuple[int | None, int | None]:
+    """Return the soft and the hard limit."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -77,29 +75,29 @@ def _open_files() -> tuple[int | None, int | None]:
     return tuple(None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
 
 
-def _disk(path: Path) -> tuple[int, int] | None:
-    """(size, free) of the file system."""
+def _disk(path: Path) -> tuple[int | None, int | None]:
+    """Return the size and the free bytes of a file system."""
     with suppress(OSError):
         found = os.statvfs(path)
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    return None
+    return None, None
 
 
 def _cpu_limit() -> float | None:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # without a limit the file says "max"
         quota, period = (CGROUP / "cpu.max").read_text().split()
-        return float(quota) / float(period)  # "max" is no number
+        return float(quota) / float(period)
     return None
 
 
-def _number(path: Path) -> int | None:
+def _memory_limit() -> int | None:
     with suppress(OSError, ValueError):
-        return int(path.read_text())
+        return int((CGROUP / "memory.max").read_text())
     return None
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """The first value of every 'key : value' line."""
+    """Return the first value of every 'key : value' line of a file."""
     found: dict[str, str] = {}
     with suppress(OSError):
         for line in path.read_text(errors="replace").splitlines():

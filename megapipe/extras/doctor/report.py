@@ -1,0 +1,272 @@
+"""The result of an examination as text for a person and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from megapipe.extras.doctor.examination import Examination
+from megapipe.extras.doctor.host import HostReport
+from megapipe.extras.doctor.remarks import Remark, host_remarks
+from megapipe.extras.doctor.resources import ranges
+from megapipe.extras.doctor.trials import PAIR
+from megapipe.extras.doctor.verdict import PEERS, TABLE, Judged, common_cause
+from megapipe.formatting import bytes_text, count_text, rate_text, seconds_text, text_table
+from megapipe.plan.hardware import Hardware
+
+MAX_LINES = 12
+
+
+def host_text(report: HostReport) -> list[str]:
+    """Return the lines about one host."""
+    installed = {name: version for name, version in report.versions.items() if version}
+    files = ["unlimited" if n is None else f"{n:,}" for n in (report.resources.open_files, report.resources.most_open_files)]
+    settings = ", ".join(f"{name}={value}" for name, value in report.settings.items())
+    lines = [
+        ("host", f"{report.name}, {installed.pop('system')}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in installed.items())),
+        ("missing", ", ".join(name for name, version in report.versions.items() if not version)),
+        ("cores", _cores(report)),
+        ("memory", _memory(report)),
+        ("open files", f"{files[0]}, at most {files[1]}"),
+    ]
+    lines += [("GPU", f"{i}: {gpu.name}, {bytes_text(gpu.memory_bytes)}") for i, gpu in enumerate(report.gpus)]
+    if not report.gpus:
+        lines.append(("GPU", "none" + (", though an NVIDIA driver is loaded" if report.has_nvidia_driver else "")))
+    lines += [("interface", _interface(report, number)) for number in range(len(report.interfaces))]
+    lines += [("RDMA", f"{p.device} port {p.number}: {p.state}, {p.rate}, {p.layer}") for p in report.rdma_ports]
+    if not report.rdma_ports:
+        lines.append(("RDMA", "no InfiniBand or RoCE device"))
+    lines.append(("GPUDirect", report.gpu_direct.seen or f"RDMA not found: {report.gpu_direct.reason}"))
+    paths = [f"{name:<26}{state}" for name, state in report.fast_paths.items()]
+    lines += [("fast paths" if number == 0 else "", path) for number, path in enumerate(paths)]
+    lines.append(("settings", settings or "none of NCCL, gloo, OpenMP or torch"))
+    return [f"{name:<11}{text}" for name, text in lines if text]
+
+
+def _cores(report: HostReport) -> str:
+    r = report.resources
+    limit = "" if r.cpu_limit is None else f", limited to {r.cpu_limit:g} cores' time"
+    load = "" if report.load is None else f", load {report.load:.1f}"
+    nodes = f", {r.numa_nodes} NUMA nodes" if r.numa_nodes > 1 else ""
+    ranks = f"; {count_text(report.num_ranks, 'rank')} of {count_text(report.threads_of_a_rank, 'thread')}"
+    return f"{r.cores} of {r.cores_of_machine} ({r.affinity}), {r.cpu}{nodes}{limit}{load}{ranks}"
+
+
+def _memory(report: HostReport) -> str:
+    r = report.resources
+    known = (r.memory_bytes, r.available_bytes, r.shared_memory_bytes, r.shared_memory_free_bytes)
+    memory, available, shared, free = ("unknown" if size is None else bytes_text(size) for size in known)
+    limit = "" if r.memory_limit_bytes is None else f", limited to {bytes_text(r.memory_limit_bytes)}"
+    return f"{memory}, {available} available{limit}; /dev/shm {shared}, {free} free"
+
+
+def _interface(report: HostReport, number: int) -> str:
+    i = report.interfaces[number]
+    speed = "" if i.megabits_per_second is None else f", {i.megabits_per_second / 1000:g} Gbit/s by its driver"
+    driver = f", {i.driver}" if i.driver else ""
+    chosen = ": used for the rendezvous" if i.name == report.interface else ""
+    return f"{i.name} {i.state}, {', '.join(i.addresses) or 'no address'}{speed}{driver}{chosen}"
+
+
+def single_text(report: HostReport) -> str:
+    """Return the text for one process: its host and the remarks about it."""
+    remarks = host_remarks([report])
+    is_fine = not any(remark.is_wrong for remark in remarks)
+    return "\n".join([*host_text(report), "", *_remark_lines(remarks, 1), "fine" if is_fine else "NOT fine"])
+
+
+def allocation_text(found: Examination, hardware: Hardware | None, layout: str) -> str:
+    """Return the text for an allocation: all hosts, every kind of group, and what is slow."""
+    names = list(dict.fromkeys(found.hosts))
+    shown = names if len(names) <= 8 else names[:7]
+    hosts = [f"{name} (ranks {ranges([r for r, other in enumerate(found.hosts) if other == name])})" for name in shown]
+    if len(names) > 8:
+        hosts.append(f"and {len(names) - 7} more")
+    lines = [f"{layout} on {count_text(len(found.reports), 'host')}: {', '.join(hosts)}", ""]
+    lines += [*host_text(found.reports[0]), ""]
+    if found.skews:
+        clocks = ", ".join(f"{name} {s:+.4f} s (+- {e:.4f})" for name, (s, e) in found.skews.items())
+        lines += [f"{'clocks':<11}{clocks} against {found.hosts[0]}", ""]
+    lines += [*_measured_table(found), "", *_comparison(found, hardware), ""]
+    lines += [*_slow_lines(found), *_remark_lines(found.remarks, len(found.reports))]
+    lines.append(f"{'fine' if found.is_fine else 'NOT fine'} (examined in {found.seconds:.1f} s)")
+    return "\n".join(lines)
+
+
+def _measured_table(found: Examination) -> Iterable[str]:
+    """Yield one line for each kind of group, within hosts and between them apart. Rates are those at which a rank sends."""
+    rows = [("measured", "groups", "links", "latency", "rate", "", "expected", "slowest")]
+    for (kind, crosses), of_kind in _by_kind(found).items():
+        small, large = _at(of_kind, min), _at(of_kind, max)
+        middle = sorted(large, key=lambda one: one.seconds)[(len(large) - 1) // 2]
+        worst = max(large, key=lambda one: one.seconds)
+        expected = middle.expected_seconds
+        rows.append(
+            (
+                kind,
+                str(len(large)),
+                "between hosts" if crosses else "in a host",
+                seconds_text(sorted(one.seconds for one in small)[(len(small) - 1) // 2]),
+                rate_text(middle.bytes_per_second),
+                f"at {bytes_text(middle.num_bytes)}",
+                "" if not expected else rate_text(middle.bytes_per_second * middle.seconds / expected),
+                "" if len(large) == 1 else f"{rate_text(worst.bytes_per_second)}: {_ranks(found, worst)}",
+            )
+        )
+    if len(rows) == 1:
+        return ["measured   nothing: the layout has one rank in every group"]
+    return text_table(rows, left=range(len(rows[0])), indent=0)
+
+
+def _by_kind(found: Examination) -> dict[tuple[str, bool], list[Judged]]:
+    groups: dict[tuple[str, bool], list[Judged]] = {}
+    for one in found.judged:
+        if one.trial.kind != PAIR:
+            groups.setdefault((one.trial.kind, _crosses_hosts(found, one)), []).append(one)
+    return groups
+
+
+def _at(judged: Sequence[Judged], which: Callable[[Iterable[int]], int]) -> list[Judged]:
+    """Return the trials at the smallest or the largest size. which: min or max."""
+    size = which(one.num_bytes for one in judged)
+    return [one for one in judged if one.num_bytes == size]
+
+
+def _crosses_hosts(found: Examination, one: Judged) -> bool:
+    return len({found.hosts[rank] for rank in one.trial.ranks}) > 1
+
+
+def _comparison(found: Examination, hardware: Hardware | None) -> list[str]:
+    if not found.judged:
+        return []
+    if hardware is not None:
+        return [f"{'compared':<11}with their peers, and with what the hardware table expects of {hardware.name}"]
+    alone = [kind for (kind, _), of_kind in _by_kind(found).items() if of_kind[0].num_peers < 2]
+    without = f"; {', '.join(alone)}: without peers, compared with nothing" if alone else ""
+    return [
+        f"{'compared':<11}with their peers only: this device is not in the hardware table "
+        f"(--gpu NAME or --hardware FILE give expected rates){without}"
+    ]
+
+
+def _slow_lines(found: Examination) -> list[str]:
+    """Return what is slow and the links that cause it, the worst first."""
+    links = [one for one in found.slow if one.trial.is_message]
+    groups = [one for one in found.slow if not one.trial.is_message]
+    measured_links = [one.trial for one in found.judged if one.trial.is_message]
+    slow_links = {one.trial for one in links}
+    lines = [f"slow       {text}" for text in blame(found)]
+    lines += [f"           {_comparison_of(found, one)}" for one in links[:MAX_LINES]]
+    for one in groups[:MAX_LINES]:
+        within = {link for link in measured_links if set(link.ranks) <= set(one.trial.ranks)}
+        why = ""
+        if within and not within & slow_links:
+            why = "; none of its links is slow by itself: they share one, or its ranks lack cores"
+        lines.append(f"slow       {one.trial.kind} of {_comparison_of(found, one)}{why}")
+    left = max(0, len(links) - MAX_LINES) + max(0, len(groups) - MAX_LINES)
+    return [*lines, *([f"           and {left} more"] if left else [])]
+
+
+def blame(found: Examination) -> list[str]:
+    """Return the fewest hosts or ranks and directions that account for all slow links."""
+    texts = []
+    for crosses, word in ((True, ""), (False, "rank ")):
+        name = found.hosts if crosses else [str(rank) for rank in range(len(found.hosts))]
+        messages = [one for one in found.judged if one.trial.is_message and _crosses_hosts(found, one) == crosses]
+        ends = {one.trial: (name[one.trial.ranks[0]], name[one.trial.ranks[1]]) for one in messages}
+        slow = [ends[one.trial] for one in found.slow if one.trial in ends]
+        if len(ends) > 1 and set(slow) == set(ends.values()):
+            texts.append("every link between hosts" if crosses else "every link inside hosts")
+            continue
+        for source, target in common_cause(slow, list(ends.values())):
+            where = "" if crosses else f" (on {found.hosts[int(source or target or 0)]})"
+            if target is None:
+                texts.append(f"everything that {word}{source} sends{where}")
+            elif source is None:
+                texts.append(f"everything that {word}{target} receives{where}")
+            else:
+                texts.append(f"the link from {word}{source} to {word}{target}{where}")
+    return texts
+
+
+def _comparison_of(found: Examination, one: Judged) -> str:
+    against = []
+    if one.reference_seconds and PEERS in one.against:
+        times = one.seconds / one.reference_seconds
+        against.append(f"{times:.1f} times as long as its peers ({_measure(one, one.reference_seconds)})")
+    if one.expected_seconds and TABLE in one.against:
+        times = one.seconds / one.expected_seconds
+        against.append(f"{times:.1f} times what the hardware table expects ({_measure(one, one.expected_seconds)})")
+    measured = f"{_measure(one, one.seconds)} for {bytes_text(one.num_bytes)}"
+    return f"{_ranks(found, one)}: {measured}, {' and '.join(against)}"
+
+
+def _measure(one: Judged, seconds: float) -> str:
+    """Return a time at the smallest size, which is all latency, else the rate."""
+    if one.num_bytes == min(one.sample.times):
+        return seconds_text(seconds)
+    return rate_text(one.bytes_per_second * one.seconds / seconds)
+
+
+def _ranks(found: Examination, one: Judged) -> str:
+    ranks, hosts = one.trial.ranks, list(dict.fromkeys(found.hosts[rank] for rank in one.trial.ranks))
+    if one.trial.is_message:
+        if len(hosts) == 1:
+            return f"rank {ranks[0]} to rank {ranks[1]} on {hosts[0]}"
+        return " to ".join(f"rank {rank} ({found.hosts[rank]})" for rank in ranks)
+    shown = [*map(str, ranks)] if len(ranks) <= 8 else [*map(str, ranks[:4]), "...", str(ranks[-1])]
+    return f"ranks {' '.join(shown)} on {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
+
+
+def _remark_lines(remarks: Sequence[Remark], num_hosts: int) -> list[str]:
+    """Return the remarks, errors first."""
+    lines = []
+    for remark in sorted(remarks, key=lambda remark: not remark.is_wrong):
+        everywhere = len(remark.hosts) == num_hosts or remark.kind == "difference"
+        where = "" if everywhere else f"{', '.join(remark.hosts[:4])}{', ...' if len(remark.hosts) > 4 else ''}: "
+        lines.append(f"{'wrong' if remark.is_wrong else 'note':<11}{where}{remark.text}")
+    return lines
+
+
+def single_json(report: HostReport) -> dict[str, Any]:
+    """Return what `--json` prints for one process."""
+    remarks = host_remarks([report])
+    return {
+        "fine": not any(remark.is_wrong for remark in remarks),
+        "hosts": [dataclasses.asdict(report)],
+        "remarks": [dataclasses.asdict(remark) for remark in remarks],
+    }
+
+
+def allocation_json(found: Examination, hardware: Hardware | None) -> dict[str, Any]:
+    """Return what `--json` prints for an allocation. hardware: the row that links were compared with, if any."""
+    return {
+        "fine": found.is_fine,
+        "seconds": found.seconds,
+        "hardware": None if hardware is None else hardware.name,
+        "hosts": [dataclasses.asdict(report) for report in found.reports],
+        "host_of_rank": list(found.hosts),
+        "clock_seconds": {name: {"ahead": skew, "error": error} for name, (skew, error) in found.skews.items()},
+        "measured": [_row(found, one) for one in found.judged],
+        "slow": [_row(found, one) for one in found.slow],
+        "blame": blame(found),
+        "remarks": [dataclasses.asdict(remark) for remark in found.remarks],
+    }
+
+
+def _row(found: Examination, one: Judged) -> dict[str, Any]:
+    return {
+        "kind": one.trial.kind,
+        "operation": one.trial.operation,
+        "ranks": list(one.trial.ranks),
+        "hosts": list(dict.fromkeys(found.hosts[rank] for rank in one.trial.ranks)),
+        "bytes": one.num_bytes,
+        "seconds": one.seconds,
+        "repeats": len(one.sample.times[one.num_bytes]),
+        "bytes_per_second": one.bytes_per_second,
+        "like_seconds": one.reference_seconds,
+        "expected_seconds": one.expected_seconds,
+        "slow_against": one.against,
+    }
