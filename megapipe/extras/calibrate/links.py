@@ -8,9 +8,7 @@ from statistics import median
 
 from megapipe.comm.bootstrap import World
 from megapipe.comm.groups import build_process_groups
-from megapipe.extras.doctor.measure import SIZES, Meter
-from megapipe.extras.doctor.trials import SEND, Trial, rounds_of
-from megapipe.extras.doctor.verdict import Sample, sent_bytes
+from megapipe.extras.doctor.trials import SEND, SIZES, Meter, Sample, Trial, rounds_of, sent_bytes
 from megapipe.plan.hardware import Link
 from megapipe.topology import Topology
 

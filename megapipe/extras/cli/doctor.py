@@ -63,9 +63,9 @@ def _examine(arguments: Sequence[str], environment: Environment) -> int:
     from megapipe.comm.bootstrap import start
     from megapipe.comm.collectives import barrier
     from megapipe.comm.groups import build_process_groups
-    from megapipe.extras.doctor.examination import Wish, examine_allocation
+    from megapipe.extras.doctor.examination import Request, examine_allocation
     from megapipe.extras.doctor.host import examine_host
-    from megapipe.extras.doctor.words import allocation_json, allocation_text, single_json, single_text
+    from megapipe.extras.doctor.report import allocation_json, allocation_text, single_json, single_text
 
     world = start(environment, parallel.distributed_backend, own.timeout_seconds, loaded.config.training.device)
     if hardware is None and world.device.type == "cuda":
@@ -76,8 +76,8 @@ def _examine(arguments: Sequence[str], environment: Environment) -> int:
         print(json.dumps(answer) if own.json else single_text(report))
         return 0 if answer["fine"] else 1
     groups = build_process_groups(topology, world.global_rank, world.backend, own.timeout_seconds)
-    wish = Wish(topology, placement, hardware, own.slow_factor, own.seconds)
-    found = examine_allocation(wish, groups, environment, world.device)
+    request = Request(topology, placement, hardware, own.slow_factor, own.seconds)
+    found = examine_allocation(request, groups, environment, world.device)
     if environment.global_rank == 0:
         layout = (
             f"{topology.world_size} ranks, tp {topology.tp} x cp {topology.cp} x pp {topology.pp} x dp {topology.dp},"

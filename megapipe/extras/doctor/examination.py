@@ -23,14 +23,14 @@ from megapipe.schedule.placement import Placement
 from megapipe.topology import Topology
 
 NOISE_SECONDS = {"cpu": 0.5e-3, "cuda": 50e-6}
-MAX_ALONE = 32  # trials that get a round of their own where cores are shared
+MAX_ALONE = 32  # trials that run one at a time where cores are shared
 MAX_SUSPECTS = 2  # groups of a kind whose links are measured one by one
 CLOCK_TRIPS = 5
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to examine."""
+    """The layout to examine, and the limits."""
 
     topology: Topology
     placement: Placement
@@ -79,7 +79,7 @@ def examine_allocation(
 def _measured(trials: Sequence[Trial], meter: Meter, rules: Rules) -> tuple[tuple[Judged, ...], tuple[Judged, ...]]:
     """Return all trials judged, and those that are slow.
 
-    The links of slow groups are measured one by one. Whatever is slow is then measured again by itself.
+    The links of slow groups are measured one by one. Whatever is slow is then measured again alone.
     """
     alone = rules.is_noisy and len(trials) <= MAX_ALONE
     samples = meter.measure(rounds_of(trials, alone))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -169,9 +170,7 @@ def gpu_direct(root: Path = Path("/")) -> GpuDirect:
     if is_open and has_buffers:
         return GpuDirect("dma-buf: the driver's open kernel module and RDMA with dma-buf")
     missing = "the driver's open kernel module" if has_buffers else "dma-buf in the kernel's RDMA"
-    return GpuDirect(
-        "", f"neither the module {PEER_MODULES[0]} nor {missing} is loaded; `modprobe {PEER_MODULES[0]}`"
-    )
+    return GpuDirect("", f"neither the module {PEER_MODULES[0]} nor {missing} is loaded; `modprobe {PEER_MODULES[0]}`")
 
 
 def _text(path: Path) -> str:
@@ -209,7 +208,7 @@ def fast_paths(device: torch.device, packages: Mapping[str, str | None]) -> dict
 def _fused_adamw(device: torch.device) -> str:
     weight, gradient, mean, square = (torch.ones(16, device=device) for _ in range(4))
     steps = [torch.ones((), device=device)]
-    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    rates: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
     # the kernel itself: creating a torch.optim.AdamW imports torch._dynamo, which takes seconds
     torch._fused_adamw_([weight], [gradient], [mean], [square], [], steps, **rates, amsgrad=False, maximize=False)
     return "active" if float(weight[0]) < 1 else "not active: the kernel does not change the weight"

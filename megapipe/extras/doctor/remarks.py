@@ -1,4 +1,4 @@
-"""What hosts lack and in what they differ, from their reports alone."""
+"""Remarks about hosts, from their reports alone: missing resources, and differences between hosts."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _oversubscribed(report: HostReport) -> str:
     if not report.is_oversubscribed:
         return ""
     return (
-        f"{report.num_ranks} ranks on {report.cores:g} cores take turns; small differences of measured times mean nothing"
+        f"{report.num_ranks} ranks on {report.cores:g} cores take turns; small differences of measured times mean "
+        "nothing"
     )
 
 
@@ -141,7 +142,8 @@ def _no_gpu_direct(report: HostReport) -> str:
     if not report.gpus or not report.rdma_ports or report.gpu_direct.seen:
         return ""
     return (
-        f"GPUDirect RDMA not found, so messages of GPUs to other hosts go through host memory: {report.gpu_direct.reason}"
+        "GPUDirect RDMA not found, so messages of GPUs to other hosts go through host memory: "
+        f"{report.gpu_direct.reason}"
     )
 
 

@@ -21,7 +21,9 @@ MAX_LINES = 12
 def host_text(report: HostReport) -> list[str]:
     """Return the lines about one host."""
     installed = {name: version for name, version in report.versions.items() if version}
-    files = ["unlimited" if n is None else f"{n:,}" for n in (report.resources.open_files, report.resources.most_open_files)]
+    files = [
+        "unlimited" if n is None else f"{n:,}" for n in (report.resources.open_files, report.resources.most_open_files)
+    ]
     settings = ", ".join(f"{name}={value}" for name, value in report.settings.items())
     lines = [
         ("host", f"{report.name}, {installed.pop('system')}"),
@@ -96,7 +98,8 @@ def allocation_text(found: Examination, hardware: Hardware | None, layout: str) 
 
 
 def _measured_table(found: Examination) -> Iterable[str]:
-    """Yield one line for each kind of group, within hosts and between them apart. Rates are those at which a rank sends."""
+    """Yield one line for each kind of group, within hosts and between them apart. Rates are those at which a rank
+    sends."""
     rows = [("measured", "groups", "links", "latency", "rate", "", "expected", "slowest")]
     for (kind, crosses), of_kind in _by_kind(found).items():
         small, large = _at(of_kind, min), _at(of_kind, max)
@@ -163,7 +166,7 @@ def _slow_lines(found: Examination) -> list[str]:
         within = {link for link in measured_links if set(link.ranks) <= set(one.trial.ranks)}
         why = ""
         if within and not within & slow_links:
-            why = "; none of its links is slow by itself: they share one, or its ranks lack cores"
+            why = "; none of its links is slow alone: they share one, or its ranks lack cores"
         lines.append(f"slow       {one.trial.kind} of {_comparison_of(found, one)}{why}")
     left = max(0, len(links) - MAX_LINES) + max(0, len(groups) - MAX_LINES)
     return [*lines, *([f"           and {left} more"] if left else [])]

@@ -1,4 +1,5 @@
-"""The cores, memory and limits of this process; in a container or under a scheduler they are fewer than the machine's."""
+"""The cores, memory and limits of this process; in a container or under a scheduler they are fewer than the
+machine's."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def ring_pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def pairs_of(trial: Trial) -> list[Trial]:
-    """Return the links of a group's ring as trials of their own."""
+    """Return the links of a group's ring as separate trials."""
     return [Trial(PAIR, trial.group, SEND, pair) for pair in ring_pairs(trial.ranks)]
 
 
@@ -99,7 +99,7 @@ def rounds_of(trials: Sequence[Trial], alone: bool) -> list[Round]:
     """Group trials into rounds in which no rank takes part twice; the trials of a round are of one kind and run
     concurrently, as in training.
 
-    alone: give each trial a round of its own.
+    alone: put each trial into a separate round.
     """
     if alone:
         return [(trial,) for trial in trials]

@@ -26,7 +26,9 @@ class Rules:
     hosts: tuple[str, ...]  # by global rank
     factor: float  # slow is more than this many times the reference or the expected time
     noise_seconds: float  # that a time may be off by chance
-    is_noisy: bool = False  # cores are shared: only the best repeat tells about the link, and small messages nothing
+    is_noisy: bool = (
+        False  # cores are shared: only the best repeat shows the link's speed, and small messages show nothing
+    )
     hardware: Hardware | None = None  # None if the expected rates are unknown
 
     def crosses_hosts(self, trial: Trial) -> bool:
@@ -120,8 +122,8 @@ def common_cause(
 ) -> list[tuple[str | None, str | None]]:
     """Return the fewest causes that account for the slow directions (source, target).
 
-    A cause is a direction, or (a, None) for everything that a sends, or (None, b) for everything that b receives. An end
-    is a cause only if every direction measured at it is slow, at least two of these have no other cause, and some
+    A cause is a direction, or (a, None) for everything that a sends, or (None, b) for everything that b receives. An
+    end is a cause only if every direction measured at it is slow, at least two of these have no other cause, and some
     direction elsewhere is not slow.
     """
     left = list(dict.fromkeys(slow_links))

@@ -23,8 +23,7 @@ from megapipe.extras.calibrate.stopwatch import FEWEST, WARM_UPS, Stopwatch
 from megapipe.extras.calibrate.words import as_data
 from megapipe.extras.cli.calibrate import calibrate, main
 from megapipe.extras.cli.command import main as megapipe
-from megapipe.extras.doctor.trials import SEND, Trial
-from megapipe.extras.doctor.verdict import Sample
+from megapipe.extras.doctor.trials import SEND, Sample, Trial
 from megapipe.plan.hardware import HARDWARE, Hardware, Link, read_hardware
 from megapipe.topology import Topology
 from tests.harness import RankPool

@@ -11,8 +11,8 @@ import torch
 from megapipe.comm import timing
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.environment import Environment
-from megapipe.extras.doctor.examination import Wish, examine_allocation
-from megapipe.extras.doctor.words import allocation_json, allocation_text
+from megapipe.extras.doctor.examination import Request, examine_allocation
+from megapipe.extras.doctor.report import allocation_json, allocation_text
 from megapipe.schedule.placement import linear
 from megapipe.topology import Topology
 from tests.harness import RankPool
@@ -35,7 +35,7 @@ def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -
         timing._send = slow_send
     try:
         found = examine_allocation(
-            Wish(topology, linear(2), None, factor, 0.01), groups, environment, torch.device("cpu")
+            Request(topology, linear(2), None, factor, 0.01), groups, environment, torch.device("cpu")
         )
     finally:
         timing._send = send

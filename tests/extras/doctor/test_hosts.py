@@ -10,10 +10,9 @@ import torch
 
 from megapipe.environment import library_settings, read_environment
 from megapipe.extras.doctor.examination import named_hosts
-from megapipe.extras.doctor.fabric import GpuDirect, Port
-from megapipe.extras.doctor.host import Gpu, HostReport, examine_host
-from megapipe.extras.doctor.hosts import clock_remarks, examine
-from megapipe.extras.doctor.words import host_text, single_json, single_text
+from megapipe.extras.doctor.host import Gpu, GpuDirect, HostReport, Port, examine_host
+from megapipe.extras.doctor.remarks import clock_remarks, host_remarks
+from megapipe.extras.doctor.report import host_text, single_json, single_text
 
 MIB = 1 << 20
 
@@ -25,7 +24,7 @@ def here() -> HostReport:
 
 
 def told(*reports: HostReport) -> dict[str, tuple[bool, str]]:
-    return {remark.kind: (remark.is_wrong, remark.text) for remark in examine(reports)}
+    return {remark.kind: (remark.is_wrong, remark.text) for remark in host_remarks(reports)}
 
 
 def with_resources(report: HostReport, **changes: object) -> HostReport:
@@ -86,7 +85,7 @@ def test_hosts_that_differ_are_told_and_in_torch_it_is_wrong(here: HostReport) -
     other = dataclasses.replace(
         here, name="other", versions={**here.versions, "torch": "2.11.0"}, settings={"NCCL_IB_HCA": "mlx5"}
     )
-    remarks = {remark.text.partition(":")[0]: remark for remark in examine([here, other])}
+    remarks = {remark.text.partition(":")[0]: remark for remark in host_remarks([here, other])}
     assert remarks["hosts differ in torch"].is_wrong
     assert remarks["hosts differ in torch"].text.endswith(f"{here.versions['torch']} on {here.name}; 2.11.0 on other")
     assert not remarks["hosts differ in setting NCCL_IB_HCA"].is_wrong
@@ -127,7 +126,7 @@ def test_one_host_is_told_by_every_line(here: HostReport) -> None:
         "versions",
         "torch 2.",
         "fused AdamW",
-        "GPUDirect  RDMA not seen",
+        "GPUDirect  RDMA not found",
         "127.0.0.1",
         "/dev/shm",
         "open files",

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.extras.doctor.trials import PAIR, SEND, Trial, trials_of
-from megapipe.extras.doctor.verdict import Rules, Sample, common_cause, judge, sent_bytes, slow
+from megapipe.extras.doctor.trials import PAIR, SEND, Sample, Trial, sent_bytes, trials_of
+from megapipe.extras.doctor.verdict import Rules, common_cause, judge, slow
 from megapipe.plan.hardware import Link, hardware_named
 from megapipe.schedule.placement import linear
 from megapipe.topology import Topology
@@ -58,7 +58,7 @@ def test_links_inside_a_host_are_not_compared_with_links_between_hosts() -> None
 def test_of_two_directions_the_slower_one_is_named() -> None:
     (one,) = slow(judge([sampled(link(0, 2), 1e8), sampled(link(2, 0))], RULES))
     assert one.trial.ranks == (0, 2)
-    assert one.against == "its like"
+    assert one.against == "its peers"
 
 
 def test_a_trial_that_was_too_slow_for_the_largest_size_is_compared_at_the_largest_that_all_have() -> None:
