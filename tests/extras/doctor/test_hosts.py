@@ -48,7 +48,7 @@ def test_a_host_without_faults_is_fine(here: HostReport) -> None:
             False,
             "4 ranks of 2 threads on 4 cores: set OMP_NUM_THREADS=1",
         ),
-        ({"num_ranks": 4}, {"cores": 2}, "oversubscribed", False, "4 ranks on 2 cores: they take turns"),
+        ({"num_ranks": 4}, {"cores": 2}, "oversubscribed", False, "4 ranks on 2 cores take turns"),
         ({"num_ranks": 4}, {"cores": 64, "cpu_limit": 2.0}, "oversubscribed", False, "4 ranks on 2 cores"),
         ({"load": 9.5}, {"cores": 4}, "busy", False, "load 9.5 on 4 cores"),
         ({"has_nvidia_driver": True}, {}, "torch without CUDA", True, "built without CUDA"),
