@@ -1,12 +1,9 @@
-"""Text to numbers and back. No torch; optional libraries are imported where they are used.
+"""Tokenizers, under Megatron's type names, so that flags and token files mean the same in both. No torch.
 
-- `tokenizer.py`      the Protocol that all of them follow
-- `build.py`          `--tokenizer-type NAME` -> a tokenizer
-- `byte.py`           UTF-8 bytes: no file needed
-- `null.py`           numbers already, separated by spaces
-- `sentencepiece.py`  SentencePiece models, three readings of them, as Megatron has
-- `hugging_face.py`   `tokenizer.json`, GPT-2's vocabulary and merges
-- `train.py`          a SentencePiece model from a corpus, lossless for code
+- `build`          `--tokenizer-type NAME` and its files -> a tokenizer
+- `tokenizer`      the interface of all tokenizers; `ByteTokenizer` and `NullTokenizer`, which need no files
+- `hugging_face`   `tokenizer.json`, and GPT-2's vocabulary and merges
+- `sentencepiece`  SentencePiece models: three ways to read one, and training one from a corpus
 
-Names of types are Megatron's, so that token files and flags mean the same there and here.
+Optional libraries are imported when they are used.
 """

@@ -1,6 +1,6 @@
-"""Hugging Face tokenizers: a `tokenizer.json` or its folder through the `tokenizers` package, which needs neither torch nor a network.
+"""Hugging Face tokenizers: `tokenizer.json` through the `tokenizers` package, which needs neither torch nor a network.
 
-Only a folder without a tokenizer.json, and a name on the hub, go through `transformers`.
+Only a folder without a tokenizer.json or a name on the hub goes through `transformers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megapipe.errors import ConfigError, DataError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-# saved with the tokenizer where they stand beside it: an export of the trained model takes what it needs of them
+# saved together with the tokenizer if they exist: an export of the trained model uses them
 COMPANIONS = (
     *CONFIG_FILES,
     "added_tokens.json",
@@ -24,11 +24,12 @@ COMPANIONS = (
     "generation_config.json",
     "config.json",
 )
-# ends of document under the names that public vocabularies give them: asked only where no config file says it
+# names of end-of-document tokens in public vocabularies: used only if no config file names one
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
 
 def _library(name: str, what: str) -> Any:
+    """Import an optional package. Raises ConfigError if it is missing, saying what needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -40,13 +41,13 @@ def _library(name: str, what: str) -> Any:
 
 
 class _Fast:
-    """A tokenizer of the `tokenizers` package, and the special tokens found beside it."""
+    """A tokenizer of the `tokenizers` package, with special tokens from its config files."""
 
     def __init__(self, tokenizer: Any, special: dict[str, str], files: Mapping[str, Path]) -> None:
         self._tokenizer = tokenizer
         self._files = dict(files)  # by the name they are saved under
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        # ids can have holes: room for the highest is what an embedding needs
+        # ids can have gaps; an embedding needs a row for the highest one
         self.vocab_size: int = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
         self.eod: int | None = vocabulary.get(special.get("eos_token"))
         self.bos: int | None = vocabulary.get(special.get("bos_token"))
@@ -67,7 +68,7 @@ class _Fast:
 
 
 class HuggingFaceTokenizer(_Fast):
-    """`model`: a tokenizer.json or a folder with one. Encoding adds what its post-processor adds (Llama 3: BOS in front)."""
+    """A tokenizer.json or a folder with one. Encoding adds what its post-processor adds (Llama 3: BOS in front)."""
 
     name = "HuggingFaceTokenizer"
 
@@ -75,7 +76,7 @@ class HuggingFaceTokenizer(_Fast):
         path = Path(model) / TOKENIZER_FILE if Path(model).is_dir() else Path(model)
         library = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
         if not path.is_file():
-            raise DataError(f"no tokenizer file {path}; see --tokenizer-model")
+            raise DataError(f"there is no tokenizer file {path}; see --tokenizer-model")
         try:
             tokenizer = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception
@@ -88,7 +89,10 @@ class HuggingFaceTokenizer(_Fast):
 
 
 def _special_tokens(configs: Sequence[Path]) -> dict[str, str]:
-    """eos_token, bos_token, pad_token by the first file that names them; a value is a string, or an object with "content"."""
+    """Return eos_token, bos_token and pad_token, each from the first file that names it.
+
+    A value is a string or an object with "content".
+    """
     special: dict[str, str] = {}
     for path in configs:
         try:
@@ -113,7 +117,7 @@ class GPT2BPETokenizer(_Fast):
         files = [Path(vocab_file), Path(merge_file)]
         for flag, path in zip(("--vocab-file", "--merge-file"), files, strict=True):
             if not path.is_file():
-                raise DataError(f"no file {path}; see {flag}")
+                raise DataError(f"there is no file {path}; see {flag}")
         try:
             tokenizer = library.ByteLevelBPETokenizer.from_file(str(vocab_file), str(merge_file))
         except Exception as error:  # the package raises plain Exception
@@ -122,11 +126,11 @@ class GPT2BPETokenizer(_Fast):
             tokenizer, {"eos_token": "<|endoftext|>"}, dict(zip(("vocab.json", "merges.txt"), files, strict=True))
         )
         if self.eod is None:
-            raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not a vocabulary of GPT-2")
+            raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not GPT-2's vocabulary")
 
 
 class TransformersTokenizer:
-    """Any tokenizer that `transformers` knows, by folder or hub name. Slower, and it imports torch: used where nothing else will do."""
+    """Any tokenizer of `transformers`, by folder or hub name. Slow, and it imports torch: used as the last resort."""
 
     name = "HuggingFaceTokenizer"
 

@@ -1,42 +1,42 @@
-"""SentencePiece models, with the special tokens that Megatron finds in them or adds to them."""
+"""SentencePiece models: reading them with the special tokens that Megatron finds in them or adds, and training one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megapipe.errors import ConfigError, DataError
 
 MODEL_FILE = "tokenizer.model"
-
-
-def _load(model: str | Path) -> tuple[Any, bytes]:
-    """A processor and the bytes of its model. `model`: the file, or a folder with a tokenizer.model in it."""
-    import sentencepiece
-
-    path = Path(model) / MODEL_FILE if Path(model).is_dir() else Path(model)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"cannot read the SentencePiece model {path}: {error.strerror}; see --tokenizer-model"
-        ) from None
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        loaded = bool(content) and processor.LoadFromSerializedProto(content)
-    except RuntimeError:
-        loaded = False
-    if not loaded:
-        raise DataError(f"{path} ({len(content)} bytes) is not a SentencePiece model, or a damaged one")
-    return processor, content
+# Megatron looks for these names; declared in the model, they do not enlarge the vocabulary later
+CONTROL_SYMBOLS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+MAX_LINE_BYTES = 4096
+MIN_VOCAB_SIZE = 400  # 256 bytes, 10 special tokens, and some pieces to learn
 
 
 class _Model:
-    """What both readings of a SentencePiece model share."""
+    """A SentencePiece model. `model`: the file, or a folder with a tokenizer.model in it."""
 
     def __init__(self, model: str | Path) -> None:
-        self._processor, self._content = _load(model)
+        import sentencepiece
+
+        path = Path(model) / MODEL_FILE if Path(model).is_dir() else Path(model)
+        try:
+            self._content = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the SentencePiece model {path}: {error.strerror}; see --tokenizer-model"
+            ) from None
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            loaded = bool(self._content) and self._processor.LoadFromSerializedProto(self._content)
+        except RuntimeError:
+            loaded = False
+        if not loaded:
+            raise DataError(f"{path} ({len(self._content)} bytes) is not a SentencePiece model, or a damaged one")
         self._num_pieces = int(self._processor.GetPieceSize())
 
     def encode(self, text: str) -> list[int]:
@@ -51,9 +51,9 @@ class _Model:
 
 
 class SentencePieceTokenizer(_Model):
-    """Pieces of the model, then those of <CLS> <SEP> <EOD> <MASK> <PAD> <BOS> <EOS> that it has not, in this order.
+    """The pieces of the model, then those of <CLS> <SEP> <EOD> <MASK> <PAD> <BOS> <EOS> that it lacks, in this order.
 
-    The id of <EOD> ends a document. Padding, beginning and end of text keep the pieces that the model declares for them.
+    <EOD> ends a document. <PAD>, <BOS> and <EOS> are the pieces that the model declares for them, if it does.
     """
 
     name = "SentencePieceTokenizer"
@@ -67,7 +67,7 @@ class SentencePieceTokenizer(_Model):
             "<EOS>": self._processor.eos_id(),
         }
         ids: dict[str, int] = {}
-        for special in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", "<PAD>", "<BOS>", "<EOS>"):
+        for special in (*CONTROL_SYMBOLS, "<PAD>", "<BOS>", "<EOS>"):
             if declared.get(special, -1) >= 0:
                 ids[special] = declared[special]
             else:
@@ -94,7 +94,7 @@ class GPTSentencePieceTokenizer(_Model):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """As GPTSentencePieceTokenizer, with BOS before every text."""
+    """GPTSentencePieceTokenizer with BOS in front of every text."""
 
     name = "Llama2Tokenizer"
 
@@ -108,3 +108,74 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def encode(self, text: str) -> list[int]:
         ids = super().encode(text)
         return ids if self.bos is None else [self.bos, *ids]
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    model_file: str | Path,
+    *,
+    vocab_size: int = 8192,
+    max_bytes: int = 4_000_000,
+    num_threads: int | None = None,
+) -> None:
+    """Train a model that is lossless for code on the first `max_bytes` of the texts and write `model_file`.
+
+    A unigram model without normalization (the default one merges spaces and characters), with pieces of spaces only,
+    so that an indentation is one token, and with bytes for everything outside the vocabulary. The one character that
+    is not preserved is U+2581, which stands for a space inside SentencePiece. Raises ConfigError if the vocabulary is
+    too small to hold bytes and special tokens, or larger than the text can fill.
+    """
+    import sentencepiece
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"--vocab-size {vocab_size}: bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more"
+        )
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=_lines(texts, max_bytes),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            split_by_whitespace=True,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            split_digits=True,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=3,
+            pad_piece="<PAD>",
+            control_symbols=list(CONTROL_SYMBOLS),
+            user_defined_symbols=["\n", "\t"],
+            max_sentence_length=MAX_LINE_BYTES,
+            num_threads=num_threads if num_threads is not None else min(16, os.cpu_count() or 1),
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        most = re.search(r"value <= (\d+)", str(error))
+        reason = f"the text supports at most {most[1]}" if most else str(error)
+        raise ConfigError(f"--vocab-size {vocab_size}: {reason}; give more text or a smaller vocabulary") from None
+    target = Path(model_file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    partial.write_bytes(model.getvalue())
+    os.replace(partial, target)
+
+
+def _lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
+    """Yield lines of the texts, which the trainer calls sentences, up to `max_bytes`."""
+    total = 0
+    for text in texts:
+        for line in text.splitlines():
+            size = len(line.encode("utf-8", errors="ignore"))
+            if 0 < size <= MAX_LINE_BYTES:
+                yield line
+                total += size
+            if total >= max_bytes:
+                return

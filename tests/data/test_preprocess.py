@@ -16,8 +16,7 @@ from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.preprocess import Counts, Progress, preprocess
 from megapipe.data.text_source import Record
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.byte import ByteTokenizer
-from megapipe.tokenizers.null import NullTokenizer
+from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]

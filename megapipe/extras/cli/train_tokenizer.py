@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megapipe.data.text_source import corpus_documents
 from megapipe.errors import MegapipeError
-from megapipe.tokenizers.train import train_sentencepiece
+from megapipe.tokenizers.sentencepiece import train_sentencepiece
 
 
 def build_parser() -> argparse.ArgumentParser:

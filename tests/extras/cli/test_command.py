@@ -100,4 +100,4 @@ def test_a_tokenizer_is_trained_and_used_by_the_doors(tmp_path: Path, capsys: py
     )
     assert (tmp_path / "two.bin").stat().st_size == 2 * (tmp_path / "tokens_text_document.bin").stat().st_size
     assert main(["train-tokenizer", "--input", str(tmp_path / "nothing"), "--output", str(model)]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it() -> None:
         (["--data-path", "x"], "--data-path is set by the quickstart itself; use --corpus"),
         (["--train-iters", "5"], "--train-iters is set by the quickstart itself; use --steps"),
         (["--hiden-size", "64"], "did you mean --hidden-size"),
-        (["--corpus", "/nothing/here"], "there is no such file or directory"),
+        (["--corpus", "/nothing/here"], "no such file or directory"),
     ],
     ids=["no steps", "no number", "data", "length", "misspelt", "no corpus"],
 )

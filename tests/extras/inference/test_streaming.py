@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.extras.inference.streaming import UNFINISHED, TextStream
-from megapipe.tokenizers.byte import ByteTokenizer
+from megapipe.tokenizers.tokenizer import ByteTokenizer
 
 
 @given(text=st.text(max_size=20), cut=st.integers(0, 80))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.build import build_tokenizer
-from megapipe.tokenizers.train import train_sentencepiece
+from megapipe.tokenizers.sentencepiece import train_sentencepiece
 
 CODE = [
     (Path(sysconfig.get_path("stdlib")) / name).read_text("utf-8")
