@@ -1,8 +1,8 @@
 """Every configuration field is read somewhere outside megapipe.config: nothing that a user sets is ignored.
 
 How a read is recognised, from the syntax alone: an attribute access `x.name` whose x ends in the section (`plan.config.training.seed`,
-`config.training`), in a name that somewhere in the same file was annotated with the section's class (`training: TrainingConfig`, or a
-Protocol of it) or assigned from such an expression (`flags = config.checkpoint`). Names are not followed between files or scopes, so a
+`config.training`), in a name that somewhere in the same file was annotated with the section's class (`training: TrainingConfig`)
+or assigned from such an expression (`flags = config.checkpoint`). Names are not followed between files or scopes, so a
 read can be missed (then write it plainly), and one can be invented only by a name that stands for two sections with a field of the same
 name. That a field not only is read but does something is what tests/test_flag_effects.py shows.
 """
@@ -18,8 +18,7 @@ import pytest
 from megapipe.config.fields import all_fields, section_types
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-PROTOCOLS = {"LossConfig": "training"}  # model.head: the part of the training section that it depends on
-SECTION_OF_CLASS = {section_type.__name__: section for section, section_type in section_types().items()} | PROTOCOLS
+SECTION_OF_CLASS = {section_type.__name__: section for section, section_type in section_types().items()}
 
 
 def reads_of(source: str) -> set[tuple[str, str]]:

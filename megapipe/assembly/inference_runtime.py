@@ -13,8 +13,8 @@ from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.groups import Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.gpu.apex import Apex
-from megapipe.gpu.choose import choose
+from megapipe.gpu.kernels import choose_kernels
+from megapipe.gpu.libraries import Apex
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.engine import Engine
@@ -24,7 +24,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
 
@@ -53,9 +53,9 @@ class InferenceRuntime:
         self.coordinates = plan.topology.coordinates(groups.world.global_rank)
         self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
         self.main_dtype = main_dtype(plan.config.precision.dtype)
-        self.kernels = choose(plan.config, plan.splits_backward)
+        self.kernels = choose_kernels(plan.config, plan.splits_backward)
         outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
-        self._slot_factory = partial(GradientSlot, outer=outer)
+        self._slot_factory = partial(GradientSlot, kernel=outer)
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}

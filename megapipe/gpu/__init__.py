@@ -1,12 +1,13 @@
-"""The door to kernels of other libraries: each is imported in one file, inside a function, and only when the configuration names it.
+"""Whatever is specific to GPUs: kernels of optional libraries, streams, copies, timing.
 
-- `choose`:              what the configuration chose -> `Kernels`, and what to say about it at the start
-- `installed`:           the libraries, how each is installed, and the one error where one is missing
-- `transformer_engine`:  linears, norms, attention and Adam of NVIDIA's Transformer Engine
-- `apex`:                Adam, norms and the accumulating weight gradient of NVIDIA's apex
-- `flash`:               attention of flash-attn
-- `compiled`:            torch.compile for pointwise functions
+    kernels             Kernels: the implementations that the configuration chose; torch.compile for pointwise functions
+    libraries           apex and flash-attn; how each optional library is installed
+    transformer_engine  linears, norms, attention and Adam of NVIDIA's Transformer Engine
+    copies              copies between device and host memory, for offloading
+    streams             a stream for each stage, so that two stages of a rank compute at the same time
+    device_clock        CUDA events as times of the host's clock
 
-Nobody else imports these libraries (tests/test_walls.py). The CPU tests run the adapters against small stand-ins with the libraries'
-signatures (tests/gpu/stand_ins); docs/gpu.md says what has run on a card.
+An optional library is imported in one file, inside a function, and only when the configuration names it (an import rule).
+The CPU tests run the adapters against stand-ins with the libraries' signatures (tests/gpu/stand_ins); docs/gpu.md says what
+has run on a GPU.
 """

@@ -1,6 +1,6 @@
-"""Copies between a device and its host: on streams of their own where the device is a GPU, at once where it is a CPU. Used by `offload`.
+"""Copies between device and host memory, for offloading: on separate streams on a GPU, synchronous on a CPU.
 
-It has not run on a GPU so far.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Copy = Callable[[], None]
 
 @dataclass
 class HostBuffer:
-    """Bytes in the host's memory, in pieces of uint8. read: the event behind the last copy out of it."""
+    """Host memory in uint8 pieces. read: the event after the last copy out of it."""
 
     pieces: tuple[Tensor, ...]
     read: Any = None
@@ -32,43 +32,43 @@ class HostBuffer:
 
 
 class Copies(Protocol):
-    """Where copies run. Streams and events are opaque to the caller."""
+    """Runs copies. Streams and events are opaque to the caller."""
 
-    def here(self) -> Any:
-        """The stream that computes now."""
+    def current_stream(self) -> Any:
+        """Return the current compute stream."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is allocated inside belongs to this stream, whichever computes now."""
+        """Allocate inside the block on this stream, whichever is current."""
 
     def to_host(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
-        """Copy what `stream` has made so far; returns the event behind the copy."""
+        """Copy results of `stream` so far; return the event after the copy."""
 
     def to_device(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
-        """Copy into memory of `stream`, which has waited for the copy to the host; returns the event behind the copy."""
+        """Copy into memory of `stream`, which has waited for the copy to the host; return the event after the copy."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What `stream` does from now on comes after the event. The host does not wait."""
+        """Make later work of `stream` wait for the event. The host does not wait."""
 
     def finish(self) -> None:
-        """Return when all copies are done: memory may be freed that they were reading or writing."""
+        """Wait for all copies, so that the memory they read or write can be freed."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """uint8, uninitialised."""
+        """Allocate uninitialised uint8 host memory."""
 
 
 class StreamCopies:
-    """A GPU's: one stream for each direction, so that both ways of the link are used.
+    """Copies on a GPU: one stream per direction, so that both directions of the link are used.
 
-    Memory is never marked with record_stream. What is copied out is held until the stream that made it waits for the copy; what comes in is
-    allocated on the stream that will use it, and the copy waits for that stream, since the allocator may hand out what its last kernels
-    still read.
+    Memory is never marked with record_stream. A tensor copied out is held until the stream that produced it waits for the copy.
+    A tensor copied in is allocated on the stream that will use it, and the copy waits for that stream, since the allocator may
+    reuse memory that the stream's last kernels still read.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
         self._out, self._in = cuda.Stream(device), cuda.Stream(device)
 
-    def here(self) -> Any:
+    def current_stream(self) -> Any:
         return self._cuda.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -79,11 +79,11 @@ class StreamCopies:
         if buffer.read is not None:
             self._out.wait_event(buffer.read)
             buffer.read = None
-        return self._copied(self._out, copy)
+        return self._run(self._out, copy)
 
     def to_device(self, stream: Any, buffer: HostBuffer, copy: Copy) -> Any:
         self._in.wait_stream(stream)
-        buffer.read = self._copied(self._in, copy)
+        buffer.read = self._run(self._in, copy)
         return buffer.read
 
     def wait(self, stream: Any, event: Any) -> None:
@@ -96,19 +96,19 @@ class StreamCopies:
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def _copied(self, stream: Any, copy: Copy) -> Any:
+    def _run(self, stream: Any, copy: Copy) -> Any:
         with self._cuda.stream(stream):
             copy()
         return stream.record_event()
 
 
 class DirectCopies:
-    """A CPU's, whose host memory is memory like any other; device meta: nothing is copied, for tensors without values."""
+    """Synchronous copies on a CPU; on the meta device nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def here(self) -> Any:
+    def current_stream(self) -> Any:
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -121,29 +121,30 @@ class DirectCopies:
         copy()
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Copies are done when they return."""
+        """Do nothing: copies are complete when they return."""
 
     def finish(self) -> None:
-        """As above."""
+        """Do nothing, as in `wait`."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
 
 def copies_for(device: torch.device) -> Copies:
+    """Return the copies of a device."""
     return StreamCopies(device) if device.type == "cuda" else DirectCopies(device)
 
 
 class HostPool:
-    """Host buffers that are used again: a step's come in few sizes, and pinning memory stops the device."""
+    """Reusable host buffers: a step needs few sizes, and pinning memory blocks the device."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self.allocate = allocate
         self._free: defaultdict[int, list[HostBuffer]] = defaultdict(list)
-        self.num_bytes = 0  # in all, used or not
+        self.num_bytes = 0  # total, in use or free
 
     def take(self, num_bytes: int) -> HostBuffer:
-        """A buffer of that size or a little more."""
+        """Return a buffer of at least this size, rounded up a little."""
         sizes = host_pieces(num_bytes)
         free = self._free[sum(sizes)]
         if free:
@@ -151,6 +152,6 @@ class HostPool:
         self.num_bytes += sum(sizes)
         return HostBuffer(tuple(self.allocate(size) for size in sizes))
 
-    def give_back(self, buffer: HostBuffer) -> None:
-        """Copies out of it may still be under way: the next one into it waits for them."""
+    def release(self, buffer: HostBuffer) -> None:
+        """Return a buffer to the pool. Copies out of it may be unfinished: the next copy into it waits for them."""
         self._free[buffer.num_bytes].append(buffer)

@@ -1,7 +1,7 @@
-"""Moments of a device's work in nanoseconds of the host's clock: `HostClock` where the host computes, `EventClock` on a GPU.
+"""Times of a device's work in nanoseconds of the host's clock: `HostClock` for a CPU, `EventClock` for a GPU.
 
-On a GPU a moment is an event in a stream: the device writes the time down when it comes there, and nobody waits until the times are asked
-for. So what is timed runs as it does untimed. `device_clock` makes the one that a device has. EventClock has not run on a GPU so far.
+On a GPU a moment is an event in a stream: the device records the time when it reaches the event, and the host waits only when
+the time is read. So timing does not change how the work runs. EventClock has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 
 from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
 
-READINGS = 8  # of host and device, of which the closest counts
+READINGS = 8  # paired readings of host and device clock; the fastest counts
 
 
 class DeviceClock(Protocol):
-    """Moments are ints: as numbers, nanoseconds of the host's clock when they were asked for."""
+    """A clock whose moments are ints: nanoseconds of the host's clock at the time of the call."""
 
     def mark(self, stream: Any = None) -> int:
-        """The moment at which all that was launched on the stream, the current one if None, is done."""
+        """Return the moment at which all work launched on the stream (None: the current one) is done."""
 
     def seconds(self, begin: int, end: int) -> float:
-        """Between two moments; waits until they have come."""
+        """Return the seconds between two moments; waits until both have passed."""
 
 
 class HostClock:
-    """What was launched is done."""
+    """The clock of a CPU, on which launched work is done."""
 
     def mark(self, stream: Any = None) -> int:
         return perf_counter_ns()
@@ -38,23 +38,23 @@ class HostClock:
 
 
 class Mark(int):
-    """A moment in a stream of a GPU. As a number: when the host asked for it."""
+    """A moment in a GPU stream. As a number: the host's time when it was requested."""
 
     event: Any
 
-    def __new__(cls, asked_ns: int, event: Any) -> Mark:
-        mark = super().__new__(cls, asked_ns)
+    def __new__(cls, requested_ns: int, event: Any) -> Mark:
+        mark = super().__new__(cls, requested_ns)
         mark.event = event
         return mark
 
 
 class EventClock:
-    """Times of events on the host's clock `now`.
+    """Converts times of CUDA events to the host's clock `now`.
 
-    `begin` and `end` read the two clocks side by side: an event that the host records and waits for lies between two readings of the host's
-    clock, and the shortest such trip gives the offset, as with another rank's clock (Cristian 1989). Times between the two readings lie on
-    the line through both, which takes the drift out. Since CUDA tells the time between two events in fp32 milliseconds, begin anew for
-    every step: after a second the last digit is some 60 ns, after an hour a quarter of a millisecond. One thread at a time.
+    `begin` and `end` read both clocks: an event that the host records and waits for is between two readings of the host's clock,
+    and the shortest such round trip gives the offset (Cristian 1989), as with another rank's clock. Times in between are
+    interpolated linearly, which removes the drift. Call `begin` in every step, since CUDA gives the time between two events in
+    fp32 milliseconds: after a second the last digit is about 60 ns, after an hour a quarter of a millisecond. Not thread-safe.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, now: Callable[[], int] = perf_counter_ns) -> None:
@@ -64,12 +64,12 @@ class EventClock:
 
     @property
     def error_ns(self) -> int:
-        """The most that a time can be wrong by on the host's clock."""
+        """The largest error of a converted time."""
         return self._clock.error_ns
 
     @property
     def is_stopped(self) -> bool:
-        """The current stream is being recorded as a CUDA graph: what is launched does not run, and a moment would never come."""
+        """True while the current stream is captured into a CUDA graph: launched work does not run, so events never complete."""
         return bool(self._cuda.is_current_stream_capturing())
 
     def mark(self, stream: Any = None) -> Mark:
@@ -81,16 +81,16 @@ class EventClock:
         return self._nanoseconds(_event(begin), _event(end)) / 1e9
 
     def begin(self) -> None:
-        """From here on times can be told. Waits for the current stream, no other."""
+        """Start a period in which times can be converted. Waits for the current stream only."""
         self._base = self.mark().event
         self._clock = Clock(self._reading())
 
     def end(self) -> None:
-        """Waits for the current stream."""
+        """End the period. Waits for the current stream."""
         self._clock = Clock(self._clock.before, self._reading())
 
     def time_of(self, moment: int) -> int:
-        """Nanoseconds of the host's clock; waits until the moment has come. What is no Mark is such a time already."""
+        """Convert a moment to nanoseconds of the host's clock, waiting until it has passed. A plain int is returned as it is."""
         if not isinstance(moment, Mark):
             return moment
         return self._clock.to_here(self._nanoseconds(self._base, moment.event))
@@ -102,21 +102,21 @@ class EventClock:
             event = self.mark().event
             event.synchronize()
             trips.append((sent, event, self._now()))
-        # the first may have waited for what was launched before it
+        # without the first, which may have waited for earlier work
         return reading([RoundTrip(sent, self._nanoseconds(self._base, event), back) for sent, event, back in trips[1:]])
 
     def _nanoseconds(self, begin: Any, end: Any) -> int:
         for event in (begin, end):
             event.synchronize()
-        return round(begin.elapsed_time(end) * 1e6)  # tells milliseconds
+        return round(begin.elapsed_time(end) * 1e6)  # elapsed_time is in milliseconds
 
 
 def _event(moment: int) -> Any:
     if not isinstance(moment, Mark):
-        raise TypeError(f"{moment} is a time of the host, and the time between moments of a stream was asked for")
+        raise TypeError(f"{moment} is a host time, not a Mark: seconds() takes the moments of a stream")
     return moment.event
 
 
 def device_clock(device: torch.device) -> DeviceClock:
-    """For times between moments; `begin` of an EventClock is not called."""
+    """Return the clock of a device. `begin` is not called on an EventClock: it only gives seconds between moments."""
     return EventClock(device) if device.type == "cuda" else HostClock()

@@ -1,6 +1,6 @@
-"""`StageStreams`: on a GPU a stream for each stage of a rank, so that the two halves of an overlapped pair run at one time (DualPipe).
+"""`StageStreams`: one CUDA stream per stage of a rank, so that the two halves of an overlapped pair (DualPipe) run concurrently.
 
-Used by `engine`. It has not run on a GPU so far.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class StageStreams:
-    """Runs the computation of each stage on the stage's own stream, and all else (messages, reductions, optimizer) on the current one.
+    """Runs the computation of each stage on its own stream, and everything else (messages, reductions, optimizer) on the current.
 
-    autograd runs a backward on the stream of its forward, so a pair, a forward of one stage beside a backward of the other, is two streams.
-    Outside a pair every computation waits for the current stream, which then waits for it. In a pair both halves wait for what was there
-    before the pair, not for each other, and the current stream for both.
-    With tp > 1 each half has a communicator of its own, or NCCL would run the collectives of one after those of the other.
+    autograd runs a backward on the stream of its forward, so a pair, a forward of one stage and a backward of the other, uses
+    two streams. Outside a pair, every computation waits for the current stream, which then waits for it. In a pair both halves
+    wait for what preceded the pair, not for each other, and the current stream waits for both. With tp > 1 each half has its
+    own communicator; otherwise NCCL would run the collectives of one after those of the other.
     """
 
     def __init__(self, stages: Iterable[int], device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -28,20 +28,20 @@ class StageStreams:
         self._halves_left = 0
 
     def begin_pair(self) -> None:
-        """The next two computations are the halves of a pair."""
+        """Treat the next two computations as the halves of a pair."""
         self._fork()
         self._halves_left = 2
 
     @contextmanager
     def computing(self, stage: int) -> Iterator[None]:
-        """What is launched inside is a computation of the stage."""
+        """Launch the work inside the block on the stage's stream."""
         if self._halves_left == 0:
             self._fork()
         try:
             with self._cuda.stream(self._streams[stage]):
                 yield
         except BaseException:
-            self._halves_left = 0  # the step is lost: the next one begins outside a pair
+            self._halves_left = 0  # the step is lost; the next one starts outside a pair
             raise
         self._halves_left = max(0, self._halves_left - 1)
         if self._halves_left == 0:
@@ -50,11 +50,11 @@ class StageStreams:
                 current.wait_stream(stream)
 
     def of(self, stage: int) -> Any:
-        """The stream of the stage's computation."""
+        """Return the stage's stream."""
         return self._streams[stage]
 
     def use(self, tensors: Iterable[Tensor | None]) -> None:
-        """Called inside `computing` with what another stream made: its memory is not given away before this computation is done."""
+        """Keep the memory of tensors made on another stream until this computation is done; called inside `computing`."""
         current = self._cuda.current_stream(self._device)
         for tensor in tensors:
             if tensor is not None:

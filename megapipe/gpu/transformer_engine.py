@@ -1,10 +1,9 @@
 """NVIDIA's Transformer Engine: linears, norms, attention and Adam, with fp8 inside the linears.
 
-Its modules are subclassed, so that they hold our parameters under our names (weight, bias), on the meta device until materialised, in
-our flat buffers, from our initial values, and in our checkpoints. Weight gradients are accumulated by the library straight into our main
-gradients (fuse_wgrad_accumulation); scales of fp8 are its own state, which no checkpoint holds: a resumed run finds them anew.
-
-What the library does at a linear, it does inside its own Function: collectives over tp included, which our tracer does not see.
+Its modules are subclassed, so that they hold our parameters under our names (weight, bias): on the meta device until
+materialised, then in our flat buffers, with our initial values, and in our checkpoints. The library accumulates weight gradients
+directly into our main gradients (fuse_wgrad_accumulation). fp8 scales are its own state, which no checkpoint holds: a resumed
+run computes them afresh. A linear's collectives over tp run inside the library's Function and do not appear in our traces.
 """
 
 from __future__ import annotations
@@ -12,56 +11,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapipe.comm.groups import Group
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.precision import PrecisionConfig
-from megapipe.gpu.attention import Attention, AttentionShape, folded
-from megapipe.gpu.installed import TRANSFORMER_ENGINE, wanted
-
-
-class TensorGroup(Protocol):
-    """A tensor-parallel group: comm.groups.Group."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def handle(self) -> Any: ...
-
-
-class Queue(Protocol):
-    """Where weight gradients wait for W: tensor_parallel.weight_queue.WeightQueue."""
-
-    is_deferring: bool
-
-    def submit(self, gradient: Any) -> None: ...
+from megapipe.gpu.libraries import TRANSFORMER_ENGINE, AttentionKernel, AttentionShape, fold_groups, importing
 
 
 @dataclass(frozen=True)
-class LinearWish:
-    """One linear of a layer. in_features, out_features: of the whole linear, padded where key/value heads are replicated (rows x tp)."""
+class LinearOptions:
+    """One linear. in_features, out_features: unsharded, padded where key/value heads are replicated (rows x tp)."""
 
     in_features: int
     out_features: int
     bias: bool
     mode: str  # 'column' or 'row'
-    tp: TensorGroup
+    tp: Group
     sequence_parallel: bool
-    queue: Queue | None
+    queue: Any  # tensor_parallel's WeightQueue
     splits_backward: bool
     uses_fp8: bool
 
 
 class TransformerEngine:
-    """The library, imported. precision: fp8's settings."""
+    """The imported library."""
 
     def __init__(self, flag: str, instead: str, precision: PrecisionConfig) -> None:
-        """flag, instead: what asked for it, and what needs no such library. Raises ConfigError where it is not installed."""
-        with wanted(TRANSFORMER_ENGINE, flag, instead):
+        """Import the library. flag, instead: as in `importing`. Raises ConfigError if it is not installed."""
+        with importing(TRANSFORMER_ENGINE, flag, instead):
             import transformer_engine
             import transformer_engine.pytorch as te
             from transformer_engine.common import recipe
@@ -76,29 +57,29 @@ class TransformerEngine:
             "RMSNorm": type("RMSNorm", (te.RMSNorm,), {}),
         }
 
-    def linear(self, wish: LinearWish) -> torch.nn.Module:
-        """A linear with parameters on the meta device, `slots` for its weight, and the shapes of tensor_parallel.linear."""
+    def linear(self, options: LinearOptions) -> torch.nn.Module:
+        """Build a linear on the meta device, with `slots` for its weight and the shapes of tensor_parallel.linear."""
         linear = self._linear_type(
-            wish.in_features,
-            wish.out_features,
-            sequence_parallel=wish.sequence_parallel and wish.tp.size > 1,
+            options.in_features,
+            options.out_features,
+            sequence_parallel=options.sequence_parallel and options.tp.size > 1,
             fuse_wgrad_accumulation=True,
-            tp_group=wish.tp.handle,
-            tp_size=wish.tp.size,
-            bias=wish.bias,
-            parallel_mode=wish.mode if wish.tp.size > 1 else None,
+            tp_group=options.tp.handle,
+            tp_size=options.tp.size,
+            bias=options.bias,
+            parallel_mode=options.mode if options.tp.size > 1 else None,
             device="meta",
-            delay_wgrad_compute=wish.splits_backward,
+            delay_wgrad_compute=options.splits_backward,
         )
-        linear.prepare(wish, lambda: self._region(wish.tp, wish.uses_fp8))
+        linear.prepare(options, lambda: self._region(options.tp, options.uses_fp8))
         return linear
 
     def norm(self, normalization: str, size: int, epsilon: float, zero_centered: bool) -> torch.nn.Module:
-        """weight [size], and for LayerNorm bias [size], on the meta device."""
+        """Build a norm on the meta device: weight [size] and, for LayerNorm, bias [size]."""
         return self._norm_types[normalization](size, eps=epsilon, zero_centered_gamma=zero_centered, device="meta")
 
-    def attention(self, shape: AttentionShape) -> Attention:
-        """DotProductAttention, which chooses among flash-attn, cuDNN's and its own kernels; a rank's heads are all it sees."""
+    def attention(self, shape: AttentionShape) -> AttentionKernel:
+        """Build DotProductAttention, which chooses among flash-attn, cuDNN and its own kernels, for this rank's heads."""
         window = None if shape.window is None else (shape.window - 1, 0)
         module = self._te.DotProductAttention(
             shape.queries,
@@ -113,24 +94,24 @@ class TransformerEngine:
         )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return module(folded(q), folded(k), folded(v)).reshape(*q.shape[:2], -1)
+            return module(fold_groups(q), fold_groups(k), fold_groups(v)).reshape(*q.shape[:2], -1)
 
         return attend
 
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-        """AdamW over parameter groups; it counts its steps in each group's 'step'."""
+        """Build AdamW over parameter groups; it counts its steps in each group's 'step'."""
         betas = (config.adam_beta1, config.adam_beta2)
         return self._adam(
             groups, lr=0.0, bias_correction=True, betas=betas, eps=config.adam_eps, adam_w_mode=True, weight_decay=0.0
         )
 
-    def stage_region(self, tp: TensorGroup) -> AbstractContextManager[Any]:
-        """Around the layers of a stage in a forward: delayed scales are renewed, and their maxima reduced over tp, at its end."""
+    def stage_region(self, tp: Group) -> AbstractContextManager[Any]:
+        """Enclose a stage's layers in a forward: at the end delayed scales are updated and their maxima reduced over tp."""
         return nullcontext() if self._recipe is None else self._region(tp, True)
 
-    def _region(self, tp: TensorGroup, enabled: bool) -> AbstractContextManager[Any]:
-        """tp alone shares maxima: its ranks multiply slices of the same tensors and gather them in 8 bits; replicas have scales of their
-        own, and wait for nobody."""
+    def _region(self, tp: Group, enabled: bool) -> AbstractContextManager[Any]:
+        """Enter fp8. Only tp ranks share maxima, since they multiply slices of the same tensors and gather them in 8 bits;
+        data-parallel replicas have independent scales."""
         if self._recipe is None:
             return nullcontext()
         if hasattr(self._te, "autocast"):  # from 2.8
@@ -139,7 +120,7 @@ class TransformerEngine:
 
 
 def _recipe(library: Any, precision: PrecisionConfig) -> Any:
-    """The library's object for fp8's settings; None without fp8."""
+    """Return the library's object for the fp8 settings; None without fp8."""
     if precision.fp8_format is None:
         return None
     numbers = library.Format.E4M3 if precision.fp8_format == "e4m3" else library.Format.HYBRID
@@ -154,71 +135,69 @@ def _recipe(library: Any, precision: PrecisionConfig) -> Any:
 
 
 class _Linear:
-    """What is ours in the subclass of the library's Linear: gradient slots, the weight queue, and outputs that may be changed in place."""
+    """Our part of the subclass of the library's Linear: gradient slots, the weight queue, outputs that can be changed in place."""
 
-    takes_remake = False
+    can_recompute_input = False
     slots: dict[str, Any]
     weight: Tensor
     bias: Tensor | None
 
-    def prepare(self, wish: LinearWish, region: Callable[[], AbstractContextManager[Any]]) -> None:
+    def prepare(self, options: LinearOptions, region: Callable[[], AbstractContextManager[Any]]) -> None:
         self.slots = {}
-        self._wish, self._fp8_region = wish, region
+        self._options, self._fp8_region = options, region
 
-    def forward(self, x: Tensor) -> Tensor:
-        """As tensor_parallel.linear's table says, for wish.mode."""
+    def forward(self, x: Tensor, recompute: None = None) -> Tensor:
+        """Compute the linear as described in tensor_parallel.linear. recompute: not supported."""
+        assert recompute is None
         slot = self.slots.get("weight")
         self.fuse_wgrad_accumulation = slot is not None
         if slot is not None:
             self.weight.main_grad = slot.main_grad  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
-            x = _WeightGradient.apply(x, self)
+            x = _AfterBackward.apply(x, self)
         with self._fp8_region():
-            return _Own.apply(super().forward(x))  # type: ignore[misc]
+            return _NoView.apply(super().forward(x))  # type: ignore[misc]
 
-    def weight_gradient_came(self) -> None:
-        """The library's backward of one use is done, but for what it was told to delay."""
-        if self._wish.splits_backward:
-            delayed, queue = _Delayed(self), self._wish.queue
-            assert queue is not None
-            queue.submit(delayed)
+    def after_backward(self) -> None:
+        """Queue or report the weight gradient, once the library's backward of one use is done."""
+        if self._options.splits_backward:
+            self._options.queue.submit(_DelayedWeightGradient(self))
         elif "weight" in self.slots:
             self.slots["weight"].ready()
 
 
-class _Delayed:
-    """A weight gradient that the library keeps back until it is asked (delay_wgrad_compute), first in, first out."""
+class _DelayedWeightGradient:
+    """A weight gradient that the library holds until asked (delay_wgrad_compute), first in, first out."""
 
     def __init__(self, linear: Any) -> None:
         self._linear = linear
 
     def launch(self) -> None:
-        """The library communicates by itself."""
+        """Do nothing: the library runs its communication itself."""
 
     @torch.no_grad()
     def accumulate(self) -> None:
         linear = self._linear
+        options: LinearOptions = linear._options
         if "weight" not in linear.slots:
             raise RuntimeError(
                 "Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would replace them"
             )
-        bias = linear.bias if linear._wish.bias else None
-        is_added_apart = (
-            linear._wish.mode == "row" and linear._wish.tp.size > 1
-        )  # by autograd, which has had its gradient by now
-        if bias is not None and is_added_apart:
-            bias.grad = bias.detach()  # the library would fill an empty place with a gradient that it does not have
+        bias = linear.bias if options.bias else None
+        by_autograd = options.mode == "row" and options.tp.size > 1  # which has added the bias gradient already
+        if bias is not None and by_autograd:
+            bias.grad = bias.detach()  # otherwise the library would fill .grad with a gradient that it does not have
         linear.backward_dw()
         linear.slots["weight"].ready()
         if bias is not None:
             gradient, bias.grad = bias.grad, None
-            if not is_added_apart:  # written past autograd, so that no hook has seen it
+            if not by_autograd:  # written without autograd, so no hook has fired
                 linear.slots["bias"].add(gradient)
                 linear.slots["bias"].ready()
 
 
-class _WeightGradient(torch.autograd.Function):
-    """Stands before a linear: its backward runs when that of the linear is done."""
+class _AfterBackward(torch.autograd.Function):
+    """The identity before a linear: its backward runs when that of the linear is done."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: _Linear) -> Tensor:
@@ -227,12 +206,12 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ctx.linear.weight_gradient_came()
+        ctx.linear.after_backward()
         return grad, None
 
 
-class _Own(torch.autograd.Function):
-    """The library returns a view made inside its Function, which autograd lets nobody change in place; nobody else reads it."""
+class _NoView(torch.autograd.Function):
+    """The identity on the library's output, which is a view made inside its Function and could not be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

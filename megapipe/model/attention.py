@@ -1,68 +1,80 @@
-"""Self-attention of one layer on one tp rank: projections, qk-norm, rotation, core attention. Used by `block`.
+"""Self-attention of one layer on one tp rank: projections, qk-norm, rotation, core attention softmax(scale q k^T) v.
 
-linear_qkv's rows come in Megatron's order, one block a query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer key/value heads than tp,
-neighbours share one: each holds its own query heads and a replica of k and v.
+linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer key/value
+heads than tp ranks, neighbouring ranks share one: each holds its own query heads and a replica of k and v.
+
+Core attention has two forms:
+    fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from), its output
+                         and the log-sum-exp, [b, heads, s] fp32
+    explicit_attention   written out, for soft-capped logits, keyed dropout of the probabilities (the same under every schedule
+                         and grid) and --attention-softmax-in-fp32; saves the probabilities, b heads s^2
+
+Shapes: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim, all of this rank.
+q: [s, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides; keys is s, or more with a cache. Result: [s, b, g n d].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.model.context import LayerContext
-from megapipe.model.core_attention import explicit_attention, fused_attention
-from megapipe.model.parts import Parts
-from megapipe.model.recompute import Replay, remaking
+from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.norm import at_least_fp32
+from megapipe.model.recompute import CoreAttention, RecomputedSegment
 from megapipe.model.rotary import rotate_
-from megapipe.tensor_parallel.random import DropoutKey, keyed_dropout
-from megapipe.tensor_parallel.weight_gradient import Remake
+from megapipe.tensor_parallel.random import keyed_dropout
+from megapipe.tensor_parallel.weight_gradient import InputRecompute
 
 
 class SelfAttention(nn.Module):
-    """x: [s, b, h] (a slice of s under sequence parallelism) -> the same shape."""
+    """Self-attention: [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
 
-    def __init__(self, layer: int, parts: Parts) -> None:
+    def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
-        config, tp = parts.config, parts.tp
+        config, tp = factory.config, factory.tp
         assert config.kv_channels is not None and config.num_query_groups is not None
-        self.config, self.layer, self.tp = config, layer, tp
-        self.recompute_core = "core_attn" in parts.recompute
+        self.config, self.layer, self.tp_rank = config, layer, tp.rank
+        self.recompute_core = "core_attn" in factory.recompute
         self.head_dim = config.kv_channels
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.scale = config.softmax_scale if config.softmax_scale is not None else self.head_dim**-0.5
         width = config.num_attention_heads * self.head_dim
+        rows = width + 2 * config.num_query_groups * self.head_dim
         local_rows = (
             self.groups * (self.queries + 2) * self.head_dim
-        )  # not 1 / tp of the whole where k and v are replicated
+        )  # more than rows / tp where k and v are replicated
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        rows = width + 2 * config.num_query_groups * self.head_dim
-        self.kernel = parts.attention(layer, self.queries, self.scale)
-        self.linear_qkv = parts.column(layer, config.hidden_size, rows, bias=qkv_bias, local_out_features=local_rows)
-        self.linear_proj = parts.row(layer, width, config.hidden_size, bias=config.add_bias_linear)
+        self.kernel = factory.attention(layer, self.queries, self.scale)
+        self.linear_qkv = factory.column(layer, config.hidden_size, rows, bias=qkv_bias, local_out_features=local_rows)
+        self.linear_proj = factory.row(layer, width, config.hidden_size, bias=config.add_bias_linear)
         if config.qk_layernorm:
-            self.q_layernorm = parts.norm(self.head_dim)
-            self.k_layernorm = parts.norm(self.head_dim)
+            self.q_layernorm = factory.norm(self.head_dim)
+            self.k_layernorm = factory.norm(self.head_dim)
 
-    def forward(self, x: Tensor, context: LayerContext, remake: Remake | None = None) -> Tensor:
-        """remake: how linear_qkv makes x again in the backward, instead of keeping it."""
-        q, k, v = self._heads(self.linear_qkv(x, *remaking(remake)), context)
+    def forward(self, x: Tensor, context: LayerContext, recompute: InputRecompute | None = None) -> Tensor:
+        """recompute: how linear_qkv recomputes x in the backward, instead of saving it."""
+        q, k, v = self._heads(self.linear_qkv(x, recompute), context)
         if context.cache is not None:
             k, v = context.cache.extend(self.layer, k, v)
-        core: Callable[[Tensor, Tensor, Tensor], Tensor] = partial(self._core, context=context)
-        if context.attention is not None:
-            core = partial(context.attention, core)
-        if not self.recompute_core:
-            return self.linear_proj(core(q, k, v))
-        return Replay(core).into(self.linear_proj, q, k, v)
+        core: CoreAttention = partial(self._core, context=context)
+        if context.kept_attention is not None:
+            core = partial(context.kept_attention, core)
+        if self.recompute_core:
+            return RecomputedSegment(core).then(self.linear_proj, q, k, v)
+        return self.linear_proj(core(q, k, v))
 
     def _heads(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, groups (queries + 2) head_dim] -> q [s, b, groups, queries, head_dim], k and v [s, b, groups, 1, head_dim]."""
+        """Split [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated."""
         normed, groups, queries, head_dim = self.config.qk_layernorm, self.groups, self.queries, self.head_dim
         if context.rotary is not None and not normed:
-            qkv = rotate_(qkv, *context.rotary, groups, queries + 1, head_dim)
+            qkv = rotate_(qkv, *context.rotary, groups, queries + 1, head_dim)  # q and k at once, in place
         q, k, v = qkv.view(*qkv.shape[:2], groups, queries + 2, head_dim).split((queries, 1, 1), dim=3)
         if normed:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
@@ -77,10 +89,74 @@ class SelfAttention(nn.Module):
         if not context.explicit:
             return fused_attention(q, k, v, context.mask, self.scale)
         assert context.mask is not None
-        dropout = None
-        if context.dropout_key is not None and self.config.attention_dropout > 0.0:
-            dropout = partial(self._dropout, key=context.dropout_key)
+        rate, key = self.config.attention_dropout, context.dropout_key
+
+        def dropout(probs: Tensor) -> Tensor:
+            return keyed_dropout(probs, rate, key, self.layer, "attention_probs", self.tp_rank)
+
         return explicit_attention(q, k, v, context.mask, self.scale, self.config.attn_logit_softcapping, dropout)
 
-    def _dropout(self, probs: Tensor, key: DropoutKey) -> Tensor:
-        return keyed_dropout(probs, self.config.attention_dropout, key, self.layer, "attention_probs", self.tp.rank)
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Run torch's fused kernel. mask: additive, [1 or b, 1, s, keys] in q's dtype; None: causal (one query sees all keys)."""
+    seq, batch, groups, queries, _ = q.shape
+    # CUDA's flash kernels share k and v between heads themselves; elsewhere expand shares them by a stride of 0
+    native_gqa = q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)
+    if not native_gqa:
+        k, v = (x.expand(-1, batch, groups, queries, -1) for x in (k, v))
+    # fold query groups into the batch, which shares k and v without a copy, unless each sequence has its own mask
+    fold = 1 if queries > 1 and (mask is None or mask.shape[0] == 1) else 2
+    q, k, v = (x.flatten(fold, fold + 1).permute(1, 2, 0, 3) for x in (q, k, v))  # [b g, n, s, d] or [b, g n, s, d]
+    is_causal = mask is None and seq > 1
+    output = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=native_gqa
+    )
+    # the output has q's order of strides, [s, b, heads, d]: the reshape copies nothing
+    return output.permute(2, 0, 1, 3).reshape(seq, batch, -1)
+
+
+def explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,  # additive, [1 or b, 1, s, keys]
+    scale: float,
+    cap: float | None,  # logits become cap * tanh(logits / cap)
+    dropout: Callable[[Tensor], Tensor] | None,  # applied to the probabilities [b, g n, s, keys]
+) -> Tensor:
+    """Compute attention from GEMMs in q's dtype, with cap, mask and softmax in at least fp32."""
+    seq, batch, groups, queries, head_dim = q.shape
+    num_keys = k.shape[0]
+    q = q.permute(1, 2, 3, 0, 4).reshape(batch * groups, queries * seq, head_dim)  # a copy where queries > 1
+    k, v = (x.flatten(1, 3).transpose(0, 1) for x in (k, v))  # [b g, keys, d]
+    # scale inside the GEMM: unscaled logits overflow fp16
+    logits = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=scale)
+    logits = logits.view(batch, groups * queries, seq, num_keys)
+    probs = _MaskedSoftmax.apply(logits, mask, cap).to(v.dtype)
+    if dropout is not None:
+        probs = dropout(probs)
+    output = torch.bmm(probs.view(batch * groups, queries * seq, num_keys), v)
+    return output.view(batch, groups, queries, seq, head_dim).permute(3, 0, 1, 2, 4).reshape(seq, batch, -1)
+
+
+class _MaskedSoftmax(torch.autograd.Function):
+    """softmax(cap tanh(logits / cap) + mask) in at least fp32. Saves the probabilities and, with a cap, the tanh."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, mask: Tensor, cap: float | None) -> Tensor:
+        ctx.dtype = logits.dtype
+        logits, squashed = logits.to(at_least_fp32(logits.dtype)), None
+        if cap is not None:
+            squashed = torch.div(logits, cap).tanh_()
+            logits = squashed * cap
+        probs = torch.softmax(logits + mask, dim=-1)
+        ctx.save_for_backward(probs, squashed)
+        return probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        probs, squashed = ctx.saved_tensors
+        grad = torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+        if squashed is not None:
+            grad = grad.addcmul_(grad * squashed, squashed, value=-1)
+        return grad.to(ctx.dtype), None, None

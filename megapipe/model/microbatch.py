@@ -1,31 +1,82 @@
-"""`Microbatch`: what every stage of a pipeline gets besides the hidden states."""
+"""Inputs and outputs of a stage besides the hidden states: `Microbatch`, `StageLoss`, and `KVCache` for generation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megapipe.model.kv_cache import KVCache
 from megapipe.tensor_parallel.random import DropoutKey
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tokens of one microbatch on one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s]."""
+    """The tokens of one microbatch of one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s]."""
 
     tokens: Tensor  # int64
     labels: Tensor | None = None  # int64, the token after each; None for inference
-    loss_mask: Tensor | None = None  # weight of each token's loss, None: all 1
+    loss_mask: Tensor | None = None  # weight of each token's loss; None: all 1
     position_ids: Tensor | None = None  # None: 0 .. s - 1
-    document_ids: Tensor | None = None  # equal ids see each other; None: one document
+    document_ids: Tensor | None = None  # tokens with equal ids see each other; None: one document
     dropout_key: DropoutKey | None = None  # None: no dropout (evaluation, inference)
-    cache: KVCache | None = None  # generation: tokens continue what is cached; position_ids are needed then
+    cache: KVCache | None = None  # generation: tokens continue the cached ones, and position_ids are required
 
 
 @dataclass(frozen=True)
 class StageLoss:
-    """What the last stage returns: sums over the microbatch, so that any average can be taken later. Scalars, at least fp32."""
+    """The output of the last stage: sums over the microbatch, from which any average can be taken. Scalars, at least fp32."""
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
     num_tokens: Tensor  # sum of loss_mask
+
+
+class KVCache:
+    """Keys and values of all layers on this rank, for `capacity` positions of a batch that grows token by token.
+
+    starts: [b], the position at which each sequence begins: sequences of unequal lengths are aligned at their ends, and
+    positions before a start are invisible padding. None: all begin at 0. `length` positions are filled; `advance` adds those of
+    a forward through all layers. Memory: 2 x capacity x b x heads x head_dim elements per layer, with the key/value heads of
+    this rank.
+    """
+
+    def __init__(self, capacity: int, starts: Tensor | None = None) -> None:
+        self.capacity = capacity
+        self.starts = starts
+        self.length = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values [s, b, ...] of the newest positions; return views of all of them, [length + s, b, ...].
+
+        Raises ValueError beyond the capacity.
+        """
+        stop = self.length + k.shape[0]
+        if stop > self.capacity:
+            raise ValueError(f"{stop} positions do not fit into a cache of {self.capacity}")
+        if layer not in self._layers:
+            self._layers[layer] = (k.new_empty(self.capacity, *k.shape[1:]), v.new_empty(self.capacity, *v.shape[1:]))
+        keys, values = self._layers[layer]
+        keys[self.length : stop] = k
+        values[self.length : stop] = v
+        return keys[:stop], values[:stop]
+
+    def advance(self, num_positions: int) -> None:
+        """Count the newest positions as filled, once all layers of all stages on this rank have them."""
+        self.length += num_positions
+
+    def visible(self, num_queries: int, window: int | None, device: torch.device) -> Tensor | None:
+        """Return which keys the newest positions see, [1 or b, 1, num_queries, length + num_queries], or None for plain
+        causality."""
+        stop = self.length + num_queries
+        if self.starts is None and (window is None or window >= stop):
+            return None
+        keys = torch.arange(stop, device=device)
+        queries = torch.arange(self.length, stop, device=device)[:, None]
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys > queries - window
+        if self.starts is None:
+            return seen[None, None]
+        # padding sees itself, so that no row of a softmax is empty
+        return (seen & (keys >= self.starts.to(device)[:, None, None]) | (keys == queries))[:, None]

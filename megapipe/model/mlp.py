@@ -1,51 +1,160 @@
-"""The MLP of one layer: linear_fc1, activation, linear_fc2. Used by `block`. Under tp a gated linear_fc1 holds [gate_r; up_r]."""
+"""The MLP of one layer: linear_fc1, activation, linear_fc2; and the activation functions.
+
+With tp, a gated linear_fc1 holds [gate_r; up_r]. Each activation is a function [..., F or 2 F] -> [..., F] that saves the
+output of linear_fc1 and nothing else (ReLU: its own output and nothing else); gated ones take [gate | up] halves of the last
+dimension.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.config.model import GATED_ACTIVATIONS
-from megapipe.model.norm import again
-from megapipe.model.parts import Parts
-from megapipe.model.recompute import Replay, remaking
-from megapipe.tensor_parallel.weight_gradient import Remake
+from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.norm import without_graph
+from megapipe.model.recompute import RecomputedSegment
+from megapipe.tensor_parallel.weight_gradient import InputRecompute
+
+Activation = Callable[[Tensor], Tensor]
+Pointwise = Callable[..., Tensor]
 
 
 class MLP(nn.Module):
-    """x: [s, b, h] (a slice of s under sequence parallelism) -> the same shape."""
+    """The MLP: [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
 
-    def __init__(self, layer: int, parts: Parts) -> None:
+    def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
-        config, recompute = parts.config, parts.recompute
+        config, recompute = factory.config, factory.recompute
         assert config.ffn_hidden_size is not None
         self.recompute = recompute
-        self.activation = parts.activation()
-        # relu keeps nothing but the output that linear_fc2 keeps too: there is nothing to save by making it again
+        kernels = factory.kernels
+        self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)
+        # relu saves only its output, which linear_fc2 saves too: recomputing it would free nothing
         self.recompute_activation = "activation" in recompute and config.activation != "relu"
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
         rows = 2 * ffn if config.activation in GATED_ACTIVATIONS else ffn
-        self.linear_fc1 = parts.column(layer, hidden, rows, bias=bias)
-        self.linear_fc2 = parts.row(layer, ffn, hidden, bias=bias)
+        self.linear_fc1 = factory.column(layer, hidden, rows, bias=bias)
+        self.linear_fc2 = factory.row(layer, ffn, hidden, bias=bias)
 
     def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """MLP(norm(x)). The norm is an argument because it is recomputed together with linear_fc1, or not."""
+        """Return MLP(norm(x)). The norm is an argument because it may be recomputed together with linear_fc1."""
+        recompute_norm = "layernorm" in self.recompute
         if "mlp" in self.recompute:
-            return self._replayed(x, norm)
-        normed = norm(x)
-        middle = self.linear_fc1(
-            normed, *remaking(Remake(again(norm), (x,)) if "layernorm" in self.recompute else None)
-        )
-        remake: Remake | None = Remake(self._activate_again, (middle,)) if self.recompute_activation else None
-        return self.linear_fc2(self.activation(middle), *remaking(remake))
-
-    def _replayed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Makes linear_fc1, the activation and, where asked for, the norm again; linear_fc2 needs no replay, only its input."""
-        with_norm = "layernorm" in self.recompute
-        start = x if with_norm else norm(x)
-        replay = Replay(lambda start: self.activation(self.linear_fc1(norm(start) if with_norm else start)))
-        return replay.into(self.linear_fc2, start)
+            start = x if recompute_norm else norm(x)
+            segment = RecomputedSegment(
+                lambda start: self.activation(self.linear_fc1(norm(start) if recompute_norm else start))
+            )
+            return segment.then(self.linear_fc2, start)
+        middle = self.linear_fc1(norm(x), InputRecompute(without_graph(norm), (x,)) if recompute_norm else None)
+        recompute = InputRecompute(self._activate_without_graph, (middle,)) if self.recompute_activation else None
+        return self.linear_fc2(self.activation(middle), recompute)
 
     @torch.no_grad()
-    def _activate_again(self, middle: Tensor) -> Tensor:
+    def _activate_without_graph(self, middle: Tensor) -> Tensor:
         return self.activation(middle)
+
+
+def activation(name: str, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
+    """Return an activation by its name in config.model.ACTIVATIONS.
+
+    compiler: compiles the function and its gradient into one kernel each.
+    """
+    if compiler is None or name not in GRADIENTS:
+        return ACTIVATIONS[name]
+    forward, backward = GRADIENTS[name]
+    forward, backward = compiler(forward), compiler(backward)
+    return lambda x: _Compiled.apply(x, forward, backward)
+
+
+class _Gated(torch.autograd.Function):
+    """act(gate) * up, with the gradients of gate and up written side by side into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, act: Activation, act_backward: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.act, ctx.act_backward = act, act_backward
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        grads = torch.empty_like(gate_up)
+        grad_gate, grad_up = grads.chunk(2, dim=-1)
+        torch.mul(grad, ctx.act(gate), out=grad_up)
+        grad_gate.copy_(ctx.act_backward(grad * up, gate))
+        return grads, None, None
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """max(x, 0)^2 (So et al. 2021, arXiv:2109.08668)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x).square_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return F.relu(x).mul_(2).mul_(grad)
+
+
+class _Compiled(torch.autograd.Function):
+    """A compiled function of one tensor and its compiled gradient; saves its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Pointwise, backward: Pointwise) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gradient = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return ctx.gradient(grad, x), None, None
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+_gelu_tanh_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "squared_relu": _SquaredReLU.apply,
+    # gated linear units: Shazeer 2020, arXiv:2002.05202
+    "swiglu": lambda x: _Gated.apply(x, F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": lambda x: _Gated.apply(x, _gelu_tanh, _gelu_tanh_backward),
+}
+
+
+def _gated(act: Activation, act_backward: Pointwise) -> tuple[Pointwise, Pointwise]:
+    """Return act(gate) * up and its gradient as plain formulas, for compilation."""
+
+    def forward(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate) * up
+
+    def backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.cat((act_backward(grad * up, gate), grad * act(gate)), dim=-1)
+
+    return forward, backward
+
+
+# (function, gradient) of the activations that gain by compilation; ReLU is one kernel anyway
+GRADIENTS: dict[str, tuple[Pointwise, Pointwise]] = {
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
+    "squared_relu": (lambda x: F.relu(x).square(), lambda grad, x: 2 * F.relu(x) * grad),
+    "swiglu": _gated(F.silu, torch.ops.aten.silu_backward),
+    "geglu_tanh": _gated(_gelu_tanh, _gelu_tanh_backward),
+}

@@ -1,7 +1,7 @@
 """LayerNorm (Ba et al. 2016, arXiv:1607.06450) and RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension.
 
-Statistics and products are computed in at least fp32. Kept for the backward: the input, and per row of it the statistics (LayerNorm
-mean and 1 / deviation, RMSNorm 1 / rms) in at least fp32. A zero-centred weight ("layernorm-1p") scales by weight + 1.
+Statistics and products are computed in at least fp32. Saves the input and the statistics of each row (LayerNorm: mean and
+1 / deviation, RMSNorm: 1 / rms) in at least fp32. A zero-centred weight ("layernorm-1p") scales by weight + 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 class Norm(nn.Module):
-    """The norm that the configuration asks for: weight [size], and for LayerNorm bias [size]. kernel: instead of torch's."""
+    """The norm of the configuration: weight [size] and, for LayerNorm, bias [size]. kernel: replaces torch's."""
 
     bias: Tensor | None
 
@@ -36,15 +36,12 @@ class Norm(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size], any strides. Returns a new contiguous tensor of x's dtype."""
-        if self.kernel is not None or x.is_cuda:
-            return self._fused(x)
-        if self.bias is None:
-            return _RMSNorm.apply(x, self.weight, self.epsilon, self.zero_centered)
-        return _LayerNorm.apply(x, self.weight, self.bias, self.epsilon, self.zero_centered)
-
-    def _fused(self, x: Tensor) -> Tensor:
-        """torch's CUDA kernels compute and keep statistics in fp32 for every input dtype; the CPU ones do not for half types."""
+        """Return a new contiguous tensor of x's dtype. x: [..., size], any strides."""
+        if self.kernel is None and not x.is_cuda:
+            # torch's CPU kernels, unlike those of CUDA, do not keep fp32 statistics for half types
+            if self.bias is None:
+                return _RMSNorm.apply(x, self.weight, self.epsilon, self.zero_centered)
+            return _LayerNorm.apply(x, self.weight, self.bias, self.epsilon, self.zero_centered)
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.kernel is not None:
             return self.kernel(x, weight, self.bias, self.epsilon)
@@ -53,13 +50,13 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, self.bias, self.epsilon)
 
 
-def again(norm: nn.Module) -> Callable[[Tensor], Tensor]:
-    """norm, its same numbers without a graph: how a linear makes its input again in the backward."""
+def without_graph(norm: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return norm's forward under no_grad, with which a linear recomputes its input in the backward."""
     return torch.no_grad()(norm.forward)
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums and statistics: fp32 for half types, else the dtype itself, so that fp64 stays fp64."""
+    """Return the dtype for sums and statistics: fp32 for half types, else the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -69,7 +66,7 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """torch's CPU kernel with weights in at least fp32: given half weights it would keep its statistics in the half type."""
+    """torch's CPU kernel with weights in at least fp32: with half weights it would keep statistics in the half type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, zero_centered: bool) -> Tensor:
@@ -93,7 +90,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon). torch's CPU composite would keep four tensors instead of one."""
+    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon). torch's CPU version saves four tensors instead of one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:

@@ -1,39 +1,39 @@
-"""What is made again in the backward instead of being kept (Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198).
+"""Activation recompute (Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198).
 
-- full: whole layers; only their input is kept, and what attention kernels return with --recompute-keep-attention (`kept_attention`).
-- selective: `core_attn` (attention without its projections), `mlp` (linear_fc1 and the activation), `layernorm` and `activation` (an
-  elementwise function whose output is a linear's input: the linear makes it again from what is kept anyway).
+- full: whole layers; only their input is saved, plus the results of attention with --recompute-keep-attention.
+- selective: `core_attn` (attention without its projections), `mlp` (linear_fc1 and the activation), `layernorm` and
+  `activation` (elementwise functions whose output is a linear's input: the linear recomputes it from tensors saved anyway).
 
-Randomness needs no care: dropout masks are functions of their keys, so a replay draws the same ones. In a split backward the
-replay happens in I.
+Randomness needs no care, since dropout masks are functions of their keys. In a split backward the recompute happens in I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.model.kept_attention import KeptAttention
-from megapipe.tensor_parallel.weight_gradient import Remake
+from megapipe.tensor_parallel.weight_gradient import InputRecompute
 
 
 def selected_modules(config: RecomputeConfig) -> frozenset[str]:
-    """The modules that every layer recomputes; empty unless the granularity is selective."""
+    """Return the modules that every layer recomputes; empty unless the granularity is selective."""
     return frozenset(config.recompute_modules) if config.recompute_granularity == "selective" else frozenset()
 
 
 def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[tuple[int, ...], bool]]:
-    """The layers of a stage in groups that run as one: (layers, whether the group is checkpointed).
+    """Split the layers of a stage into groups that run as one: (layers, True if the group is checkpointed).
 
-    Megatron's meaning of N = recompute_num_layers: uniform keeps the input of every N layers; block recomputes each of the first N.
-    Raises ConfigError if full recompute lacks its method or N.
+    N = recompute_num_layers as in Megatron-LM: uniform saves the input of every N layers; block recomputes each of the
+    first N. Raises ConfigError if full recompute lacks its method or N.
     """
     if config.recompute_granularity != "full":
         return [((layer,), False) for layer in layers]
@@ -47,62 +47,75 @@ def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[t
     return [(tuple(layers[start : start + size]), True) for start in range(0, len(layers), size)]
 
 
-class Replay:
-    """Runs `fn` without keeping its inside, and once more in the backward; one object for one run.
+def checkpoint(fn: Callable[..., Tensor], x: Tensor, *, keep_attention: bool) -> Tensor:
+    """Run fn(x, kept_attention=...) saving only x and, with keep_attention, the results of attention: full recompute."""
+    kept = KeptAttention() if keep_attention else None
+    return RecomputedSegment(partial(fn, kept_attention=kept), kept)(x)
 
-    `fn` is a function of its tensor arguments and of parameters (whose gradients the replayed backward accumulates as usual).
-    A linear that consumes the output takes `remake(...)`, so that the output is not kept either; the linear and the backward share one
-    replay, in whichever order they come (a linear that waits for W asks after it). attention: what `fn` runs its attention through, if the
-    replay shall not compute that again; for a Replay without consumer.
+
+class RecomputedSegment:
+    """Runs `fn` without saving its intermediate tensors, and again in the backward. Use one object per forward.
+
+    `fn` is a function of its tensor arguments and of parameters, whose gradients the recomputed backward accumulates as usual.
+    A linear that consumes the output takes `input_recompute(...)`, so that the output is not saved either. The linear and the
+    backward share one recompute, in either order (a weight gradient that waits for W asks for it afterwards).
+    kept_attention: reuses the results of attention in the recompute; for a segment without a consumer.
     """
 
-    def __init__(self, fn: Callable[..., Tensor], attention: KeptAttention | None = None) -> None:
+    def __init__(self, fn: Callable[..., Tensor], kept_attention: KeptAttention | None = None) -> None:
         self.fn = fn
-        self.attention = attention
+        self.kept_attention = kept_attention
         self._has_consumer = False
-        self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None  # leaves and output of the replay
-        self._output: Tensor | None = None  # for a consumer that comes after the backward
+        self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None  # leaves and output of the recompute
+        self._output: Tensor | None = None  # for a consumer that asks after the backward
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.fn(*inputs)
-        if not any(x.requires_grad for x in inputs):  # the parameters inside still want gradients
+        if not any(x.requires_grad for x in inputs):  # the parameters inside still need gradients
             inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
-        return _Replayed.apply(self, *inputs)
+        return _Recomputed.apply(self, *inputs)
 
-    def remake(self, *inputs: Tensor) -> Remake:
-        """How the one linear that consumes the output makes it again; without the inputs once the backward has been through here."""
-        self._has_consumer = True
-        return Remake(self._again, inputs, is_made_in_backward=True)
-
-    def into(self, linear: nn.Module, *inputs: Tensor) -> Tensor:
-        """linear(fn(*inputs)); a linear that can make its input again does not keep it."""
+    def then(self, linear: nn.Module, *inputs: Tensor) -> Tensor:
+        """Return linear(fn(*inputs)); a linear that can recompute its input does not save it."""
         output = self(*inputs)
-        return linear(output, self.remake(*inputs)) if getattr(linear, "takes_remake", True) else linear(output)
+        if not getattr(linear, "can_recompute_input", True):
+            return linear(output)
+        return linear(output, self.input_recompute(*inputs))
 
-    def _again(self, *inputs: Tensor) -> Tensor:
+    def input_recompute(self, *inputs: Tensor) -> InputRecompute:
+        """Return how the one linear that consumes the output recomputes it; after the backward it needs no inputs."""
+        self._has_consumer = True
+        return InputRecompute(self._recomputed_output, inputs, in_backward=True)
+
+    def _recomputed_output(self, *inputs: Tensor) -> Tensor:
         self._has_consumer = False
         output, self._output = self._output, None
-        return output if output is not None else self._replay(inputs)[1].detach()
+        return output if output is not None else self._recompute(inputs)[1].detach()
 
-    def first(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The forward: its output, and what to keep besides the inputs."""
-        if self.attention is None:
-            return self.fn(*inputs), ()
-        with self.attention.recording():
-            output = self.fn(*inputs)
-        return output, self.attention.take()
-
-    def _replay(self, inputs: tuple[Tensor, ...], kept: tuple[Tensor, ...] = ()) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _recompute(
+        self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...] = ()
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         if self._graph is None:
             leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
-            with torch.enable_grad(), nullcontext() if self.attention is None else self.attention.playing(kept):
+            kept = self.kept_attention
+            with torch.enable_grad(), nullcontext() if kept is None else kept.reusing(attention_results):
                 self._graph = leaves, self.fn(*leaves)
         return self._graph
 
-    def backward(self, inputs: tuple[Tensor, ...], kept: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs; those of parameters accumulate. kept: as `first` returned it."""
-        leaves, output = self._replay(inputs, kept)
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the output, and what to save besides the inputs."""
+        if self.kept_attention is None:
+            return self.fn(*inputs), ()
+        with self.kept_attention.recording():
+            output = self.fn(*inputs)
+        return output, self.kept_attention.take()
+
+    def backward(
+        self, inputs: tuple[Tensor, ...], attention_results: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs; those of parameters accumulate. attention_results: from `forward`."""
+        leaves, output = self._recompute(inputs, attention_results)
         self._graph = None
         if self._has_consumer:
             self._output = output.detach()
@@ -110,32 +123,122 @@ class Replay:
         return tuple(leaf.grad for leaf in leaves)
 
 
-class _Replayed(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, replay: Replay, *inputs: Tensor) -> Tensor:
-        ctx.replay, ctx.num_inputs = replay, len(inputs)
-        output, kept = replay.first(inputs)
-        ctx.save_for_backward(*inputs, *kept)
+    def forward(ctx: Any, segment: RecomputedSegment, *inputs: Tensor) -> Tensor:
+        ctx.segment, ctx.num_inputs = segment, len(inputs)
+        output, attention_results = segment.forward(inputs)
+        ctx.save_for_backward(*inputs, *attention_results)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
-        return None, *ctx.replay.backward(saved[: ctx.num_inputs], saved[ctx.num_inputs :], grad)
+        return None, *ctx.segment.backward(saved[: ctx.num_inputs], saved[ctx.num_inputs :], grad)
 
 
-def remaking(remake: Remake | None) -> tuple[Remake, ...]:
-    """The further argument of a linear that makes its input again; none where it keeps it."""
-    return () if remake is None else (remake,)
+# forward kernels of attention by the names of torch's dispatcher: torch's own, then flash-attn's
+ATTENTION_KERNELS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "flash_attn::_flash_attn_forward",
+    }
+)
+KernelResults = tuple[Any, ...]  # what one kernel returned: tensors and numbers
+CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Layers(Protocol):
-    """Some layers of a stage."""
+class KeptAttention:
+    """Keeps what attention kernels return in a forward, output and log-sum-exp, so that its one recompute skips them.
 
-    def __call__(self, hidden: Tensor, *, attention: KeptAttention | None) -> Tensor: ...
+    The backward in the recompute is the kernel's own, over recomputed q, k and v and the kept results. Only the results of a
+    fused kernel can be kept; explicit attention would have to keep its probabilities. Outside `recording` and `reusing`,
+    attention is computed as usual.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[KernelResults] = []
+        self._run: Callable[..., Tensor] = _compute
+
+    def __call__(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return core(q, k, v); while reusing, without running its kernel."""
+        return self._run(core, q, k, v)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the results of kernels inside the block: the forward."""
+        self._run = self._record
+        try:
+            yield
+        finally:
+            self._run = _compute
+
+    @contextmanager
+    def reusing(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Return the kept results from kernels inside the block: the recompute. tensors: what `take` returned."""
+        left = iter(tensors)
+        self._results = [tuple(next(left) if each is Tensor else each for each in result) for result in self._results]
+        self._run = self._reuse
+        try:
+            yield
+        finally:
+            self._run = _compute
+            self._results = []
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Move the kept tensors to the caller, who saves them for the backward; only placeholders stay here."""
+        tensors = tuple(each for result in self._results for each in result if isinstance(each, Tensor))
+        self._results = [
+            tuple(Tensor if isinstance(each, Tensor) else each for each in result) for result in self._results
+        ]
+        return tensors
+
+    def _record(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        before = len(self._results)
+
+        def keep(kernel: Callable[[], Any]) -> Any:
+            result = kernel()
+            self._results.append(_detached(result))
+            return result
+
+        # with gradients, though the graph is dropped: without them some kernels return no log-sum-exp
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        drop_saved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with torch.enable_grad(), drop_saved, _InterceptKernels(keep):
+            output = core(*leaves).detach()
+        if len(self._results) != before + 1:
+            raise ConfigError(
+                "--recompute-keep-attention keeps the results of a fused attention kernel, but on "
+                f"{output.device.type} in {output.dtype} attention ran without one that torch can see (CUDA has none for "
+                "fp64); use --bf16 or --fp16, --attention-impl sdpa, or leave it out"
+            )
+        return output
+
+    def _reuse(self, core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with _InterceptKernels(lambda kernel: _detached(self._results.pop(0))):
+            return core(q, k, v)
 
 
-def checkpoint(fn: Layers, x: Tensor, *, keeps_attention: bool) -> Tensor:
-    """fn(x, attention), keeping only x, and what attention kernels return where asked for: full recompute."""
-    attention = KeptAttention() if keeps_attention else None
-    return Replay(partial(fn, attention=attention), attention)(x)
+class _InterceptKernels(TorchDispatchMode):
+    """Passes every attention kernel to `handle`. Entered around attention alone, since it slows down each operation."""
+
+    def __init__(self, handle: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = partial(func, *args, **(kwargs or {}))
+        return self._handle(run) if func._schema.name in ATTENTION_KERNELS else run()
+
+
+def _detached(results: KernelResults) -> KernelResults:
+    """Detach the tensors, since autograd ties a kernel's results to the graph of its call, including q, k and v."""
+    return tuple(each.detach() if isinstance(each, Tensor) else each for each in results)
+
+
+def _compute(core: CoreAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return core(q, k, v)

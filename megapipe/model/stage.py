@@ -1,4 +1,4 @@
-"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank. Built by build/, run by pipeline/ and inference/."""
+"""`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.gpu.choose import TORCH, Kernels
+from megapipe.config.training import TrainingConfig
+from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.model.block import Block
-from megapipe.model.context import ContextMaker, LayerContext
+from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding import Embedding
-from megapipe.model.head import Loss, LossConfig, capped_logits
-from megapipe.model.kept_attention import KeptAttention
+from megapipe.model.head import Loss, capped_logits
+from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.model.parts import Parts
-from megapipe.model.recompute import checkpoint, layer_groups, selected_modules
+from megapipe.model.recompute import KeptAttention, checkpoint, layer_groups, selected_modules
 from megapipe.plan.comm_chunks import WHOLE, CommChunks
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 
 class Decoder(nn.Module):
-    """The stage's blocks under their global layer numbers, and on the last stage the final norm."""
+    """The layers of a stage by their global number, and on the last stage the final norm."""
 
     def __init__(self, blocks: dict[int, Block], final_layernorm: nn.Module | None) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Decoder(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The head's linear under the word embedding's name, on a last stage that does not hold the embedding."""
+    """The output layer under the word embedding's name, on a last stage that does not hold the embedding."""
 
     def __init__(self, linear: ColumnParallelLinear) -> None:
         super().__init__()
@@ -47,18 +47,18 @@ class TiedHead(nn.Module):
 
 
 class GroupRunner(Protocol):
-    """Runs the groups of layers of a stage, so that it can take care of what they keep."""
+    """Runs the groups of layers of a stage in its own way, for example to offload what they save."""
 
     def run(self, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
-        """fn(hidden). stays: tensors that the layers keep and that are there anyway."""
+        """Return fn(hidden). stays: tensors that the layers save but that exist independently of them."""
 
 
 class GPTStage(nn.Module):
-    """Embedding if it is the first stage, blocks, final norm and head if it is the last.
+    """The embedding if it is the first stage, layers, final norm and head if it is the last.
 
-    Parameters have this rank's shapes, stand on the meta device until materialised (`init.materialize_plain`, data_parallel's buffers), and
-    carry the global Megatron names of `sharding.model_specs` in named_parameters(). A tied head uses embedding.word_embeddings.weight:
-    the same Parameter where the stage has both ends; else one of that name, a copy, or the first stage's own where that is on this rank.
+    Parameters have this rank's shapes, are on the meta device until materialised (by data_parallel's buffers), and have the
+    global Megatron names of `sharding.model_specs`. A tied head uses embedding.word_embeddings.weight: the same Parameter where
+    the stage has both ends; otherwise another of that name, a copy, or the first stage's own where that is on this rank.
     """
 
     def __init__(
@@ -69,39 +69,38 @@ class GPTStage(nn.Module):
         *,
         sequence_parallel: bool,
         recompute: RecomputeConfig,
-        loss: LossConfig,
+        loss: TrainingConfig,
         weight_queue: WeightQueue | None = None,
         kernels: Kernels = TORCH,
         chunks: CommChunks = WHOLE,
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp = config, layers, tp
-        self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.weight_queue = weight_queue
-        self.loss = Loss(config, loss, tp) if layers.has_head else None
-        self._make_context = ContextMaker(config, has_own_attention=kernels.attention is not None)
+        self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
+        self.loss = Loss(config, loss) if layers.has_head else None
+        self.make_context = ContextBuilder(config, has_attention_kernel=kernels.attention is not None)
+        self.group_runner: GroupRunner | None = None
+        self._library = kernels.layers
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         self._groups = layer_groups(recompute, numbers)
-        self._keeps_attention = recompute.recompute_keep_attention
-        self.group_runner: GroupRunner | None = None
-        tied = not config.untie_embeddings_and_output_weights
+        self._keep_attention = recompute.recompute_keep_attention
+        queue = WeightQueue() if weight_queue is None else weight_queue
+        factory = LayerFactory(config, tp, sequence_parallel, selected_modules(recompute), queue, kernels, chunks)
         self.embedding: Embedding | TiedHead | None = None
         if layers.has_embedding:
-            self.embedding = Embedding(config, tp, sequence_parallel=self.sequence_parallel, queue=weight_queue)
-        parts = Parts(config, tp, self.sequence_parallel, selected_modules(recompute), weight_queue, kernels, chunks)
-        blocks = {number: Block(number, parts) for number in numbers}
-        self.decoder = Decoder(blocks, parts.norm(config.hidden_size) if layers.has_head else None)
-        self._library = kernels.layers
-        self._fp8 = [
-            (gemms, part)
-            for part in self.decoder.modules()
-            if isinstance(gemms := getattr(part, "gemms", None), Fp8Gemms)
+            self.embedding = Embedding(config, tp, sequence_parallel=sequence_parallel, queue=queue)
+        blocks = {number: Block(number, factory) for number in numbers}
+        self.decoder = Decoder(blocks, factory.norm(config.hidden_size) if layers.has_head else None)
+        self._fp8_linears = [
+            (gemms, linear)
+            for linear in self.decoder.modules()
+            if isinstance(gemms := getattr(linear, "gemms", None), Fp8Gemms)
         ]
         self.output_layer: ColumnParallelLinear | None = None
         if layers.has_head:
-            self._add_head(tied, chunks)
+            self._add_head(queue, chunks)
 
-    def _add_head(self, tied: bool, chunks: CommChunks) -> None:
+    def _add_head(self, queue: WeightQueue, chunks: CommChunks) -> None:
         config = self.config
         assert config.padded_vocab_size is not None
         head = ColumnParallelLinear(
@@ -110,9 +109,10 @@ class GPTStage(nn.Module):
             bias=False,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
-            queue=self.weight_queue,
+            queue=queue,
             chunks=chunks,
         )
+        tied = not config.untie_embeddings_and_output_weights
         if tied and self.embedding is None:
             self.embedding = TiedHead(head)
             return
@@ -122,17 +122,17 @@ class GPTStage(nn.Module):
             head.weight = self.embedding.word_embeddings.weight
 
     def begin_row(self, trains: bool) -> None:
-        """A row of the schedule begins: forwards, and if it trains backwards, with one set of weights."""
-        for gemms, _ in self._fp8:
+        """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""
+        for gemms, _ in self._fp8_linears:
             gemms.begin(trains)
 
     def cast_weights(self) -> None:
-        """Cast to 8 bits what this row has not cast yet, before a forward that will not do it itself."""
-        for gemms, linear in self._fp8:
+        """Cast to 8 bits the weights that this run has not cast yet, before a forward that will not do it itself."""
+        for gemms, linear in self._fp8_linears:
             gemms.cast_weight(linear.get_parameter("weight"))
 
     def parts(self) -> list[nn.Module]:
-        """Submodules that together hold all parameters, in the order in which a forward calls them."""
+        """Return submodules that together hold all parameters, in the order in which a forward calls them."""
         parts: list[nn.Module | None] = [None if isinstance(self.embedding, TiedHead) else self.embedding]
         parts += [*self.decoder.layers.values(), self.decoder.final_layernorm, self.output_layer]
         if isinstance(self.embedding, TiedHead):
@@ -145,11 +145,11 @@ class GPTStage(nn.Module):
         return_logits: bool = False,
         last_position: bool = False,
     ) -> Tensor | StageLoss:
-        """`stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
+        """Run the stage: `stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 
-        hidden: [s, b, h] from the stage before, [s / tp, b, h] under sequence parallelism. Returns the hidden states for the next stage; on
-        the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp] (padding included); last_position: only those of the
-        last position, [1, b, V / tp] (not under sequence parallelism).
+        hidden: [s, b, h] from the previous stage, [s / tp, b, h] with sequence parallelism. Returns the hidden states for the
+        next stage; on the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp] including padding;
+        last_position: only those of the last position, [1, b, V / tp] (without sequence parallelism).
         """
         *inputs, microbatch = hidden_and_microbatch
         assert isinstance(microbatch, Microbatch)
@@ -160,46 +160,50 @@ class GPTStage(nn.Module):
             hidden = self.embedding(microbatch)
         if hidden is None:
             raise ValueError(
-                f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the stage before"
+                f"a stage without the embedding ({self.stage_layers}) needs the hidden states of the previous stage"
             )
-        hidden = self._run_groups(hidden, self._make_context(microbatch, hidden.dtype))
+        hidden = self.run_layers(hidden, self.make_context(microbatch, hidden.dtype))
         if self.loss is None:
             return hidden
         assert self.decoder.final_layernorm is not None
         hidden = self.decoder.final_layernorm(hidden[-1:] if last_position else hidden)
+        head = self.output_layer
+        if head is None:
+            assert isinstance(self.embedding, TiedHead)
+            head = self.embedding.word_embeddings
         if return_logits:
-            return capped_logits(self._head()(hidden), self.config.final_logit_softcapping)
-        return self.loss(hidden, self._head(), microbatch)
+            return capped_logits(head(hidden), self.config.final_logit_softcapping)
+        return self.loss(hidden, head, microbatch)
 
-    def _run_groups(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Run all layers, group by group: a group is one layer, or the layers of one checkpoint with full recompute."""
         with nullcontext() if self._library is None else self._library.stage_region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
-                own = partial(self._run_layers, layers=layers, context=context)
-                run = partial(checkpoint, own, keeps_attention=self._keeps_attention) if is_checkpointed else own
+                run: Callable[[Tensor], Tensor] = partial(self._run_group, layers=layers, context=context)
+                if is_checkpointed:
+                    run = partial(checkpoint, run, keep_attention=self._keep_attention)
                 if self.group_runner is None:
                     hidden = run(hidden)
                 else:
                     hidden = self.group_runner.run(group, run, hidden, self._stays(layers, context))
         return hidden
 
-    def _stays(self, layers: tuple[int, ...], context: LayerContext) -> Iterator[Tensor]:
-        """What these layers keep for the backward that is there without them."""
-        for layer in layers:
-            yield from self.decoder.layers[str(layer)].parameters()
-        yield from () if context.mask is None else (context.mask,)
-        yield from context.rotary or ()
-
-    def _run_layers(
-        self, hidden: Tensor, layers: tuple[int, ...], context: LayerContext, attention: KeptAttention | None = None
+    def _run_group(
+        self,
+        hidden: Tensor,
+        layers: tuple[int, ...],
+        context: LayerContext,
+        kept_attention: KeptAttention | None = None,
     ) -> Tensor:
-        if attention is not None:
-            context = dataclasses.replace(context, attention=attention)
+        if kept_attention is not None:
+            context = dataclasses.replace(context, kept_attention=kept_attention)
         for layer in layers:
             hidden = self.decoder.layers[str(layer)](hidden, context)
         return hidden
 
-    def _head(self) -> ColumnParallelLinear:
-        if self.output_layer is not None:
-            return self.output_layer
-        assert isinstance(self.embedding, TiedHead)
-        return self.embedding.word_embeddings
+    def _stays(self, layers: tuple[int, ...], context: LayerContext) -> Iterator[Tensor]:
+        """Yield tensors that these layers save but that exist independently of them: parameters, mask, rotary tables."""
+        for layer in layers:
+            yield from self.decoder.layers[str(layer)].parameters()
+        yield from () if context.mask is None else (context.mask,)
+        yield from context.rotary or ()

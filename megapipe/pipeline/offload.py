@@ -150,7 +150,7 @@ class _Carried:
 
     def __init__(self, copies: Copies, min_elements: int, stays: Iterable[Tensor]) -> None:
         self._copies, self._min_elements = copies, min_elements
-        self._stream = copies.here()
+        self._stream = copies.current_stream()
         self._stay = {_address(tensor) for tensor in stays}
         self._parts: dict[int, _Part] = {}  # by address: the storages live, so that no address comes twice
         self._buffer: HostBuffer | None = None
@@ -197,7 +197,7 @@ class _Carried:
                 device.copy_(host, non_blocking=True)
 
         arrived = self._copies.to_device(self._stream, buffer, copy)
-        pool.give_back(buffer)
+        pool.release(buffer)
         return self._stream, arrived
 
     def _beside(self, buffer: HostBuffer) -> Iterator[tuple[Tensor, Tensor]]:

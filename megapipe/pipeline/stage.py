@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class WeightGradients(Protocol):
-    """Where a stage's linears leave their weight gradients; see tensor_parallel.weight_queue.WeightQueue."""
+    """Where a stage's linears leave their weight gradients; see tensor_parallel.weight_gradient.WeightQueue."""
 
     def defer(self, key: object) -> None:
         """From now on queue weight gradients under `key` instead of computing them."""

@@ -1,11 +1,18 @@
-"""Cross entropy over logits that stay cut over the vocabulary: no rank holds a whole row of logits. Used by model/'s head.
+"""Cross entropy over vocabulary-parallel logits: no rank ever holds a full row of logits. Two forms compute the same loss:
 
-Three numbers a token cross the tp group (its label's logit, the sum of exponentials, for label smoothing the sum of logits) after one
-all-reduce of the maximum. The logits' memory is used up: in fp32 and fp64 they become exponentials in the forward and the gradient in the
-backward, one pass over exp, nothing of size [s, b, V / tp] is allocated. In bf16 and fp16 the logits stay and blocks of rows are raised to
-fp32 twice, since stored exponentials would lose small probabilities.
+    vocab_parallel_cross_entropy   takes logits. Three numbers per token cross the tp group (the label's logit, the sum of
+                                   exponentials and, for label smoothing, the sum of logits) after one all-reduce of the
+                                   maximum. The logits' memory is reused: in fp32 and fp64 they become exponentials in the
+                                   forward and the gradient in the backward, and nothing of size [s, b, V / tp] is allocated.
+                                   In bf16 and fp16 they stay, and blocks of rows are raised to fp32 twice, since stored
+                                   exponentials would lose small probabilities.
+    chunked_cross_entropy          takes the output layer and its input, and computes the logits of some tokens at a time:
+                                   neither the logits nor their gradient exist in full. The backward computes the logits
+                                   again: one GEMM more, or two with a split backward, where W computes them again instead of
+                                   keeping their gradient since I. Maxima stay local until the end, so a chunk needs no
+                                   collective.
 
-With z = logits over the K true words, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1), as Megatron defines it:
+With z = logits over the K true words, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1), as in Megatron-LM:
     loss     = (1 - a) (lse - z_label) - a mean_k(z_k - lse) + z_loss lse^2            z-loss: PaLM, arXiv:2204.02311
     dloss/dz = p (1 + 2 z_loss lse) - (1 - a) [label] - a / K
 """
@@ -21,123 +28,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import all_reduce
+from megapipe.comm.collectives import all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
-from megapipe.tensor_parallel.vocabulary import VocabularySlice, check_ids
+from megapipe.tensor_parallel.embedding import VocabularySlice, check_ids
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.mappings import gathered, slice_length
+from megapipe.tensor_parallel.weight_gradient import SequenceGather, add_to_grad
 
 BLOCK_ELEMENTS = 1 << 21  # bf16 and fp16: logits raised to fp32 at a time, 8 MiB
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The options of one loss over one rank's slice of the vocabulary."""
-
-    tp: Group
-    words: VocabularySlice
-    vocab_size: int
-    smoothing: float
-    z_loss: float
-
-
-def _is_wide(logits: Tensor) -> bool:
-    return torch.promote_types(logits.dtype, torch.float32) == logits.dtype
-
-
-def _blocks(rows: Tensor) -> Iterator[slice]:
-    """Slices of dim 0 of [tokens, V / tp] that hold about BLOCK_ELEMENTS each."""
-    step = max(BLOCK_ELEMENTS // rows.shape[1], 1)
-    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
-
-
-def _exponentials(rows: Tensor, maximum: Tensor) -> Tensor:
-    """sum_k exp(z_k - maximum) of each row, [tokens]; wide rows are replaced by the exponentials."""
-    if _is_wide(rows):
-        return rows.sub_(maximum[:, None]).exp_().sum(-1)
-    sums = torch.empty_like(maximum)
-    for block in _blocks(rows):
-        sums[block] = rows[block].to(maximum.dtype).sub_(maximum[block, None]).exp_().sum(-1)
-    return sums
-
-
-def token_loss(local_size: int, tp: Group, true_vocab_size: int, label_smoothing: float, z_loss: float) -> TokenLoss:
-    """local_size: words of this rank's slice, padding included. label_smoothing: as Megatron defines it."""
-    words = VocabularySlice.of(local_size * tp.size, true_vocab_size, tp.rank, tp.size)
-    smoothing = label_smoothing * true_vocab_size / (true_vocab_size - 1) if label_smoothing else 0.0
-    return TokenLoss(tp, words, true_vocab_size, smoothing, z_loss)
-
-
-def combined(
-    loss: TokenLoss, maximum: Tensor, label_logit: Tensor, all_logits: Tensor | None, sum_exp: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, sum of exponentials, log-sum-exp), [tokens] each and the same on all tp ranks, of what each has summed over its words.
-
-    maximum: over all ranks. label_logit, all_logits (only used for smoothing): of logits - maximum; sum_exp: of their exponentials.
-    """
-    sums = [label_logit, sum_exp] if all_logits is None or not loss.smoothing else [label_logit, all_logits, sum_exp]
-    if loss.tp.size > 1:
-        stacked = torch.stack(sums)
-        all_reduce(stacked, loss.tp)
-        sums = [row.clone() for row in stacked.unbind(0)]  # a row kept for the backward would keep all of them
-    log_sum = sums[-1].log()
-    losses = log_sum - sums[0]
-    if loss.smoothing:
-        losses = (1 - loss.smoothing) * losses + loss.smoothing * (log_sum - sums[1] / loss.vocab_size)
-    log_sum_exp = log_sum + maximum
-    if loss.z_loss:
-        losses = losses + loss.z_loss * log_sum_exp.square()
-    return losses, sums[-1], log_sum_exp
-
-
-class _CrossEntropy(Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        rows = logits.view(-1, logits.shape[-1])
-        rows[:, loss.words.num_true :].fill_(-torch.inf)
-        maximum = rows.amax(-1).to(wide)
-        all_reduce(maximum, loss.tp, op="max")
-        columns, is_here = loss.words.local(labels.reshape(-1))
-        label_logit = rows.gather(1, columns[:, None]).squeeze(1).to(wide).sub_(maximum).masked_fill_(~is_here, 0)
-        all_logits = None
-        if loss.smoothing:
-            all_logits = rows[:, : loss.words.num_true].sum(-1, dtype=wide).sub_(maximum * loss.words.num_true)
-        sums = label_logit, all_logits, _exponentials(rows, maximum)
-        losses, sum_exp, log_sum_exp = combined(loss, maximum, *sums)
-        ctx.loss, ctx.is_used_up = loss, False
-        ctx.save_for_backward(logits, labels, sum_exp, log_sum_exp)
-        return losses.view(labels.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.is_used_up:
-            raise RuntimeError(
-                "the logits of this cross entropy became their gradient in the first backward: a second one would be wrong"
-            )
-        ctx.is_used_up = True
-        logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
-        loss: TokenLoss = ctx.loss
-        columns, is_here = loss.words.local(labels.reshape(-1))
-        rows = logits.view(-1, logits.shape[-1])
-        grad = grad_losses.reshape(-1).to(sum_exp.dtype)
-        factor = grad if not loss.z_loss else grad * (1 + 2 * loss.z_loss * log_sum_exp)  # of p
-        target = (grad * (loss.smoothing - 1)).masked_fill_(~is_here, 0)
-        if _is_wide(logits):
-            rows.mul_((factor / sum_exp)[:, None])
-            subtract_targets(rows, columns, target, grad, loss)
-            return logits.detach(), None, None
-        for block in _blocks(rows):
-            gradient = rows[block].to(grad.dtype).sub_(log_sum_exp[block, None]).exp_().mul_(factor[block, None])
-            subtract_targets(gradient, columns[block], target[block], grad[block], loss)
-            rows[block] = gradient
-        return logits.detach(), None, None
-
-
-def subtract_targets(rows: Tensor, columns: Tensor, target: Tensor, grad: Tensor, loss: TokenLoss) -> None:
-    """Take the smoothed one-hot targets times grad from rows [n, V / tp], in place."""
-    rows.scatter_add_(1, columns[:, None], target[:, None])
-    if loss.smoothing:
-        rows[:, : loss.words.num_true].sub_((grad * (loss.smoothing / loss.vocab_size))[:, None])
 
 
 def vocab_parallel_cross_entropy(
@@ -148,16 +46,304 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The loss of each token, [s, b], in at least fp32, the same on all tp ranks; padded vocabulary rows are outside the softmax.
+    """Return the loss of each token, [s, b], in at least fp32, the same on all tp ranks; padding is outside the softmax.
 
-    Kept for the backward: the logits, the labels, and two numbers a token in at least fp32. The logits are used up, with and without
-    autograd: nobody may read them afterwards (an operation that saved them for its own backward is told so by autograd). A second backward
-    through the same graph raises RuntimeError.
-    Raises DataError for a label outside the true vocabulary (CPU; on CUDA a device assertion).
+    Saves the logits, the labels, and two numbers per token in at least fp32. The logits are overwritten, with and without
+    autograd, and must not be read afterwards (autograd reports an operation that saved them for its own backward). A second
+    backward through the same graph raises RuntimeError. Raises DataError for a label outside the true vocabulary (on CUDA a
+    device assertion).
     """
     check_ids(labels, true_vocab_size, "label")
     if not logits.is_contiguous() or (logits.is_leaf and logits.requires_grad):
         logits = logits.clone(memory_format=torch.contiguous_format)
-    return _CrossEntropy.apply(
-        logits, labels, token_loss(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss)
-    )
+    loss = _TokenLoss.of(logits.shape[-1], tp, true_vocab_size, label_smoothing, z_loss)
+    return _CrossEntropy.apply(logits, labels, loss)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,  # [s, b, h]; sequence parallel: [s / tp, b, h]
+    linear: ColumnParallelLinear,  # the output layer, without a bias
+    labels: Tensor,  # [s, b], the same on all tp ranks
+    true_vocab_size: int,
+    size: int,
+    *,
+    cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Return the loss of each token, [s, b], in at least fp32, computing the logits of `size` tokens at a time.
+
+    Equals vocab_parallel_cross_entropy(cap tanh(linear(hidden) / cap), ...). Saves hidden as it is, the labels, and one number
+    per token in at least fp32. Raises DataError for a label outside the true vocabulary (on CUDA a device assertion).
+    """
+    check_ids(labels, true_vocab_size, "label")
+    loss = _TokenLoss.of(linear.weight.shape[0], linear.tp, true_vocab_size, label_smoothing, z_loss)
+    return _ChunkedCrossEntropy.apply(hidden, linear.weight, labels, _ChunkedHead(linear, loss, size, cap))
+
+
+@dataclass(frozen=True)
+class _TokenLoss:
+    """The options of a loss over one rank's slice of the vocabulary. smoothing: a of the module's docstring."""
+
+    tp: Group
+    vocabulary: VocabularySlice
+    vocab_size: int
+    smoothing: float
+    z_loss: float
+
+    @classmethod
+    def of(cls, local_size: int, tp: Group, true_vocab_size: int, label_smoothing: float, z_loss: float) -> _TokenLoss:
+        """Build the loss of a rank with local_size words, padding included."""
+        vocabulary = VocabularySlice.of(local_size * tp.size, true_vocab_size, tp.rank, tp.size)
+        smoothing = label_smoothing * true_vocab_size / (true_vocab_size - 1) if label_smoothing else 0.0
+        return cls(tp, vocabulary, true_vocab_size, smoothing, z_loss)
+
+    def reduce(
+        self, maximum: Tensor, label_logit: Tensor, all_logits: Tensor | None, sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum each rank's terms over tp. Return (losses, sum of exponentials, log-sum-exp), each [tokens].
+
+        maximum: over all ranks. label_logit, all_logits (only for smoothing): sums of logits - maximum; sum_exp: of their
+        exponentials.
+        """
+        sums = [label_logit, sum_exp]
+        if all_logits is not None and self.smoothing:
+            sums.insert(1, all_logits)
+        if self.tp.size > 1:
+            stacked = torch.stack(sums)
+            all_reduce(stacked, self.tp)
+            sums = [row.clone() for row in stacked.unbind(0)]  # a row saved for the backward would keep all of them
+        log_sum = sums[-1].log()
+        losses = log_sum - sums[0]
+        if self.smoothing:
+            losses = (1 - self.smoothing) * losses + self.smoothing * (log_sum - sums[1] / self.vocab_size)
+        log_sum_exp = log_sum + maximum
+        if self.z_loss:
+            losses = losses + self.z_loss * log_sum_exp.square()
+        return losses, sums[-1], log_sum_exp
+
+    def softmax_factor(self, grad: Tensor, log_sum_exp: Tensor) -> Tensor:
+        """Return the factor of p in the gradient, [tokens]."""
+        return grad if not self.z_loss else grad * (1 + 2 * self.z_loss * log_sum_exp)
+
+    def subtract_targets(self, rows: Tensor, columns: Tensor, target: Tensor, grad: Tensor) -> None:
+        """Subtract the smoothed one-hot targets times grad from rows [n, V / tp], in place."""
+        rows.scatter_add_(1, columns[:, None], target[:, None])
+        if self.smoothing:
+            rows[:, : self.vocabulary.num_true].sub_((grad * (self.smoothing / self.vocab_size))[:, None])
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: _TokenLoss) -> Tensor:
+        wide, num_true = _wide(logits), loss.vocabulary.num_true
+        rows = logits.view(-1, logits.shape[-1])
+        rows[:, num_true:].fill_(-torch.inf)
+        maximum = rows.amax(-1).to(wide)
+        all_reduce(maximum, loss.tp, op="max")
+        columns, is_local = loss.vocabulary.local(labels.reshape(-1))
+        label_logit = rows.gather(1, columns[:, None]).squeeze(1).to(wide).sub_(maximum).masked_fill_(~is_local, 0)
+        all_logits = None
+        if loss.smoothing:
+            all_logits = rows[:, :num_true].sum(-1, dtype=wide).sub_(maximum * num_true)
+        losses, sum_exp, log_sum_exp = loss.reduce(maximum, label_logit, all_logits, _sum_exp(rows, maximum))
+        ctx.loss, ctx.is_used_up = loss, False
+        ctx.save_for_backward(logits, labels, sum_exp, log_sum_exp)
+        return losses.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_used_up:
+            raise RuntimeError(
+                "the first backward of this cross entropy replaced its logits by their gradient; a second backward is not possible"
+            )
+        ctx.is_used_up = True
+        logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
+        loss: _TokenLoss = ctx.loss
+        columns, is_local = loss.vocabulary.local(labels.reshape(-1))
+        rows = logits.view(-1, logits.shape[-1])
+        grad = grad_losses.reshape(-1).to(sum_exp.dtype)
+        factor = loss.softmax_factor(grad, log_sum_exp)
+        target = (grad * (loss.smoothing - 1)).masked_fill_(~is_local, 0)
+        if logits.dtype == _wide(logits):
+            rows.mul_((factor / sum_exp)[:, None])  # they hold exponentials since the forward
+            loss.subtract_targets(rows, columns, target, grad)
+            return logits.detach(), None, None
+        for block in _blocks(rows):
+            gradient = rows[block].to(grad.dtype).sub_(log_sum_exp[block, None]).exp_().mul_(factor[block, None])
+            loss.subtract_targets(gradient, columns[block], target[block], grad[block])
+            rows[block] = gradient
+        return logits.detach(), None, None
+
+
+def _sum_exp(rows: Tensor, maximum: Tensor) -> Tensor:
+    """Return sum_k exp(z_k - maximum) of each row, [tokens]. Rows in fp32 or fp64 are replaced by the exponentials."""
+    if rows.dtype == _wide(rows):
+        return rows.sub_(maximum[:, None]).exp_().sum(-1)
+    sums = torch.empty_like(maximum)
+    for block in _blocks(rows):
+        sums[block] = rows[block].to(maximum.dtype).sub_(maximum[block, None]).exp_().sum(-1)
+    return sums
+
+
+def _blocks(rows: Tensor) -> Iterator[slice]:
+    """Yield slices of dim 0 of [tokens, V / tp] that hold about BLOCK_ELEMENTS each."""
+    step = max(BLOCK_ELEMENTS // rows.shape[1], 1)
+    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+
+
+@dataclass(frozen=True)
+class _ChunkedHead:
+    """The output layer with its loss. linear: weight [V / tp, h], no bias. size: tokens of a chunk. cap: of the logits, or None."""
+
+    linear: ColumnParallelLinear
+    loss: _TokenLoss
+    size: int
+    cap: float | None
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        return (slice(start, min(start + self.size, num_tokens)) for start in range(0, num_tokens, self.size))
+
+    def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Compute [n, V / tp] from rows [n, h]: in their dtype, with a cap in at least fp32; -inf in the padding."""
+        logits = torch.mm(rows, weight.t())
+        if self.cap is not None:
+            logits = logits.to(_wide(logits)).div_(self.cap).tanh_().mul_(self.cap)
+        logits[:, self.loss.vocabulary.num_true :].fill_(-torch.inf)
+        return logits
+
+    def gradient(self, rows: Tensor, weight: Tensor, labels: Tensor, log_sum_exp: Tensor, grad: Tensor) -> Tensor:
+        """Compute d(loss) / d(logits before the cap) of one chunk, [n, V / tp] in rows' dtype.
+
+        log_sum_exp, grad: [n], at least fp32.
+        """
+        loss, logits = self.loss, self.logits(rows, weight)
+        num_true = loss.vocabulary.num_true
+        slope = None if self.cap is None else 1 - (logits[:, :num_true] / self.cap).square_()
+        factor = loss.softmax_factor(grad, log_sum_exp)
+        gradient = logits.to(log_sum_exp.dtype).sub_(log_sum_exp[:, None]).exp_().mul_(factor[:, None])
+        columns, is_local = loss.vocabulary.local(labels)
+        loss.subtract_targets(gradient, columns, (grad * (loss.smoothing - 1)).masked_fill_(~is_local, 0), grad)
+        if slope is not None:
+            gradient[:, :num_true].mul_(slope)
+        return gradient.to(rows.dtype)
+
+
+class _ChunkedCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _ChunkedHead) -> Tensor:
+        loss, tp = head.loss, head.linear.tp
+        rows = (gathered(hidden, tp) if head.linear.sequence_parallel else hidden).flatten(0, -2)
+        wide, flat, num_true = _wide(rows), labels.reshape(-1), loss.vocabulary.num_true
+        columns, is_local = loss.vocabulary.local(flat)
+        highest, label_logit, sum_exp, sums = (
+            torch.empty(flat.shape, dtype=wide, device=rows.device) for _ in range(4)
+        )
+        for chunk in head.chunks(rows.shape[0]):
+            logits = head.logits(rows[chunk], weight)
+            # clamped, because -inf, the maximum on a rank that holds only padding, cannot be subtracted
+            highest[chunk] = logits.amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
+            label_logit[chunk] = logits.gather(1, columns[chunk, None]).squeeze(1).to(wide)
+            if loss.smoothing:
+                sums[chunk] = logits[:, :num_true].sum(-1, dtype=wide)
+            sum_exp[chunk] = logits.to(wide).sub_(highest[chunk, None]).exp_().sum(-1)
+        maximum = highest.clone()
+        all_reduce(maximum, tp, op="max")
+        sum_exp *= highest.sub_(maximum).exp_()
+        label_logit.sub_(maximum).masked_fill_(~is_local, 0)
+        all_logits = sums.sub_(maximum * num_true) if loss.smoothing else None
+        losses, _, log_sum_exp = loss.reduce(maximum, label_logit, all_logits, sum_exp)
+        ctx.head = head
+        ctx.save_for_backward(hidden, weight, labels, log_sum_exp)
+        return losses.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, log_sum_exp = ctx.saved_tensors
+        head: _ChunkedHead = ctx.head
+        linear, flat = head.linear, labels.reshape(-1)
+        tp, deferring = linear.tp if linear.sequence_parallel else None, linear.queue.is_deferring
+        grad = grad_losses.reshape(-1).to(log_sum_exp.dtype).contiguous()
+        gather = SequenceGather(hidden.detach(), tp)
+        pending = None
+        if ctx.needs_input_grad[1]:
+            # a queued gradient keeps this rank's slice of hidden, not the gathered one
+            own = SequenceGather(hidden.detach(), tp) if deferring else gather
+            pending = _ChunkedWeightGradient(head, weight, own, labels, log_sum_exp, grad)
+        rows = gather.full().flatten(0, -2)
+        partial = torch.empty_like(rows)
+        for chunk in head.chunks(rows.shape[0]):
+            gradient = head.gradient(rows[chunk], weight, flat[chunk], log_sum_exp[chunk], grad[chunk])
+            torch.mm(gradient, weight, out=partial[chunk])
+            if pending is not None and not deferring:
+                pending.add(gradient, rows[chunk])
+        grad_weight = None
+        if pending is not None and deferring:
+            linear.queue.submit(pending)
+        elif pending is not None:
+            grad_weight = pending.finish()
+        return _sum_over_tp(partial.view(-1, *hidden.shape[1:]), linear), grad_weight, None, None
+
+
+def _sum_over_tp(partial: Tensor, linear: ColumnParallelLinear) -> Tensor:
+    """Sum the input gradient over tp: [s, b, h], with sequence parallelism [s / tp, b, h]."""
+    if not linear.sequence_parallel:
+        all_reduce(partial, linear.tp)
+        return partial
+    output = partial.new_empty((slice_length(partial, linear.tp), *partial.shape[1:]))
+    reduce_scatter(output, partial, linear.tp)
+    return output
+
+
+class _ChunkedWeightGradient:
+    """The weight gradient of the output layer: added chunk by chunk in the backward, or recomputed when W runs the queue."""
+
+    def __init__(
+        self,
+        head: _ChunkedHead,
+        weight: Tensor,
+        hidden: SequenceGather,
+        labels: Tensor,
+        log_sum_exp: Tensor,
+        grad: Tensor,
+    ) -> None:
+        self._head, self._weight, self._hidden = head, weight, hidden
+        self._labels, self._log_sum_exp, self._grad = labels, log_sum_exp, grad
+        self._sum: Tensor | None = None
+
+    def launch(self) -> None:
+        """Start the gather of the input."""
+        self._hidden.launch()
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Recompute the logits and their gradient, and add the weight gradient of every chunk."""
+        rows, labels = self._hidden.full().flatten(0, -2), self._labels.reshape(-1)
+        for chunk in self._head.chunks(rows.shape[0]):
+            arguments = (tensor[chunk] for tensor in (labels, self._log_sum_exp, self._grad))
+            self.add(self._head.gradient(rows[chunk], self._weight, *arguments), rows[chunk])
+        add_to_grad(self._weight, self.finish())
+
+    def add(self, gradient: Tensor, rows: Tensor) -> None:
+        """Add one chunk. gradient: of the logits, [n, V / tp]; rows: [n, h]."""
+        slot = self._head.linear.slots.get("weight")
+        if slot is not None:
+            slot.add_outer(gradient, rows)
+        elif self._sum is None:
+            self._sum = torch.mm(gradient.t(), rows).to(_wide(rows))
+        else:
+            self._sum += torch.mm(gradient.t(), rows)
+
+    def finish(self) -> Tensor | None:
+        """Report the slot ready after the last chunk, or return the gradient where there is no slot."""
+        slot = self._head.linear.slots.get("weight")
+        if slot is not None:
+            slot.ready()
+        total, self._sum = self._sum, None
+        return None if total is None else total.to(self._weight.dtype)

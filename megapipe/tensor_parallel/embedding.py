@@ -1,7 +1,8 @@
-"""VocabParallelEmbedding: the embedding table cut by rows over tp. Used by model/."""
+"""`VocabParallelEmbedding`: an embedding table whose rows are split over tp; `VocabularySlice`: the rows of one rank."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,91 +13,64 @@ from torch.nn import functional
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.errors import ConfigError, DataError
+from megapipe.tensor_parallel.gradient_slot import GradientSlot, Slots
 from megapipe.tensor_parallel.mappings import reduce_scattered
-from megapipe.tensor_parallel.vocabulary import VocabularySlice, check_ids
-from megapipe.tensor_parallel.weight_gradient import Gathering, Slots, add_to_grad
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import SequenceGather, WeightQueue, add_to_grad
 
 
-class EmbeddingWeightGradient:
-    """weight[id] += grad_output at each position, rows of this rank only; no dense [vocabulary, h] where there is a slot.
+@dataclass(frozen=True)
+class VocabularySlice:
+    """Rows [first, first + num_rows) of the padded vocabulary, of which the first `num_true` are real and the rest padding."""
 
-    tokens: [s, b]; grad_output: Gathering to [s, b, h].
-    """
+    first: int
+    num_rows: int
+    num_true: int
 
-    def __init__(
-        self, weight: Tensor, slots: Slots, tokens: Tensor, rows: VocabularySlice, grad_output: Gathering
-    ) -> None:
-        self.weight, self.slots, self.tokens, self.rows, self.grad_output = weight, slots, tokens, rows, grad_output
+    @classmethod
+    def of(cls, padded_size: int, true_size: int, tp_rank: int, tp: int) -> VocabularySlice:
+        """Split padded_size rows equally. Raises ConfigError if tp does not divide padded_size or true_size exceeds it."""
+        if padded_size % tp:
+            raise ConfigError(
+                f"a vocabulary of {padded_size} rows cannot be split over {tp} tensor-parallel ranks; "
+                f"raise --make-vocab-size-divisible-by so that it is padded to a multiple of {tp}"
+            )
+        if not 0 < true_size <= padded_size:
+            raise ConfigError(f"the true vocabulary size {true_size} must be in 1 .. {padded_size}, the padded size")
+        num_rows = padded_size // tp
+        return cls(tp_rank * num_rows, num_rows, min(max(true_size - tp_rank * num_rows, 0), num_rows))
 
-    @torch.no_grad()
-    def launch(self) -> None:
-        """Start the gather of the output gradient."""
-        self.grad_output.launch()
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (rows, is_local): the local row of each id that is_local, and some valid row for the others.
 
-    def compute(self) -> Tensor | None:
-        """Accumulate into the slot; without one, the dense gradient for autograd."""
-        grad_output = self.grad_output.whole()
-        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
-        rows, is_here = self.rows.local(self.tokens.reshape(-1))
-        rows, grad_output = _contributing(rows, grad_output, is_here)
-        slot = self.slots.get("weight")
-        if slot is None:
-            dense = GradientSlot(torch.zeros_like(self.weight))
-            dense.add_rows(rows, grad_output)
-            return dense.main_grad
-        slot.add_rows(rows, grad_output)
-        slot.ready()
-        return None
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """As `compute`, but without a slot the gradient goes to .grad."""
-        add_to_grad(self.weight, self.compute())
+        The rows of the others are spread over the slice: adding many zeros into one row is slow where duplicates are added
+        one by one (CUDA).
+        """
+        rows = ids - self.first
+        is_local = (rows >= 0) & (rows < self.num_rows)
+        return rows.remainder_(self.num_rows), is_local
 
 
-def _contributing(rows: Tensor, gradient: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n] and gradient [n, h] of the tokens that are in this rank's vocabulary; on a GPU those of all, zeros for the others."""
-    if gradient.is_cuda:
-        return rows, gradient.masked_fill(~is_here[:, None], 0)  # choosing by a mask would wait for the device
-    return (rows, gradient) if bool(is_here.all()) else (rows[is_here], gradient[is_here])
-
-
-class _Embedding(Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor, module: VocabParallelEmbedding) -> Tensor:
-        ctx.module = module
-        ctx.save_for_backward(weight, tokens)
-        if module.tp.size == 1:
-            return functional.embedding(tokens, weight)
-        rows, is_here = module.rows.local(tokens)
-        partial = functional.embedding(rows, weight).masked_fill_(~is_here.unsqueeze(-1), 0)
-        if module.sequence_parallel:
-            return reduce_scattered(partial, module.tp)
-        all_reduce(partial, module.tp)
-        return partial
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, tokens = ctx.saved_tensors
-        module: VocabParallelEmbedding = ctx.module
-        gathering = Gathering(grad_output, module.tp if module.sequence_parallel and module.tp.size > 1 else None)
-        waiting = EmbeddingWeightGradient(weight, module.slots, tokens, module.rows, gathering)
-        if module.queue is not None and module.queue.is_deferring:
-            module.queue.submit(waiting)
-            return None, None, None
-        return waiting.compute(), None, None
+def check_ids(ids: Tensor, size: int, what: str) -> None:
+    """Raise DataError (on CUDA a device assertion) for ids outside [0, size), which would silently match no rank's rows."""
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < size)).all())  # no synchronisation
+    elif ids.numel() and ids.device.type == "cpu":
+        low, high = (int(v) for v in torch.aminmax(ids))
+        if low < 0 or high >= size:
+            raise DataError(
+                f"{what} {low if low < 0 else high} is outside the vocabulary of {size}; check that the data and the "
+                "tokenizer belong together (positions that should not count belong in the loss mask)"
+            )
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the padded vocabulary cut over tp; each rank looks up its own ids, the sum over tp completes the rest.
+    """An embedding table with the rows of the padded vocabulary split over tp; each rank looks up the ids in its rows.
 
-    weight: [padded_vocab / tp, h], on the meta device until materialised. forward: tokens [b, s] -> [s, b, h], under sequence parallelism
-    [s / tp, b, h] (reduce-scatter instead of all-reduce). Backward: output gradients (gathered under sequence parallelism) are added row by
-    row into slots["weight"], in a fixed order; kept for it: the tokens.
-    Raises DataError for an id outside the true vocabulary (CPU; on CUDA a device assertion).
+    weight: [padded_vocab / tp, h], on the meta device until materialised.
+    forward: tokens [b, s] -> [s, b, h] by an all-reduce, with sequence parallelism [s / tp, b, h] by a reduce-scatter.
+    backward: output gradients (gathered under sequence parallelism) are added row by row into slots["weight"], in a fixed
+    order. Saves the tokens. Raises DataError for an id outside the true vocabulary (on CUDA a device assertion).
     """
 
     def __init__(
@@ -111,16 +85,88 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
-        self.sequence_parallel = sequence_parallel
-        self.queue = queue
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.queue = WeightQueue() if queue is None else queue
         self.slots: dict[str, GradientSlot] = {}
         self.true_vocab_size = padded_vocab if true_vocab_size is None else true_vocab_size
-        self.rows = VocabularySlice.of(padded_vocab, self.true_vocab_size, tp.rank, tp.size)
-        self.weight = nn.Parameter(torch.empty((self.rows.num_rows, hidden), device="meta"))
+        self.vocabulary = VocabularySlice.of(padded_vocab, self.true_vocab_size, tp.rank, tp.size)
+        self.weight = nn.Parameter(torch.empty((self.vocabulary.num_rows, hidden), device="meta"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_ids(tokens, self.true_vocab_size, "token id")
         return _Embedding.apply(self.weight, tokens.t(), self)
 
     def extra_repr(self) -> str:
-        return f"weight={list(self.weight.shape)}, first_row={self.rows.first}, tp={self.tp.size}, sequence_parallel={self.sequence_parallel}"
+        shape, first = list(self.weight.shape), self.vocabulary.first
+        return f"weight={shape}, first_row={first}, tp={self.tp.size}, sequence_parallel={self.sequence_parallel}"
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, module: VocabParallelEmbedding) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(weight, tokens)
+        if module.tp.size == 1:
+            return functional.embedding(tokens, weight)
+        rows, is_local = module.vocabulary.local(tokens)
+        partial = functional.embedding(rows, weight).masked_fill_(~is_local.unsqueeze(-1), 0)
+        if module.sequence_parallel:
+            return reduce_scattered(partial, module.tp)
+        all_reduce(partial, module.tp)
+        return partial
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        weight, tokens = ctx.saved_tensors
+        module: VocabParallelEmbedding = ctx.module
+        gather = SequenceGather(grad_output, module.tp if module.sequence_parallel else None)
+        gradient = EmbeddingWeightGradient(weight, module.slots, tokens, module.vocabulary, gather)
+        if module.queue.is_deferring:
+            module.queue.submit(gradient)
+            return None, None, None
+        return gradient.compute(), None, None
+
+
+class EmbeddingWeightGradient:
+    """The gradient of the table: weight[id] += grad_output at each position, for the rows of this rank.
+
+    tokens: [s, b]; grad_output: gathers to [s, b, h]. With a slot there is no dense [vocabulary, h] gradient.
+    """
+
+    def __init__(
+        self, weight: Tensor, slots: Slots, tokens: Tensor, vocabulary: VocabularySlice, grad_output: SequenceGather
+    ) -> None:
+        self.weight, self.slots, self.tokens = weight, slots, tokens
+        self.vocabulary, self.grad_output = vocabulary, grad_output
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Start the gather of the output gradient."""
+        self.grad_output.launch()
+
+    def compute(self) -> Tensor | None:
+        """Add to the slot; without one, return the dense gradient for autograd."""
+        grad_output = self.grad_output.full().flatten(0, -2)
+        rows, is_local = self.vocabulary.local(self.tokens.reshape(-1))
+        rows, grad_output = _local_rows(rows, grad_output, is_local)
+        slot = self.slots.get("weight")
+        if slot is None:
+            dense = GradientSlot(torch.zeros_like(self.weight))
+            dense.add_rows(rows, grad_output)
+            return dense.main_grad
+        slot.add_rows(rows, grad_output)
+        slot.ready()
+        return None
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add to the slot, or without one to .grad."""
+        add_to_grad(self.weight, self.compute())
+
+
+def _local_rows(rows: Tensor, gradient: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
+    """Select rows [n] and gradient [n, h] of the tokens in this rank's vocabulary; on a GPU set the others to zero instead."""
+    if gradient.is_cuda:
+        return rows, gradient.masked_fill(~is_local[:, None], 0)  # selecting by a mask would wait for the device
+    return (rows, gradient) if bool(is_local.all()) else (rows[is_local], gradient[is_local])

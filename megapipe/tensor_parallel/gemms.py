@@ -1,52 +1,67 @@
-"""The three products of a linear, in the arithmetic of its operands: `PlainGemms`; in 8 bits: `fp8.Fp8Gemms`.
+"""The GEMMs of a linear, whole (`Gemms`) or in chunks that overlap with a collective (`gathered_product`, `summed_product`).
 
-Names as in linear.py's table: x [.., in], weight [out, in], dy [.., out]; leading dims are tokens. All of one rank.
+Names as in linear.py: x [..., in], weight W [out, in], dy [..., out]; leading dims are tokens; shapes are those of one rank.
+
+    gathered_product   x [s / tp, b, n] -> full(x) M [s, b, m]     chunk i + 1 is gathered while chunk i is multiplied
+    summed_product     x [s, b, n] -> sum over tp of x M [s, b, m], or this rank's slice of it [s / tp, b, m]
+                                                                   chunk i is reduced while chunk i + 1 is multiplied
+
+A collective runs in chunks where a linear has no other GEMM to hide it under. M [n, m] is W or its transpose. A chunk holds
+the same positions of every rank's slice, so each chunk is one all-gather or reduce-scatter, and in the full tensor it is a
+strided set of rows that batched GEMMs read and write in place. The gather of the first chunk and the reduction of the last
+stay exposed. (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", uses a ring instead.)
+
+Chunks are gathered bit for bit as the whole tensor would be. A sum over tp has the same bits where the backend adds ranks in
+one order whatever the size (as with two ranks), and a product where its GEMM computes a row alike for any number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.comm.collectives import Work, all_gather, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.mappings import empty_gathered, slice_length
 
+# (x [ranks, rows, n], out [ranks, rows, m]) sets out = x M + bias; the rows of two ranks need not be adjacent in memory
 ChunkProduct = Callable[[Tensor, Tensor], None]
-"""(x [ranks, rows, n], out [ranks, rows, m]): out = x M + bias, where the rows of one rank may lie apart from those of the next."""
 
 
 class Gemms(Protocol):
-    """What a linear's Function asks for."""
+    """The GEMMs of one linear in one arithmetic: `PlainGemms`, or `fp8.Fp8Gemms`."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias, [.., out]; no view of another tensor."""
+        """Return x W^T + bias, [..., out], not a view of another tensor."""
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        """dy W, [.., in]."""
+        """Return dy W, [..., in]."""
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
-        """`forward` chunk by chunk. x: all of it, or with a group this rank's slice of what is gathered over it."""
+        """Return `forward` for chunks of x. group: the group over which x, a slice, is gathered; None if x is complete."""
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
-        """`input_gradient` chunk by chunk; as above."""
+        """Return `input_gradient` for chunks of grad_output; group as in `forward_chunks`."""
 
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
-        """dy^T x, [out, in]; grad_output [tokens, out], inputs [tokens, in]."""
+        """Return dy^T x, [out, in]; grad_output [tokens, out], inputs [tokens, in]."""
 
     def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
-        """dy^T x, added to the slot's main gradient."""
+        """Add dy^T x to the slot's main gradient."""
 
 
 class PlainGemms:
-    """In the operands' own dtype."""
+    """GEMMs in the dtype of their operands."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # no view of another tensor: autograd would forbid in-place work on it (rotation, residual sum)
+        # _unsafe_view, because autograd forbids in-place operations (rotation, residual sum) on a view made in a Function
         y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -66,19 +81,100 @@ class PlainGemms:
         slot.add_outer(grad_output, inputs)
 
 
+PLAIN_GEMMS = PlainGemms()
+
+
 def _multiply(matrix: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-    """out [ranks, rows, m] = x [ranks, rows, n] matrix [n, m] + bias [m]."""
+    """Set out [ranks, rows, m] = x [ranks, rows, n] @ matrix [n, m] + bias [m]."""
     if x.shape[0] == 1:
         if bias is None:
             torch.mm(x[0], matrix, out=out[0])
         else:
             torch.addmm(bias, x[0], matrix, out=out[0])
         return
-    matrices = matrix.expand(x.shape[0], *matrix.shape)  # one matrix in memory: batched GEMMs take a stride of 0
+    matrices = matrix.expand(x.shape[0], *matrix.shape)  # stride 0: one matrix in memory for the whole batch
     if bias is None:
         torch.bmm(x, matrices, out=out)
     else:
         torch.baddbmm(bias, x, matrices, out=out)
 
 
-PLAIN_GEMMS = PlainGemms()
+def chunk_slices(length: int, count: int) -> list[slice]:
+    """Split range(length) into `count` slices (at most `length`) whose lengths differ by at most one."""
+    count = max(1, min(count, length))
+    ends = [length * i // count for i in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(ends)]
+
+
+def gathered_product(
+    x: Tensor,  # [s / tp, ..., n]
+    product: ChunkProduct,
+    width: int,  # m
+    group: Group,
+    count: int,
+    full: Tensor | None = None,  # [s, ..., n]
+) -> Tensor:
+    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks. full: filled with full(x) if given."""
+    x = x.contiguous()
+    y = x.new_empty((x.shape[0] * group.size, *x.shape[1:-1], width))
+    for positions, chunk in _gathered_chunks(x, group, count):
+        by_rank = chunk.view(group.size, -1, chunk.shape[-1])
+        product(by_rank, _rows_by_rank(y, group.size, positions))
+        if full is not None:
+            _rows_by_rank(full, group.size, positions).copy_(by_rank)
+    return y
+
+
+def summed_product(
+    x: Tensor,  # [s, ..., n]
+    product: ChunkProduct,
+    width: int,  # m
+    group: Group,
+    scatter: bool,
+    count: int,
+) -> Tensor:
+    """Return the sum over the group of x M, reduced in `count` chunks.
+
+    Returns [s, ..., m] after an all-reduce or, with `scatter`, this rank's slice [s / tp, ..., m] after a reduce-scatter.
+    Raises ConfigError if the group's size does not divide s and it scatters.
+    """
+    x, ranks = x.contiguous(), group.size if scatter else 1
+    length = slice_length(x, group) if scatter else x.shape[0]
+    y = x.new_empty((length, *x.shape[1:-1], width))
+    works: list[Work] = []
+    for positions in chunk_slices(length, count):
+        output = y[positions]
+        partial_sum = empty_gathered(output, group) if scatter else output
+        product(_rows_by_rank(x, ranks, positions), partial_sum.view(ranks, -1, width))
+        if scatter:
+            works.append(reduce_scatter(output, partial_sum, group, async_op=True))
+        else:
+            works.append(all_reduce(output, group, async_op=True))
+    for work in works:
+        work.wait()
+    return y
+
+
+def _gathered_chunks(x: Tensor, group: Group, count: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (positions in a rank's slice, these positions of all ranks), with the gather of the next chunk in flight."""
+
+    def launch(positions: slice) -> tuple[Work, Tensor]:
+        chunk = x[positions]
+        output = empty_gathered(chunk, group)
+        return all_gather(output, chunk, group, async_op=True), output
+
+    chunks = chunk_slices(x.shape[0], count)
+    ahead = launch(chunks[0])
+    for i, positions in enumerate(chunks):
+        work, output = ahead
+        if i + 1 < len(chunks):
+            ahead = launch(chunks[i + 1])
+        work.wait()
+        yield positions, output
+
+
+def _rows_by_rank(full: Tensor, ranks: int, positions: slice) -> Tensor:
+    """View the same positions of each rank's slice in full [ranks * n, ..., m] as [ranks, rows, m]."""
+    by_rank = full.view(ranks, -1, full.shape[-1])
+    rows_per_position = by_rank.shape[1] * ranks // max(1, full.shape[0])  # the product of the dims between 0 and -1
+    return by_rank[:, positions.start * rows_per_position : positions.stop * rows_per_position]

@@ -1,6 +1,6 @@
-"""Dropout from keyed streams: a mask depends on (seed, step, global microbatch, layer, site, tp_rank where sliced), not on call order.
+"""Dropout masks that depend on a key (seed, step, global microbatch, layer, site, tp_rank if sharded), not on the order of calls.
 
-So all schedules and grids agree with dropout on, and recompute replays a mask by calling again. Nothing here keeps state.
+So dropout is the same under every schedule and grid, and a recompute draws the same mask by calling again. No state is kept.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What one microbatch's dropout depends on: the run's seed, the step, and the microbatch's index in the step's *global* batch."""
+    """The key of one microbatch's dropout: the run's seed, the step, and the microbatch's index in the step's *global* batch."""
 
     seed: int
     step: int
     microbatch: int
 
     def stream(self, layer: int, site: str, tp_rank: int | None) -> int:
-        """The 128-bit key of one place's stream: a stable hash, the same on every machine and Python.
+        """Return the 128-bit key of the random stream of one site: a hash that is the same on every machine and Python.
 
-        layer: global index, -1 for the embedding. site: one of SITES. tp_rank: where the tensor is sliced over tp (attention_probs always,
-        the others under sequence parallelism); None where all tp ranks need the same mask. Raises ValueError for an unknown site.
+        layer: global index, -1 for the embedding. site: one of SITES. tp_rank: where the tensor is split over tp
+        (attention_probs always, the others under sequence parallelism); None where all tp ranks need the same mask.
+        Raises ValueError for an unknown site.
         """
         if site not in SITES:
             raise ValueError(f"no dropout site {site!r}; sites are {', '.join(SITES)}")
@@ -52,10 +53,10 @@ def keyed_mask(
     tp_rank: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """True where an element is kept (probability 1 - p, to 2^-32): bool of this rank's local shape.
+    """Return a bool mask of this rank's local shape, True where an element is kept (probability 1 - p, to 2^-32).
 
-    CPU masks come from Philox4x64 under the whole 128-bit key and are the same on every machine; other devices seed torch's own generator
-    with 64 bits of it (there masks differ from the CPU's). Raises ConfigError for p outside [0, 1).
+    CPU masks come from Philox4x64 under the full 128-bit key and are the same on every machine; other devices seed torch's
+    generator with 64 bits of it, so their masks differ from the CPU's. Raises ConfigError for p outside [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ConfigError(f"a dropout probability of {p} is outside [0, 1)")
@@ -65,12 +66,25 @@ def keyed_mask(
         words = torch.from_numpy(np.random.Philox(key=stream).random_raw(num_words).view(np.int64))
     else:
         generator = None
-        if device.type != "meta":  # where there are shapes and no values
+        if device.type != "meta":  # meta tensors have no values, and there is no generator for them
             generator = torch.Generator(device)
             generator.manual_seed(stream & (2**63 - 1))
         words = torch.empty(num_words, dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
-    # two 32-bit draws a word, uniform over [-2^31, 2^31): an element is dropped below the p-quantile
+    # each 64-bit word gives two draws, uniform over [-2^31, 2^31): an element is dropped below the p-quantile
     return (words.view(torch.int32)[:size] >= round(p * 2**32) - 2**31).view(shape)
+
+
+def keyed_dropout(
+    x: Tensor, p: float, key: DropoutKey | None, layer: int, site: str, tp_rank: int | None = None
+) -> Tensor:
+    """Return x times its mask over 1 - p; x itself if p = 0 or without a key. x: any local shape.
+
+    Saves the bool mask, 1 byte per element (drawing it again would take longer than the rest of the backward).
+    Raises ConfigError for p outside [0, 1), ValueError for an unknown site.
+    """
+    if p == 0.0 or key is None:
+        return x
+    return _Dropout.apply(x, keyed_mask(x.shape, p, key, layer, site, tp_rank, x.device), 1.0 / (1.0 - p))
 
 
 class _Dropout(Function):
@@ -85,14 +99,3 @@ class _Dropout(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (mask,) = ctx.saved_tensors
         return (grad * mask).mul_(ctx.scale), None, None
-
-
-def keyed_dropout(x: Tensor, p: float, key: DropoutKey, layer: int, site: str, tp_rank: int | None = None) -> Tensor:
-    """x times its keyed mask over 1 - p; x: any local shape. p = 0 returns x itself.
-
-    Kept for the backward: the bool mask, 1 byte an element (drawing it again would cost more time than the rest of the backward).
-    Raises ConfigError for p outside [0, 1), ValueError for an unknown site.
-    """
-    if p == 0.0:
-        return x
-    return _Dropout.apply(x, keyed_mask(x.shape, p, key, layer, site, tp_rank, x.device), 1.0 / (1.0 - p))

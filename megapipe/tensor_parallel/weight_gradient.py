@@ -1,72 +1,76 @@
-"""The weight's half of a backward as an object: computed at once under the input gradient's communication, or queued until W.
+"""Weight gradients as objects: computed at once, under the input gradient's communication, or queued until W.
 
-It holds only the layer's input (or the recipe to make it again) and its output gradient, both still scattered over the sequence under
-sequence parallelism: what waits costs 1 / tp of its bytes and is gathered when it is used.
+An autograd Function cannot tell which half of a split backward it runs in, and would compute both GEMMs twice. So the whole
+autograd backward runs at I (input gradient), where linears and embeddings put their weight gradients into the `WeightQueue`,
+and W (weight gradient) runs the queue. A queued gradient holds the layer's input (or what recomputes it) and the output
+gradient, both still split over the sequence under sequence parallelism: it costs 1 / tp of the bytes, and gathers when used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.groups import Group
-from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gemms import Gemms
+from megapipe.tensor_parallel.gradient_slot import Slots
+from megapipe.tensor_parallel.mappings import empty_gathered
 
-Slots = Mapping[str, GradientSlot]
 
+class InputRecompute(NamedTuple):
+    """How to recompute the input of a linear, bit for bit, instead of saving it: function(*inputs).
 
-class Remake(NamedTuple):
-    """How a linear's input, which was not kept, is made again: function(*arguments), bit for bit.
-
-    is_made_in_backward: the backward makes it anyway, right behind the linear's own (the output of a replay); what waits for W then asks
-    the function without arguments, and holds none.
+    in_backward: the backward recomputes the input anyway, right after the linear's own backward (a `RecomputedSegment`);
+    a gradient that waits for W then calls the function without inputs and holds none.
     """
 
     function: Callable[..., Tensor]
-    arguments: tuple[Any, ...]
-    is_made_in_backward: bool = False
+    inputs: tuple[Tensor, ...]
+    in_backward: bool = False
 
 
-class Gathering:
-    """A tensor that will be needed whole: [s / tp, b, n] now, [s, b, n] after an asynchronous all-gather along the sequence."""
+class SequenceGather:
+    """An asynchronous all-gather of a tensor along the sequence: [s / tp, b, n] -> [s, b, n]. group None: already complete."""
 
-    __slots__ = ("_group", "_tensor", "_whole", "_work")
+    __slots__ = ("_full", "_group", "_work", "tensor")
 
     def __init__(self, tensor: Tensor, group: Group | None) -> None:
-        """group None: the tensor is whole already."""
-        self._tensor = tensor
+        self.tensor = tensor
         self._group = group
-        self._whole: Tensor | None = None
+        self._full: Tensor | None = None
         self._work: Work | None = None
+
+    @property
+    def is_launched(self) -> bool:
+        return self._work is not None
 
     def launch(self) -> None:
         """Start the all-gather, once."""
         if self._group is not None and self._work is None:
-            tensor = self._tensor = self._tensor.contiguous()
-            self._whole = tensor.new_empty((tensor.shape[0] * self._group.size, *tensor.shape[1:]))
-            self._work = all_gather(self._whole, tensor, self._group, async_op=True)
+            self.tensor = self.tensor.contiguous()
+            self._full = empty_gathered(self.tensor, self._group)
+            self._work = all_gather(self._full, self.tensor, self._group, async_op=True)
 
-    def whole(self) -> Tensor:
-        """The whole tensor; waits for the all-gather."""
+    def full(self) -> Tensor:
+        """Wait for the all-gather and return the full tensor."""
         if self._group is None:
-            return self._tensor
+            return self.tensor
         self.launch()
-        assert self._work is not None and self._whole is not None
+        assert self._work is not None and self._full is not None
         self._work.wait()
-        return self._whole
+        return self._full
 
 
 class LinearWeightGradient:
-    """weight += grad_output^T @ input, bias += sum of grad_output over its positions, for one use of one linear.
+    """The weight and bias gradient of one use of a linear: dW = dy^T x, db = sum of dy over its positions.
 
-    inputs: [s, b, in] or, with gather_input, [s / tp, b, in]; with remake, None: made again by fn(*args) when launched.
-    grad_output: Gathering to [s, b, out]. grad_bias_from: the output gradient to sum for the bias, this rank's positions only
-    ([s / tp, b, out] in a row-parallel linear under sequence parallelism: a partial gradient, declared as such in the ParamSpec).
+    inputs: (x,), [s, b, in] or, with gather_input, [s / tp, b, in]; with recompute, the arguments that recompute x.
+    grad_output: gathers to [s, b, out]. bias_grad_output: the output gradient that the bias sums, at this rank's positions only
+    ([s / tp, b, out] in a row-parallel linear under sequence parallelism: a partial gradient, declared so in the ParamSpec).
     """
 
     def __init__(
@@ -74,37 +78,35 @@ class LinearWeightGradient:
         weight: Tensor | None,
         bias: Tensor | None,
         slots: Slots,
-        inputs: Tensor | None,
-        remake: Remake | None,
+        gemms: Gemms,
+        inputs: tuple[Tensor, ...],
+        recompute: Callable[..., Tensor] | None,
         gather_input: Group | None,
-        grad_output: Gathering,
-        grad_bias_from: Tensor,
-        gemms: Gemms = PLAIN_GEMMS,
+        grad_output: SequenceGather,
+        bias_grad_output: Tensor,
     ) -> None:
-        """weight, bias: None where no gradient is wanted."""
-        self.weight, self.bias, self.slots = weight, bias, slots
-        self.inputs, self.remake, self.gather_input = inputs, remake, gather_input
-        self.grad_output, self.grad_bias_from, self.gemms = grad_output, grad_bias_from, gemms
-        self._gathered_input: Gathering | None = None
+        """weight, bias: None if they need no gradient."""
+        self.weight, self.bias, self.slots, self.gemms = weight, bias, slots, gemms
+        self.inputs, self.recompute, self.gather_input = inputs, recompute, gather_input
+        self.grad_output, self.bias_grad_output = grad_output, bias_grad_output
+        self._input: SequenceGather | None = None
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Make the input again if it was not kept, and start the gathers."""
+        """Recompute the input if it was not saved, and start the gathers."""
         if self.weight is not None:
             self.grad_output.launch()
-            if self.inputs is None:
-                assert self.remake is not None
-                self.inputs = self.remake.function(*self.remake.arguments)
-            self._gathered_input = Gathering(self.inputs, self.gather_input)
-            self._gathered_input.launch()
+            x = self.inputs[0] if self.recompute is None else self.recompute(*self.inputs)
+            self._input = SequenceGather(x, self.gather_input)
+            self._input.launch()
 
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """Accumulate into the slots; (weight, bias) gradients for autograd where there is no slot, None where there is."""
+        """Add to the slots; return the (weight, bias) gradients that have no slot, for autograd, and None for those that do."""
         return self._weight_gradient(), self._bias_gradient()
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """As `compute`, but what has no slot goes to .grad, as autograd would have done."""
+        """Add to the slots, and gradients without a slot to .grad, as autograd would."""
         weight_gradient, bias_gradient = self.compute()
         add_to_grad(self.weight, weight_gradient)
         add_to_grad(self.bias, bias_gradient)
@@ -112,10 +114,8 @@ class LinearWeightGradient:
     def _weight_gradient(self) -> Tensor | None:
         if self.weight is None:
             return None
-        assert self._gathered_input is not None, "launch() comes before compute()"
-        inputs, grad_output = self._gathered_input.whole(), self.grad_output.whole()
-        inputs = inputs.reshape(-1, inputs.shape[-1])
-        grad_output = grad_output.reshape(-1, grad_output.shape[-1])
+        assert self._input is not None, "launch() must be called before compute()"
+        inputs, grad_output = self._input.full().flatten(0, -2), self.grad_output.full().flatten(0, -2)
         slot = self.slots.get("weight")
         if slot is None:
             return self.gemms.weight_gradient(grad_output, inputs)
@@ -126,7 +126,7 @@ class LinearWeightGradient:
     def _bias_gradient(self) -> Tensor | None:
         if self.bias is None:
             return None
-        grad_output = self.grad_bias_from.reshape(-1, self.grad_bias_from.shape[-1])
+        grad_output = self.bias_grad_output.flatten(0, -2)
         slot = self.slots.get("bias")
         if slot is None:
             return grad_output.sum(0)
@@ -136,7 +136,7 @@ class LinearWeightGradient:
 
 
 def add_to_grad(parameter: Tensor | None, gradient: Tensor | None) -> None:
-    """parameter.grad += gradient, for a deferred gradient without a slot. Raises RuntimeError for a tensor that is not a leaf."""
+    """Add a deferred gradient without a slot to parameter.grad. Raises RuntimeError for a tensor that is not a leaf."""
     if parameter is None or gradient is None:
         return
     if not parameter.is_leaf:
@@ -144,3 +144,74 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor | None) -> None:
             "a deferred weight gradient needs a GradientSlot or a leaf parameter; this weight is the result of an operation"
         )
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class QueuedGradient(Protocol):
+    """A weight gradient that waits for W."""
+
+    def launch(self) -> None:
+        """Start the communication it needs."""
+
+    def accumulate(self) -> None:
+        """Finish the communication, compute the gradient and add it to its parameter."""
+
+
+class WeightQueue:
+    """First-in, first-out lists of weight gradients of one stage, one list per key (the microbatch).
+
+    Gradients submitted between `defer` and `immediate` wait; outside, `is_deferring` is False and a linear computes its weight
+    gradient inside its own backward.
+    """
+
+    def __init__(self) -> None:
+        self.is_deferring = False
+        self._current: list[QueuedGradient] = []
+        self._waiting: dict[Hashable, list[QueuedGradient]] = {}
+
+    def defer(self, key: Hashable) -> None:
+        """Start to queue under `key`. Raises RuntimeError if the queue defers already or still holds gradients of `key`."""
+        if self.is_deferring or key in self._waiting:
+            reason = "the queue is deferring already" if self.is_deferring else "its previous ones are still waiting"
+            raise RuntimeError(f"weight gradients of {key!r} cannot be deferred: {reason}")
+        self._current = self._waiting[key] = []
+        self.is_deferring = True
+
+    def immediate(self) -> None:
+        """Stop queueing: compute at once what is submitted from now on."""
+        self._current = []
+        self.is_deferring = False
+
+    def submit(self, gradient: QueuedGradient) -> None:
+        """Queue a weight gradient while deferring, otherwise compute it at once."""
+        if self.is_deferring:
+            self._current.append(gradient)
+        else:
+            gradient.launch()
+            gradient.accumulate()
+
+    def run(self, key: Hashable) -> None:
+        """Compute the gradients queued under `key` in order, each one's communication under the GEMM of the one before.
+
+        Raises RuntimeError if nothing was deferred under `key`.
+        """
+        gradients = self._waiting.pop(key, None)
+        if gradients is None:
+            raise RuntimeError(f"no weight gradients are queued under {key!r}; queued: {list(self._waiting)!r}")
+        gradients.reverse()
+        if gradients:
+            gradients[-1].launch()
+        while gradients:
+            current = gradients.pop()  # popped, so that its tensors are freed as soon as it is done
+            if gradients:
+                gradients[-1].launch()
+            current.accumulate()
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """Keys with queued gradients, oldest first; empty between steps."""
+        return tuple(self._waiting)
+
+    def clear(self) -> None:
+        """Drop everything queued, after an error for example."""
+        self.immediate()
+        self._waiting.clear()

@@ -19,7 +19,7 @@ from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
-from megapipe.tensor_parallel.fp8 import why_no_fp8
+from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 MOST_HISTORY_ENTRIES = 100_000
@@ -59,7 +59,7 @@ def check_fp8(config: Config, device: torch.device) -> None:
     """Raises ConfigError where the linears are to multiply in 8 bits and the card cannot. Of Transformer Engine the library says it."""
     if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
         return
-    why = why_no_fp8(device)
+    why = fp8_unsupported_reason(device)
     if why is not None:
         raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
 

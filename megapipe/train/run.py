@@ -17,7 +17,7 @@ from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.environment import Environment, set_for_libraries
-from megapipe.gpu.choose import choose, words_of
+from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
@@ -55,13 +55,13 @@ def pretrain(
         be_deterministic()
     log = RunLog(recorded_folder(config), environment.global_rank)
     with log.failures(), stop_requests(config.training.exit_signal_handler) as stop:
-        kernels = choose(config)  # what is missing is told before ranks wait for each other
+        kernels = choose_kernels(config)  # what is missing is told before ranks wait for each other
         writers = build_writers(config, log, logs_here=environment.global_rank == 0)
         nccl = prepare(config, environment)
         counted = restart.count(config, environment)
         world = join(plan, environment)
         check_fp8(config, world.device)
-        words = (*words_of(kernels, config, world.device.type), *graph_words(plan))
+        words = (*describe_kernels(kernels, config, world.device.type), *graph_words(plan))
         log.start(plan, world, config_text, remarks, words)
         if environment.global_rank == 0:
             print("kernels: " + "\n         ".join(words), flush=True)

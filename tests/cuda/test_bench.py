@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.tensor_parallel.fp8 import why_no_fp8
+from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 from tests.tools.test_bench_gpu import TINY, bench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
 def test_all_contenders_agree_and_are_timed() -> None:
-    fp8 = ["megapipe-fp8"] if why_no_fp8(torch.device("cuda")) is None else []
+    fp8 = ["megapipe-fp8"] if fp8_unsupported_reason(torch.device("cuda")) is None else []
     words = (
         "--device",
         "cuda",

@@ -12,25 +12,22 @@ from megapipe.config.config import Config
 from megapipe.config.kernels import KernelsConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.precision import PrecisionConfig
-from megapipe.gpu.apex import Apex
-from megapipe.gpu.attention import AttentionShape
-from megapipe.gpu.choose import choose
-from megapipe.gpu.compiled import compiled
-from megapipe.gpu.transformer_engine import LinearWish, TransformerEngine
-from megapipe.model.activation import ACTIVATIONS, GRADIENTS, activation
-from megapipe.model.core_attention import fused_attention
-from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
-from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.gpu.kernels import choose_kernels, compiled
+from megapipe.gpu.libraries import Apex, AttentionShape
+from megapipe.gpu.transformer_engine import LinearOptions, TransformerEngine
+from megapipe.model.attention import fused_attention
+from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
+from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.fp8 import (
     E4M3,
     E5M2,
     Fp8Gemms,
-    Rounded,
-    emulated,
-    multiply,
-    rounded_values,
-    scale_for,
-    why_no_fp8,
+    Fp8Tensor,
+    cast_to_fp8,
+    emulated_fp8_matmul,
+    fp8_matmul,
+    fp8_scale,
+    fp8_unsupported_reason,
 )
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -42,14 +39,14 @@ CARD = "cuda"
 
 
 def needs_fp8() -> None:
-    why = why_no_fp8(torch.device(CARD))
+    why = fp8_unsupported_reason(torch.device(CARD))
     if why is not None:
         pytest.skip(why)
 
 
-def cast(x: torch.Tensor, dtype: torch.dtype) -> Rounded:
-    scale = scale_for(x.float().abs().amax(), dtype)
-    return Rounded(rounded_values(x, scale, dtype), scale.reciprocal())
+def cast(x: torch.Tensor, dtype: torch.dtype) -> Fp8Tensor:
+    scale = fp8_scale(x.float().abs().amax(), dtype)
+    return Fp8Tensor(cast_to_fp8(x, scale, dtype), scale.reciprocal())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -58,7 +55,9 @@ def test_scaled_mm_is_the_emulation(dtypes: tuple[torch.dtype, torch.dtype], out
     needs_fp8()
     torch.manual_seed(0)
     a, b = cast(torch.randn(512, 256, device=CARD), dtypes[0]), cast(torch.randn(384, 256, device=CARD), dtypes[1])
-    torch.testing.assert_close(multiply(a, b, out_dtype).float(), emulated(a, b, torch.float32), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        fp8_matmul(a, b, out_dtype).float(), emulated_fp8_matmul(a, b, torch.float32), rtol=2e-2, atol=2e-2
+    )
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -124,7 +123,7 @@ def test_a_loss_in_chunks_is_the_loss_on_a_card(cap: float | None) -> None:
 @pytest.mark.parametrize(("impl", "module"), [("flash", "flash_attn"), ("te", "transformer_engine.pytorch")])
 def test_attention_of_a_library_is_that_of_torch(impl: str, module: str, queries: int) -> None:
     pytest.importorskip(module)
-    library = choose(Config(kernels=KernelsConfig(attention_impl=impl))).attention
+    library = choose_kernels(Config(kernels=KernelsConfig(attention_impl=impl))).attention
     assert library is not None
     qkv = torch.randn(256, 2, 2, queries + 2, 64, device=CARD, dtype=torch.bfloat16)
     results = []
@@ -143,11 +142,11 @@ def test_attention_of_a_library_is_that_of_torch(impl: str, module: str, queries
 @pytest.mark.parametrize("splits", [False, True], ids=["B", "I+W"])
 def test_a_linear_of_transformer_engine_adds_to_our_main_gradient(splits: bool) -> None:
     pytest.importorskip("transformer_engine.pytorch")
-    from megapipe.tensor_parallel.weight_queue import WeightQueue
+    from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
     torch.manual_seed(0)
     library, tp, queue = TransformerEngine("", "", PrecisionConfig()), Group.alone("tp"), WeightQueue()
-    layer = library.linear(LinearWish(64, 96, True, "column", tp, False, queue, splits, False))
+    layer = library.linear(LinearOptions(64, 96, True, "column", tp, False, queue, splits, False))
     weight, bias = (torch.randn(*shape, device=CARD).bfloat16() for shape in ((96, 64), (96,)))
     layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
     layer.slots = {
@@ -171,7 +170,7 @@ def test_a_linear_of_transformer_engine_adds_to_our_main_gradient(splits: bool) 
 @pytest.mark.parametrize("impl", ["te", "apex"])
 def test_adam_of_a_library_is_that_of_torch(impl: str) -> None:
     pytest.importorskip({"te": "transformer_engine.pytorch", "apex": "fused_weight_gradient_mlp_cuda"}[impl])
-    library = choose(Config(kernels=KernelsConfig(optimizer_impl=impl))).optimizer
+    library = choose_kernels(Config(kernels=KernelsConfig(optimizer_impl=impl))).optimizer
     assert library is not None
     config, values = OptimizerConfig(), torch.randn(1000, device=CARD)
     ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
@@ -193,7 +192,7 @@ def test_apex_adds_weight_gradients_in_the_gemm() -> None:
     pytest.importorskip("fused_weight_gradient_mlp_cuda")
     gradient, inputs = (torch.randn(128, width, device=CARD).bfloat16() for width in (96, 64))
     main_grad = torch.ones(96, 64, device=CARD)
-    Apex.open().add_outer(main_grad, gradient, inputs)
+    Apex.load().add_outer(main_grad, gradient, inputs)
     torch.testing.assert_close(main_grad, 1 + gradient.float().t() @ inputs.float(), rtol=1e-3, atol=1e-2)
 
 

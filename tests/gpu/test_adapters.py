@@ -17,12 +17,11 @@ from megapipe.config.kernels import KernelsConfig
 from megapipe.config.load import load_config
 from megapipe.config.precision import PrecisionConfig
 from megapipe.errors import ConfigError
-from megapipe.gpu.attention import AttentionShape
-from megapipe.gpu.choose import Kernels, choose, words_of
-from megapipe.gpu.flash import FlashAttention
+from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
+from megapipe.gpu.libraries import AttentionShape, FlashAttention
 from megapipe.gpu.transformer_engine import TransformerEngine
+from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
-from megapipe.model.core_attention import explicit_attention
 from megapipe.train.step import Rates
 from tests.gpu.stand_ins import NAMES, installed
 from tests.harness import RankPool
@@ -68,16 +67,16 @@ def chosen(**kernels: str) -> Config:
 )
 def test_a_missing_library_is_told_with_its_install_line(kernels: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        choose(chosen(**kernels))
+        choose_kernels(chosen(**kernels))
     assert words in str(error.value)
     assert "cannot be imported here (ModuleNotFoundError" in str(error.value)
 
 
 def test_a_library_is_imported_only_when_chosen() -> None:
     with installed():
-        choose(chosen())
+        choose_kernels(chosen())
         assert not set(NAMES) & set(sys.modules)
-        choose(chosen(attention_impl="flash"))
+        choose_kernels(chosen(attention_impl="flash"))
         assert set(NAMES) & set(sys.modules) == {"flash_attn"}
     assert not set(NAMES) & set(sys.modules)
 
@@ -88,22 +87,22 @@ def test_the_start_says_which_library_computes_what() -> None:
         precision=PrecisionConfig(dtype="bf16", fp8_format="hybrid"),
     )
     with installed():
-        said = "\n".join(words_of(choose(config), config, "cuda"))
+        said = "\n".join(describe_kernels(choose_kernels(config), config, "cuda"))
     assert (
         "Transformer Engine 2.stand-in (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
     )
     assert "flash-attn 2.8.stand-in (--attention-impl flash)" in said
     assert "FusedAdam of Transformer Engine" in said
     own = Config(precision=PrecisionConfig(dtype="bf16", fp8_format="e4m3"))
-    said = "\n".join(words_of(choose(own), own, "cpu"))
-    assert "operands rounded to fp8, products in fp32, for tests" in said
-    assert "written out, not fused, for --attention-dropout" in said
+    said = "\n".join(describe_kernels(choose_kernels(own), own, "cpu"))
+    assert "emulated on this CPU, for tests: operands rounded to fp8, products in fp32" in said
+    assert "explicit, not fused, for --attention-dropout" in said
 
 
 @pytest.mark.parametrize("queries", [1, 3], ids=["heads", "grouped"])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 1.5)], ids=["plain", "window", "cap"])
 @pytest.mark.parametrize("library", ["flash", "te"])
-def test_attention_of_a_library_equals_the_written_out_one(
+def test_attention_of_a_library_equals_explicit_attention(
     library: str, window: int | None, cap: float | None, queries: int
 ) -> None:
     if library == "te" and cap is not None:
@@ -113,7 +112,7 @@ def test_attention_of_a_library_equals_the_written_out_one(
     shape = AttentionShape(0, queries, size, 0.4, window, cap, False)
     mask = additive(causal(seq, window, torch.device("cpu")), torch.float64)
     with installed():
-        opened = FlashAttention.open() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
+        opened = FlashAttention.load() if library == "flash" else TransformerEngine("", "", PrecisionConfig())
         output = opened.attention(shape)(*qkv.split((queries, 1, 1), dim=3))
         (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
     expected = explicit_attention(*qkv.split((queries, 1, 1), dim=3), mask, 0.4, cap, None)
@@ -136,7 +135,7 @@ def against_the_reference(
     expected = reference_run(model, microbatch, world_size, sequence_parallel)
     tp, weights = tp_group(rank, world_size), dict(model.named_parameters())
     with installed():
-        opened: Kernels = choose(Config(kernels=kernels))
+        opened: Kernels = choose_kernels(Config(kernels=kernels))
         stage = make_stage(config, weights, tp=tp, sequence_parallel=sequence_parallel, kernels=opened)
         loss = stage(microbatch).loss_sum
         loss.backward()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.gpu.compiled import compiled
-from megapipe.model.activation import ACTIVATIONS, GRADIENTS, activation
-from megapipe.tensor_parallel.fp8 import E4M3, E5M2, rounded_values
+from megapipe.gpu.kernels import compiled
+from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
+from megapipe.tensor_parallel.fp8 import E4M3, E5M2, cast_to_fp8
 from tests.model.saved_bytes import SavedBytes
 
 
@@ -32,12 +32,12 @@ def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkey
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
     torch._dynamo.reset()
-    linears = [compiled(rounded_values) for _ in range(4)]
+    linears = [compiled(cast_to_fp8) for _ in range(4)]
     for number, linear in enumerate(linears):
         for rows, columns in ((32, 32), (32, 16 * (number + 2)), (16 * (number + 3), 32)):
             for dtype in (E4M3, E5M2):
                 x, scale = torch.randn(rows, columns).bfloat16(), torch.tensor(3.0)
-                assert torch.equal(linear(x, scale, dtype).float(), rounded_values(x, scale, dtype).float())
+                assert torch.equal(linear(x, scale, dtype).float(), cast_to_fp8(x, scale, dtype).float())
 
 
 @pytest.mark.slow

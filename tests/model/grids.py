@@ -15,7 +15,7 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
-from megapipe.gpu.choose import TORCH, Kernels
+from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
@@ -23,7 +23,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 SEQ, BATCH = 12, 2
 

@@ -33,10 +33,10 @@ def test_groups_keep_the_storages_in_the_plan(shape: str, name: str, dtype: str)
     stage = make_stage(config, weights_of(config, DTYPES[dtype]), recompute=recompute)
     documents = Documents(attention_mask=True, position_ids=True) if shape.startswith("documents") else Documents()
     microbatch = make_microbatch(config, documents=documents.attention_mask, dropout_key=DropoutKey(1, 2, 3))
-    context = stage._make_context(microbatch, DTYPES[dtype])
+    context = stage.make_context(microbatch, DTYPES[dtype])
     hidden = torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=DTYPES[dtype], requires_grad=True)
     with SavedBytes(stage, [] if context.mask is None else [context.mask]) as saved:
-        stage._run_groups(hidden, context)
+        stage.run_layers(hidden, context)
     seen = sorted((size, saved._shapes[address][1].itemsize) for address, size in saved._sizes.items())
     sizes = LocalSizes.of(config, 1, False, BATCH, dtype)
     planned = [storage for group in group_storages(config, sizes, recompute, 3, documents) for storage in group]

@@ -31,7 +31,7 @@ from megapipe.plan.activations import (
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs
 from megapipe.tensor_parallel.random import DropoutKey
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.model.grids import BATCH, GPT2, LLAMA, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes
@@ -130,7 +130,7 @@ def counted(
     if not part.has_embedding:
         seq = config.seq_length // tp.size if sequence_parallel else config.seq_length
         inputs = (torch.randn(seq, BATCH, config.hidden_size, dtype=dtype).requires_grad_(),)
-    shared = stage._make_context(microbatch, dtype).mask if microbatch.document_ids is None else None
+    shared = stage.make_context(microbatch, dtype).mask if microbatch.document_ids is None else None
     fields = (getattr(microbatch, field.name) for field in dataclasses.fields(microbatch))
     excluded = [tensor for tensor in (*fields, shared) if isinstance(tensor, torch.Tensor)]
     with SavedBytes(stage, excluded) as saved:
@@ -309,6 +309,6 @@ def test_tables_shared_by_microbatches_have_the_bytes_in_the_plan(shape: str) ->
     config = model_config(**SHAPES[shape])
     sizes = LocalSizes.of(config, 1, False, BATCH, "bf16")
     weights = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in model_specs(config, False)}
-    context = make_stage(config, weights)._make_context(make_microbatch(config), torch.bfloat16)
+    context = make_stage(config, weights).make_context(make_microbatch(config), torch.bfloat16)
     assert rotary_table_bytes(config, sizes) == sum(table.untyped_storage().nbytes() for table in context.rotary or ())
     assert shared_mask_bytes(config, sizes) == (0 if context.mask is None else context.mask.untyped_storage().nbytes())

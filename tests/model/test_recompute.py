@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.live_bytes import LiveBytes
-from megapipe.model.kept_attention import KeptAttention
-from megapipe.model.recompute import Replay, layer_groups
+from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
 from megapipe.tensor_parallel.random import DropoutKey
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.model.grids import GPT2, LLAMA, make_microbatch, make_stage, model_config, reference
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -75,14 +74,14 @@ def test_recompute_gives_the_same_bits(name: str, recompute: str, split: bool) -
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
 @pytest.mark.parametrize(("recompute", "num_forwards"), [("mlp", 2), ("uniform1", 2), ("core_attn", 1)])
-def test_each_segment_is_replayed_once(
+def test_each_segment_is_recomputed_once(
     monkeypatch: pytest.MonkeyPatch, recompute: str, num_forwards: int, split: bool
 ) -> None:
-    import megapipe.model.parts as parts
+    import megapipe.model.mlp as mlp
 
     calls: list[Any] = []
-    original = parts.activation
-    monkeypatch.setattr(parts, "activation", lambda name, _: lambda x: (calls.append(name), original(name)(x))[1])
+    original = mlp.activation
+    monkeypatch.setattr(mlp, "activation", lambda name, _: lambda x: (calls.append(name), original(name)(x))[1])
     run("gpt2", RECOMPUTES[recompute], split)
     assert len(calls) == 3 * num_forwards
 
@@ -103,7 +102,7 @@ class CountedKernels(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("recompute", "num_forwards"), [("uniform2", 6), ("uniform2_attention_kept", 3), ("block1_attention_kept", 3)]
 )
-def test_a_replay_that_keeps_attention_does_not_run_its_kernel(recompute: str, num_forwards: int) -> None:
+def test_a_recompute_that_keeps_attention_does_not_run_its_kernel(recompute: str, num_forwards: int) -> None:
     with CountedKernels() as counted:
         run("llama_fused", RECOMPUTES[recompute])
     assert sum("backward" in name for name in counted.names) == 3
@@ -142,9 +141,9 @@ def test_a_librarys_kernel_is_kept_by_the_name_that_the_dispatcher_knows() -> No
             return grad * ctx.saved_tensors[0], None, None
 
     kept = KeptAttention()
-    replay = Replay(lambda x: kept(Attention.apply, x * 2, x, x).sum(), kept)
+    segment = RecomputedSegment(lambda x: kept(Attention.apply, x * 2, x, x).sum(), kept)
     x = torch.randn(3, requires_grad=True)
-    replay(x).backward()
+    segment(x).backward()
     assert len(calls) == 1
     assert torch.allclose(x.grad, 2 * (2 * x.detach()).exp())
 
@@ -155,27 +154,27 @@ def test_attention_without_a_kernel_that_torch_sees_is_refused() -> None:
         kept(lambda q, k, v: q + k + v, *torch.zeros(3, 2))
 
 
-def test_in_a_split_backward_the_replay_happens_at_the_input_gradient() -> None:
+def test_in_a_split_backward_the_recompute_happens_at_the_input_gradient() -> None:
     calls: list[str] = []
 
     def double(x: Tensor) -> Tensor:
         calls.append("run")
         return x * 2
 
-    replay, x = Replay(double), torch.ones(2, requires_grad=True)
-    y = replay(x)
-    recipe = replay.remake(x.detach())
+    segment, x = RecomputedSegment(double), torch.ones(2, requires_grad=True)
+    y = segment(x)
+    recompute = segment.input_recompute(x.detach())
     y.sum().backward()
     assert calls == ["run", "run"]
-    assert torch.equal(recipe.function(), torch.full((2,), 2.0))
+    assert torch.equal(recompute.function(), torch.full((2,), 2.0))
     assert calls == ["run", "run"]
-    assert replay._output is None
-    assert replay._graph is None
+    assert segment._output is None
+    assert segment._graph is None
 
 
-def test_a_replay_of_inputs_without_gradient_still_trains_its_parameters() -> None:
+def test_a_segment_of_inputs_without_gradient_still_trains_its_parameters() -> None:
     linear = torch.nn.Linear(3, 2)
-    Replay(linear)(torch.ones(1, 3)).sum().backward()
+    RecomputedSegment(linear)(torch.ones(1, 3)).sum().backward()
     assert torch.equal(linear.weight.grad, torch.ones(2, 3))
 
 

@@ -122,7 +122,7 @@ def counted_layer(
     stage = make_stage(config, weights, tp=Group.alone("tp"), recompute=recompute)
     block = stage.decoder.layers["0"]
     microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
-    context = stage._make_context(microbatch, dtype)
+    context = stage.make_context(microbatch, dtype)
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, dtype=dtype, requires_grad=True)
     shared: list[Any] = [context.mask] if context.mask is not None else []
     with SavedBytes(block, shared) as saved:
@@ -146,10 +146,10 @@ def test_full_recompute_keeps_the_input_of_each_group(recompute: RecomputeConfig
     weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, recompute=recompute)
     microbatch = make_microbatch(config)
-    context = stage._make_context(microbatch, torch.float32)
+    context = stage.make_context(microbatch, torch.float32)
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, requires_grad=True)
     with SavedBytes(stage) as saved:
-        stage._run_groups(hidden, context)
+        stage.run_layers(hidden, context)
     assert saved.total == num_inputs * SEQ * BATCH * config.hidden_size * 4, "\n".join(saved.storages)
 
 
@@ -157,8 +157,8 @@ def test_block_recompute_keeps_the_rest_whole() -> None:
     config = model_config(**GPT2, num_layers=3)
     weights = {name: tensor.float() for name, tensor in reference(config).named_parameters()}
     stage = make_stage(config, weights, recompute=RecomputeConfig("full", "block", 1))
-    context = stage._make_context(make_microbatch(config), torch.float32)
+    context = stage.make_context(make_microbatch(config), torch.float32)
     hidden = torch.randn(SEQ, BATCH, config.hidden_size, requires_grad=True)
     with SavedBytes(stage) as saved:
-        stage._run_groups(hidden, context)
+        stage.run_layers(hidden, context)
     assert saved.total == SEQ * BATCH * config.hidden_size * 4 + 2 * layer_bytes(config, (), 4, 4)

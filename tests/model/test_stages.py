@@ -11,8 +11,8 @@ from torch import Tensor
 from megapipe.comm.groups import Group
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
-from megapipe.model.core_attention import explicit_attention
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.model_specs import model_specs, specs_of_stage
@@ -183,7 +183,7 @@ def test_tables_and_masks_do_not_pile_up_over_lengths() -> None:
         for length in range(1, SEQ + 1):
             logits = stage(dataclasses.replace(make_microbatch(config), tokens=tokens[:, :length]), return_logits=True)
             assert_equal(logits, whole[:length], f"{length} tokens")
-    assert len(stage._make_context.rotary._tables) == 1
+    assert len(stage.make_context.rotary._tables) == 1
 
 
 def test_explicit_attention_in_fp16_does_not_overflow_on_large_logits() -> None:

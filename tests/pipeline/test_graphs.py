@@ -17,7 +17,7 @@ from megapipe.pipeline.graphs import CapturedStage, Example, RankGraphs, StageGr
 from megapipe.pipeline.stage import StageRunner
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.pipeline.tape import Pool, TapeRecorder
 
 WIDTH = 4

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-import megapipe.tensor_parallel.chunked_gemm as chunked_gemm
 import megapipe.tensor_parallel.gemms as gemms
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.plan.comm_chunks import CommChunks
-from megapipe.tensor_parallel.chunked_gemm import chunk_slices, gathered_product, summed_product
-from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, chunk_slices, gathered_product, summed_product
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.mappings import empty_whole, gathered, reduce_scattered, reduced
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.mappings import empty_gathered, gathered, reduce_scattered, reduced
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, tp_group
 
@@ -44,7 +42,7 @@ def run_gather(rank: int, world_size: int, count: int) -> None:
     group = tp_group(rank, world_size)
     for dtype in (torch.float64, torch.bfloat16):
         x, one = drawn(rank, *SHAPE, dtype=dtype), torch.eye(SHAPE[-1], dtype=dtype)
-        whole = empty_whole(x, group)
+        whole = empty_gathered(x, group)
         product = gathered_product(x, PLAIN_GEMMS.forward_chunks(x, one, None, group), SHAPE[-1], group, count, whole)
         expected = gathered(x, group)
         assert torch.equal(whole, expected) and torch.equal(product, expected)
@@ -82,12 +80,12 @@ def test_a_sum_in_chunks_has_the_bits_of_a_whole_one_over_two_ranks(ranks: RankP
 
 
 def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sequence of 8 cannot be cut over 3"):
-        summed_product(torch.zeros(8, 1, 2), lambda x, out: None, 2, Group("tp", (0, 1, 2), 0), scatters=True, count=2)
+    with pytest.raises(ConfigError, match="sequence of 8 cannot be split over 3"):
+        summed_product(torch.zeros(8, 1, 2), lambda x, out: None, 2, Group("tp", (0, 1, 2), 0), scatter=True, count=2)
 
 
 def recorded(run: Callable[[], Any]) -> list[str]:
-    """Launches, waits and products of chunked_gemm, in their order."""
+    """Return launches, waits and products of gemms.py in their order."""
     events: list[str] = []
 
     def spied(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +105,7 @@ def recorded(run: Callable[[], Any]) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            patch.setattr(chunked_gemm, name, spied(name, getattr(chunked_gemm, name)))
+            patch.setattr(gemms, name, spied(name, getattr(gemms, name)))
         multiply = gemms._multiply
         patch.setattr(gemms, "_multiply", lambda *args: (events.append("gemm"), multiply(*args)))
         run()

@@ -10,13 +10,12 @@ from torch.nn import functional
 import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
-from megapipe.model.core_attention import soft_cap as with_cap
-from megapipe.tensor_parallel.chunked_loss import chunked_cross_entropy
-from megapipe.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megapipe.model.head import capped_logits
+from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.linear import ColumnParallelLinear, column_parallel_linear
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
@@ -135,11 +134,13 @@ def run_no_full_logits(rank: int, world_size: int) -> None:
     hidden, vocabulary, seq = 4, 512, 16
     embedding = VocabParallelEmbedding(vocabulary, hidden, group, True, true_vocab_size=500)
     embedding.weight = nn.Parameter(torch.randn(vocabulary // world_size, hidden))
+    head = ColumnParallelLinear(hidden, vocabulary, bias=False, tp=group, sequence_parallel=True)
+    head.weight = embedding.weight
     tokens = torch.arange(seq * B).view(B, seq) % 500
     full = seq * B * vocabulary
     with Storages() as storages:
         x = embedding(tokens)
-        logits = column_parallel_linear(x, embedding.weight, tp=group, sequence_parallel=True)
+        logits = head(x)
         vocab_parallel_cross_entropy(logits, tokens.t(), group, 500, 0.1, 1e-3).sum().backward()
     assert storages.largest == full // world_size, (storages.largest, full)
 
@@ -186,7 +187,7 @@ def test_leaf_logits_survive() -> None:
 
 @pytest.mark.parametrize("label", [-100, 7], ids=["negative", "padding_row"])
 def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
-    with pytest.raises(DataError, match=f"label {label} lies outside the vocabulary of 7"):
+    with pytest.raises(DataError, match=f"label {label} is outside the vocabulary of 7"):
         vocab_parallel_cross_entropy(torch.randn(1, 1, 8), torch.tensor([[label]]), Group.alone("tp"), 7)
 
 
@@ -214,7 +215,7 @@ def run_chunked(rank: int, world_size: int, sequence_parallel: bool, true_size: 
         slot = linear.slots["weight"] = GradientSlot(torch.ones_like(linear.weight))
         hidden = sliced.clone().requires_grad_()
         if size is None:
-            logits = with_cap(linear(hidden), cap)
+            logits = capped_logits(linear(hidden), cap)
             losses = vocab_parallel_cross_entropy(logits, labels, group, true_size, label_smoothing, z_loss)
         else:
             losses = chunked_cross_entropy(

@@ -11,7 +11,7 @@ from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
@@ -82,10 +82,10 @@ def test_backward_into_a_slot_makes_no_dense_gradient() -> None:
 @pytest.mark.parametrize("token", [-1, 30], ids=["negative", "padding_row"])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     embedding = VocabParallelEmbedding(32, 4, Group.alone("tp"), False, true_vocab_size=30)
-    with pytest.raises(DataError, match=f"token id {token} lies outside the vocabulary of 30"):
+    with pytest.raises(DataError, match=f"token id {token} is outside the vocabulary of 30"):
         embedding(torch.tensor([[token]]))
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match="32 rows cannot be cut over 3"):
+    with pytest.raises(ConfigError, match="32 rows cannot be split over 3"):
         VocabParallelEmbedding(32, 4, Group("tp", (0, 1, 2), 0, None, None), False)

@@ -15,12 +15,12 @@ from megapipe.tensor_parallel.fp8 import (
     E4M3,
     E5M2,
     Fp8Gemms,
-    Rounded,
+    Fp8Tensor,
     TensorScale,
-    emulated,
-    multiply,
-    rounded_values,
-    scale_for,
+    cast_to_fp8,
+    emulated_fp8_matmul,
+    fp8_matmul,
+    fp8_scale,
 )
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -33,9 +33,9 @@ DELAYED = PrecisionConfig(
 )
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Rounded:
-    scale = scale_for(x.abs().amax(), dtype)
-    return Rounded(rounded_values(x, scale, dtype), scale.reciprocal())
+def cast(x: Tensor, dtype: torch.dtype) -> Fp8Tensor:
+    scale = fp8_scale(x.abs().amax(), dtype)
+    return Fp8Tensor(cast_to_fp8(x, scale, dtype), scale.reciprocal())
 
 
 def bound(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,7 +69,7 @@ def test_a_product_is_within_the_bounds_of_its_formats(
     )
     a = a * 2.0**exponent
     exact = a.double() @ b.double().t()
-    found = emulated(cast(a, dtypes[0]), cast(b, dtypes[1]), torch.float32)
+    found = emulated_fp8_matmul(cast(a, dtypes[0]), cast(b, dtypes[1]), torch.float32)
     da, db = bound(a, dtypes[0]).double(), bound(b, dtypes[1]).double()
     most = da @ b.abs().double().t() + a.abs().double() @ db.t() + da @ db.t()
     sums = 1e-6 * k * (a.abs().double() @ b.abs().double().t())  # of the fp32 sums
@@ -82,19 +82,21 @@ def test_the_emulation_is_what_scaled_mm_computes(
     dtypes: tuple[torch.dtype, torch.dtype], out_dtype: torch.dtype
 ) -> None:
     a, b = cast(torch.randn(16, 32), dtypes[0]), cast(torch.randn(48, 32), dtypes[1])
-    product = torch._scaled_mm(a.values, b.values.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=out_dtype)
+    product = torch._scaled_mm(
+        a.values, b.values.t(), scale_a=a.scale_inverse, scale_b=b.scale_inverse, out_dtype=out_dtype
+    )
     torch.testing.assert_close(
-        multiply(a, b, out_dtype), product, rtol=1e-5 if out_dtype == torch.float32 else 1e-2, atol=1e-5
+        fp8_matmul(a, b, out_dtype), product, rtol=1e-5 if out_dtype == torch.float32 else 1e-2, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_the_largest_element_becomes_the_largest_number_and_a_margin_keeps_away_from_it(dtype: torch.dtype) -> None:
     x = torch.tensor([3.0, -0.7])
-    assert rounded_values(x, scale_for(x.abs().amax(), dtype), dtype)[0].float() == torch.finfo(dtype).max
-    assert rounded_values(x, scale_for(x.abs().amax(), dtype, 3), dtype)[0].float() == torch.finfo(dtype).max / 8
+    assert cast_to_fp8(x, fp8_scale(x.abs().amax(), dtype), dtype)[0].float() == torch.finfo(dtype).max
+    assert cast_to_fp8(x, fp8_scale(x.abs().amax(), dtype, 3), dtype)[0].float() == torch.finfo(dtype).max / 8
     assert (
-        rounded_values(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max
+        cast_to_fp8(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max
     )  # a scale of another step: no overflow
 
 
@@ -104,26 +106,26 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(value: float, dtype: t
     one = cast(torch.ones(2, 4), E4M3)
     x = torch.ones(3, 4)
     x[1, 2] = value
-    assert not emulated(cast(x, dtype), one, torch.float32)[1].isfinite().any()
-    assert torch.equal(emulated(cast(torch.zeros(3, 4), dtype), one, torch.float32), torch.zeros(3, 2))
+    assert not emulated_fp8_matmul(cast(x, dtype), one, torch.float32)[1].isfinite().any()
+    assert torch.equal(emulated_fp8_matmul(cast(torch.zeros(3, 4), dtype), one, torch.float32), torch.zeros(3, 2))
 
 
 def test_a_delayed_scale_is_that_of_the_steps_before_and_holds_for_a_step() -> None:
     scale = TensorScale(E4M3, DELAYED)
-    assert scale.of(torch.tensor([2.0]), records=True) == 448 / 2  # a first step has no history
-    assert scale.of(torch.tensor([4.0]), records=True) == 448 / 4
+    assert scale.scale_for(torch.tensor([2.0]), records=True) == 448 / 2  # a first step has no history
+    assert scale.scale_for(torch.tensor([4.0]), records=True) == 448 / 4
     scale.step()
-    assert scale.of(torch.tensor([100.0]), records=False) == 448 / 4  # an evaluation leaves no trace
-    assert scale.of(torch.tensor([3.0]), records=True) == 448 / 4
+    assert scale.scale_for(torch.tensor([100.0]), records=False) == 448 / 4  # an evaluation leaves no trace
+    assert scale.scale_for(torch.tensor([3.0]), records=True) == 448 / 4
     scale.step()
-    assert scale.of(torch.tensor([1.0]), records=True) == 448 / 4  # the largest of two steps
+    assert scale.scale_for(torch.tensor([1.0]), records=True) == 448 / 4  # the largest of two steps
     scale.step()
-    assert scale.of(torch.tensor([1.0]), records=True).item() == pytest.approx(448 / 3)
+    assert scale.scale_for(torch.tensor([1.0]), records=True).item() == pytest.approx(448 / 3)
     recent = TensorScale(E4M3, PrecisionConfig(fp8_format="e4m3"))
     for value in (5.0, 2.0):
-        recent.of(torch.tensor([value]), records=True)
+        recent.scale_for(torch.tensor([value]), records=True)
         recent.step()
-    assert recent.of(torch.tensor([7.0]), records=True) == 448 / 2
+    assert recent.scale_for(torch.tensor([7.0]), records=True) == 448 / 2
 
 
 def fp8_linear(precision: PrecisionConfig, bias: bool = True) -> tuple[ColumnParallelLinear, Fp8Gemms]:
@@ -144,9 +146,8 @@ def test_the_three_products_of_a_linear_round_their_operands_alone(format_: str)
     y = layer(x)
     y.backward(dy)
     gradient = E4M3 if format_ == "e4m3" else E5M2
-    x8, w8, dy8 = (
-        cast(t.detach().flatten(0, -2), d).dequantized() for t, d in ((x, E4M3), (layer.weight, E4M3), (dy, gradient))
-    )
+    rounded = (cast(t.detach().flatten(0, -2), d) for t, d in ((x, E4M3), (layer.weight, E4M3), (dy, gradient)))
+    x8, w8, dy8 = (tensor.values.float() * tensor.scale_inverse for tensor in rounded)
     torch.testing.assert_close(y.detach().flatten(0, 1), x8 @ w8.t() + layer.bias, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad.flatten(0, 1), dy8 @ w8, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(layer.slots["weight"].main_grad, dy8.t() @ x8, rtol=1e-5, atol=1e-5)
@@ -155,8 +156,8 @@ def test_the_three_products_of_a_linear_round_their_operands_alone(format_: str)
 
 def test_weights_are_cast_once_a_row_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    original = fp8.rounded_values
-    monkeypatch.setattr(fp8, "rounded_values", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1])
+    original = fp8.cast_to_fp8
+    monkeypatch.setattr(fp8, "cast_to_fp8", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1])
     layer, gemms = fp8_linear(TENSORWISE, bias=False)
     outputs = []
     for row in range(2):

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linears against nn.functional.linear in one process, in fp64: same outputs, same gradients, on any road."""
+"""Column- and row-parallel linears against nn.functional.linear in one process, in fp64: same outputs, same gradients, in every mode."""
 
 from __future__ import annotations
 
@@ -16,14 +16,8 @@ from megapipe.errors import ConfigError
 from megapipe.plan.comm_chunks import WHOLE, CommChunks
 from megapipe.tensor_parallel.gemms import PlainGemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    column_parallel_linear,
-    row_parallel_linear,
-)
-from megapipe.tensor_parallel.weight_gradient import Remake
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.tensor_parallel.weight_gradient import InputRecompute, WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
@@ -32,7 +26,7 @@ KINDS = ("column", "row")
 
 
 class Case:
-    """One linear whole and cut: weights, and per microbatch an input before an activation, an output gradient and all the right answers."""
+    """One linear whole and cut: weights, and per microbatch an input before an activation, an output gradient and the expected results."""
 
     def __init__(
         self, kind: str, group: Group, sequence_parallel: bool, bias: bool, chunks: CommChunks = WHOLE
@@ -85,9 +79,9 @@ class Case:
 
 
 def run_case(
-    group: Group, kind: str, sequence_parallel: bool, chunks: CommChunks, road: tuple[bool, bool, bool, bool]
+    group: Group, kind: str, sequence_parallel: bool, chunks: CommChunks, mode: tuple[bool, bool, bool, bool]
 ) -> None:
-    bias, slots, split, remake = road
+    bias, slots, split, recompute = mode
     case = Case(kind, group, sequence_parallel, bias, chunks)
     layer = case.layer
     ready: list[GradientSlot] = []
@@ -98,8 +92,8 @@ def run_case(
     outputs, input_gradients, weight_gradient, bias_gradient = case.whole()
     for microbatch in range(2):
         before = case.input_part(case.before[microbatch]).requires_grad_()
-        recipe = Remake(lambda t, function: function(t), (before, torch.tanh)) if remake else None
-        y = layer(torch.tanh(before), remake=recipe)
+        input_recompute = InputRecompute(torch.tanh, (before,)) if recompute else None
+        y = layer(torch.tanh(before), recompute=input_recompute)
         close(y, outputs[microbatch])
         if split:
             case.queue.defer(microbatch)
@@ -125,8 +119,8 @@ def run_case(
             close(getattr(layer, name).grad, expected)
 
 
-# bias, slots, split, remake: every pair of them occurs
-ROADS = [
+# bias, slots, split, recompute: every pair of them occurs
+MODES = [
     (True, False, False, False),
     (True, True, True, True),
     (True, True, False, False),
@@ -138,20 +132,20 @@ ROADS = [
 ]
 
 
-def run_all_roads(rank: int, world_size: int, kind: str, sequence_parallel: bool, chunks: CommChunks = WHOLE) -> None:
-    for road in ROADS:
+def run_all_modes(rank: int, world_size: int, kind: str, sequence_parallel: bool, chunks: CommChunks = WHOLE) -> None:
+    for mode in MODES:
         run_case(
-            tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), kind, sequence_parallel, chunks, road
+            tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), kind, sequence_parallel, chunks, mode
         )
 
 
 @pytest.mark.parametrize("chunks", [WHOLE, CommChunks(3, 3)], ids=["whole", "chunks"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence_parallel"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_all_gradients_equal_one_process_on_every_road(
+def test_outputs_and_all_gradients_equal_one_process_in_every_mode(
     ranks: RankPool, kind: str, sequence_parallel: bool, chunks: CommChunks
 ) -> None:
-    ranks.run(run_all_roads, kind, sequence_parallel, chunks)
+    ranks.run(run_all_modes, kind, sequence_parallel, chunks)
 
 
 def run_low_precision(rank: int, world_size: int, kind: str, dtype: torch.dtype) -> None:
@@ -187,10 +181,10 @@ def test_low_precision_differs_by_its_rounding_alone(ranks: RankPool, kind: str,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_group_of_one_is_a_plain_linear(kind: str) -> None:
-    run_all_roads(0, 1, kind, True, CommChunks(2, 2))
+    run_all_modes(0, 1, kind, True, CommChunks(2, 2))
 
 
-def run_saved(rank: int, world_size: int, kind: str, remake: bool) -> list[tuple[int, ...]]:
+def run_saved(rank: int, world_size: int, kind: str, recompute: bool) -> list[tuple[int, ...]]:
     case = Case(kind, tp_group(rank, world_size), True, True)
     saved: list[tuple[int, ...]] = []
     before = case.input_part(case.before[0]).requires_grad_()
@@ -199,20 +193,20 @@ def run_saved(rank: int, world_size: int, kind: str, remake: bool) -> list[tuple
     def pack(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             saved.append(tuple(tensor.shape))
-            assert tensor.data_ptr() == (before if remake else x).data_ptr()
+            assert tensor.data_ptr() == (before if recompute else x).data_ptr()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        case.layer(x, remake=Remake(torch.tanh, (before,)) if remake else None)
+        case.layer(x, recompute=InputRecompute(torch.tanh, (before,)) if recompute else None)
     return saved
 
 
-@pytest.mark.parametrize("remake", [False, True], ids=["input", "remade"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["input", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_scattered_input_or_its_recipe_is_kept(ranks: RankPool, kind: str, remake: bool) -> None:
+def test_only_the_scattered_input_or_what_recomputes_it_is_saved(ranks: RankPool, kind: str, recompute: bool) -> None:
     tp = ranks.world_size
     kept = (S // tp, B, IN) if kind == "column" else (S, B, IN // tp)
-    assert ranks.run(run_saved, kind, remake) == [[kept]] * tp
+    assert ranks.run(run_saved, kind, recompute) == [[kept]] * tp
 
 
 def run_waiting_bytes(rank: int, world_size: int, kind: str) -> None:
@@ -223,14 +217,15 @@ def run_waiting_bytes(rank: int, world_size: int, kind: str) -> None:
     case.queue.defer(0)
     y.backward(grad_output)
     (waiting,) = case.queue._waiting[0]
-    assert waiting.inputs.numel() == x.numel()
-    assert not waiting.inputs.requires_grad, "what waits for W holds the graph"
-    assert waiting.grad_output._whole is None
-    assert waiting.grad_output._tensor.data_ptr() == grad_output.data_ptr()
+    (kept,) = waiting.inputs
+    assert kept.numel() == x.numel()
+    assert not kept.requires_grad, "a gradient that waits for W holds the graph"
+    assert not waiting.grad_output.is_launched
+    assert waiting.grad_output.tensor.data_ptr() == grad_output.data_ptr()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_waits_for_w_is_scattered_and_holds_no_graph(ranks: RankPool, kind: str) -> None:
+def test_a_gradient_that_waits_for_w_is_scattered_and_holds_no_graph(ranks: RankPool, kind: str) -> None:
     ranks.run(run_waiting_bytes, kind)
 
 
@@ -309,27 +304,37 @@ def test_each_gemm_runs_once(split: bool) -> None:
     assert [name for name in at_weight.names if "mm" in name] == ["addmm_.default"]
 
 
-@pytest.mark.parametrize("function", [column_parallel_linear, row_parallel_linear], ids=KINDS)
-def test_gradcheck_in_a_group_of_one(function: Callable[..., Tensor]) -> None:
+def applied(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, slots: Any = None) -> Tensor:
+    """Apply a linear of a group of one over the given tensors."""
+    (out_features, in_features), alone = weight.shape, Group.alone("tp")
+    make = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
+    layer = make(in_features, out_features, bias=bias is not None, tp=alone, sequence_parallel=False)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        delattr(layer, name)  # a Parameter: only a plain attribute can hold a tensor that is none
+        setattr(layer, name, tensor)
+    layer.slots = slots or {}
+    return layer(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck_in_a_group_of_one(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     x, weight, bias = (
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((3, 2, 4), (5, 4), (5,))
     )
-    assert torch.autograd.gradcheck(lambda *tensors: function(*tensors, tp=Group.alone("tp")), (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda *tensors: applied(kind, *tensors), (x, weight, bias))
 
 
-@pytest.mark.parametrize("function", [column_parallel_linear, row_parallel_linear], ids=KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "wanted", [(0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)], ids=["weight", "input", "bias", "input+bias"]
 )
-def test_frozen_tensors_get_no_gradient_and_the_others_theirs(
-    function: Callable[..., Tensor], wanted: tuple[int, int, int]
-) -> None:
+def test_frozen_tensors_get_no_gradient_and_the_others_theirs(kind: str, wanted: tuple[int, int, int]) -> None:
     drawn = [torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 4), (5, 4), (5,))]
     ours = [t.clone().requires_grad_(bool(flag)) for t, flag in zip(drawn, wanted, strict=True)]
     plain = [t.clone().requires_grad_(bool(flag)) for t, flag in zip(drawn, wanted, strict=True)]
-    function(*ours, tp=Group.alone("tp")).square().sum().backward()
+    applied(kind, *ours).square().sum().backward()
     functional.linear(*plain).square().sum().backward()
     for mine, theirs in zip(ours, plain, strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
@@ -343,8 +348,8 @@ def test_a_linear_used_twice_adds_both_gradients() -> None:
     ready: list[GradientSlot] = []
     slot = GradientSlot(torch.zeros_like(weight), uses=2, on_ready=ready.append)
     ours, plain = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    inner = row_parallel_linear(x, ours, tp=Group.alone("tp"), slots={"weight": slot})
-    row_parallel_linear(inner, ours, tp=Group.alone("tp"), slots={"weight": slot}).square().sum().backward()
+    inner = applied("row", x, ours, slots={"weight": slot})
+    applied("row", inner, ours, slots={"weight": slot}).square().sum().backward()
     functional.linear(functional.linear(x, plain), plain).square().sum().backward()
     close(slot.main_grad, plain.grad)
     assert ready == [slot]
@@ -355,7 +360,7 @@ def test_low_precision_gradients_accumulate_in_fp32(dtype: torch.dtype) -> None:
     weight, bias = torch.zeros(4, 8, dtype=dtype, requires_grad=True), torch.zeros(4, dtype=dtype, requires_grad=True)
     slots = {"weight": GradientSlot(torch.full((4, 8), 4096.0)), "bias": GradientSlot(torch.full((4,), 4096.0))}
     for _ in range(3):
-        y = column_parallel_linear(torch.ones(1, 1, 8, dtype=dtype), weight, bias, tp=Group.alone("tp"), slots=slots)
+        y = applied("column", torch.ones(1, 1, 8, dtype=dtype), weight, bias, slots)
         assert y.dtype == dtype
         y.backward(torch.ones_like(y))
     for slot in slots.values():

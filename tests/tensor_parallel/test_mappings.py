@@ -32,8 +32,6 @@ TABLE: dict[str, tuple[Callable[[int], tuple[int, int]], Pieces, Pieces]] = {
         lambda x, r: together(x).chunk(len(x))[r],
         lambda g, r: torch.cat(g),
     ),
-    "scatter_sequence": (lambda tp: (S, H), lambda x, r: x[r].chunk(len(x))[r], lambda g, r: torch.cat(g)),
-    "gather_columns": (lambda tp: (S, H // tp), lambda x, r: torch.cat(x, -1), lambda g, r: g[r].chunk(len(g), -1)[r]),
 }
 
 
@@ -63,7 +61,6 @@ def test_a_group_of_one_is_the_identity(name: str) -> None:
     assert getattr(mappings, name)(x, Group.alone("tp")) is x
 
 
-@pytest.mark.parametrize("name", ["scatter_sequence", "reduce_scatter_sequence"])
-def test_a_sequence_that_tp_does_not_divide_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="sequence of 7 cannot be cut over 2"):
-        getattr(mappings, name)(torch.randn(7, 1, 2), Group("tp", (0, 1), 0, None, None))
+def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence of 7 cannot be split over 2"):
+        mappings.reduce_scatter_sequence(torch.randn(7, 1, 2), Group("tp", (0, 1), 0, None, None))

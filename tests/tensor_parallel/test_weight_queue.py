@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.comm.groups import Group
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_queue import WeightQueue
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 
 class Recorded:
@@ -58,13 +58,13 @@ def test_a_backward_without_weight_gradients_may_be_run() -> None:
 
 def test_misuse_is_refused() -> None:
     queue = WeightQueue()
-    with pytest.raises(RuntimeError, match="no weight gradients wait under 3"):
+    with pytest.raises(RuntimeError, match="no weight gradients are queued under 3"):
         queue.run(3)
     queue.defer(0)
     with pytest.raises(RuntimeError, match="deferring already"):
         queue.defer(1)
     queue.immediate()
-    with pytest.raises(RuntimeError, match="still wait"):
+    with pytest.raises(RuntimeError, match="still waiting"):
         queue.defer(0)
     queue.clear()
     queue.defer(0)

@@ -16,7 +16,7 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import DocumentRules
 from megapipe.plan.resolve import resolve
-from megapipe.tensor_parallel import chunked_loss, cross_entropy, embedding
+from megapipe.tensor_parallel import cross_entropy, embedding
 from megapipe.train.fault_search import search
 from megapipe.train.faults import OutputWatch
 from megapipe.train.step import Rates
@@ -55,12 +55,12 @@ class Trained:
 def as_on_a_card() -> Iterator[None]:
     """On a CPU ids are looked at by the host, on a card by the device."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (embedding, cross_entropy, chunked_loss):
+        for module in (embedding, cross_entropy):
             patch.setattr(module, "check_ids", lambda *_: None)
         patch.setattr(
             embedding,
-            "_contributing",
-            lambda rows, gradient, is_here: (rows, gradient.masked_fill(~is_here[:, None], 0)),
+            "_local_rows",
+            lambda rows, gradient, is_local: (rows, gradient.masked_fill(~is_local[:, None], 0)),
         )
         yield
 

@@ -38,7 +38,7 @@ from megapipe.environment import set_for_libraries
 from megapipe.errors import MegapipeError
 from megapipe.plan.hardware import peak_flops
 from megapipe.plan.memory import rank_memory
-from megapipe.tensor_parallel.fp8 import why_no_fp8
+from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 
 OURS = ("megapipe", "megapipe-fp8")
 CONTENDERS = (*OURS, "plain", "transformers")
@@ -212,7 +212,7 @@ def refuse(arguments: argparse.Namespace) -> None:
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
             raise BenchError("torch sees no GPU (--device cpu tries the tool)")
-        why = why_no_fp8(torch.device("cuda")) if "megapipe-fp8" in arguments.contenders else None
+        why = fp8_unsupported_reason(torch.device("cuda")) if "megapipe-fp8" in arguments.contenders else None
         if why is not None:
             raise BenchError(f"{why}; leave megapipe-fp8 out of --contenders")
     if arguments.check and not any(is_barred(key, arguments) for key in arguments.shapes):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megapipe.dtypes import FP8, TENSOR_DTYPES
 from megapipe.extras.calibrate.stopwatch import FEWEST_CALLS, Stopwatch
-from megapipe.model.core_attention import fused_attention
-from megapipe.tensor_parallel.fp8 import E4M3, Rounded, multiply, why_no_fp8
+from megapipe.model.attention import fused_attention
+from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul, fp8_unsupported_reason
 
 Key = TypeVar("Key")
 TORCH_DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
@@ -65,7 +65,7 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
         name: square_gemms(of, stopwatch, PEAKS * seconds / len(TORCH_DTYPES)) for name, of in TORCH_DTYPES.items()
     }
     flops = {name: rate for name, rate in peaks.items() if rate is not None}
-    if stopwatch.device.type == "cuda" and why_no_fp8(stopwatch.device) is None:
+    if stopwatch.device.type == "cuda" and fp8_unsupported_reason(stopwatch.device) is None:
         flops[FP8] = fp8_gemms(stopwatch, PEAKS * seconds / len(TORCH_DTYPES))
     flops[dtype] = max(flops[dtype], *gemms.values())  # a share is of the best that was seen
     return Rates(
@@ -108,8 +108,8 @@ def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
     """FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as a linear's forward has it."""
 
     def make(size: int) -> Callable[[], object]:
-        a, b = (Rounded.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
-        return lambda: multiply(a, b, torch.bfloat16, fast=True)
+        a, b = (Fp8Tensor.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
+        return lambda: fp8_matmul(a, b, torch.bfloat16, fast=True)
 
     return _fastest(make, stopwatch, budget_seconds)
 

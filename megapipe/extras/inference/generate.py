@@ -16,8 +16,7 @@ from megapipe.comm.collectives import all_gather, broadcast
 from megapipe.comm.groups import ProcessGroups
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.sampling import Sampling
-from megapipe.model.kv_cache import KVCache
-from megapipe.model.microbatch import Microbatch
+from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.run_plan import RunPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megapipe.tensor_parallel.fp8 import E4M3, Rounded, multiply
+from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul
 
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 GEMM_SECONDS = {"cuda": 0.4, "cpu": 0.01}
@@ -49,8 +49,8 @@ def gemm_rate(dtype: torch.dtype, device: torch.device) -> float:
 def fp8_gemm_rate(device: torch.device) -> float:
     """FLOP/s of the same GEMM with e4m3 operands, one scale a tensor, as a linear's forward has it: bf16 result, fast sums."""
     size = GEMM_SIZE[device.type]
-    a, b = (Rounded.of(torch.randn(size, size, device=device), E4M3) for _ in range(2))
-    return 2.0 * size**3 / sustained_seconds(lambda: multiply(a, b, torch.bfloat16, fast=True), device)
+    a, b = (Fp8Tensor.of(torch.randn(size, size, device=device), E4M3) for _ in range(2))
+    return 2.0 * size**3 / sustained_seconds(lambda: fp8_matmul(a, b, torch.bfloat16, fast=True), device)
 
 
 def sustained_seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -1,0 +1,150 @@
+"""`Kernels`: the implementations that the configuration chose, imported once on every rank, and torch.compile for pointwise
+functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megapipe.config.config import Config
+from megapipe.config.precision import PrecisionConfig
+from megapipe.gpu.libraries import Apex, FlashAttention
+from megapipe.gpu.transformer_engine import TransformerEngine
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The library behind each part of the model; None for torch's own kernels."""
+
+    layers: TransformerEngine | None = None  # linears and norms
+    norms: Apex | None = None  # norms alone
+    attention: FlashAttention | TransformerEngine | None = None
+    optimizer: Apex | TransformerEngine | None = None
+    fp8: PrecisionConfig | None = None  # settings of fp8; None without it
+    compiles: bool = False  # pointwise functions are compiled
+    splits_backward: bool = False  # the schedule has I and W
+    deterministic: bool = False  # --deterministic-mode
+
+    def pointwise(self, function: AnyFunction) -> AnyFunction:
+        """Return the function, compiled if that was chosen."""
+        return compiled(function) if self.compiles else function
+
+
+TORCH = Kernels()
+
+
+def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
+    """Import the chosen libraries and no others. Raises ConfigError for a library that is not installed."""
+    chosen, precision = config.kernels, config.precision
+    layers: TransformerEngine | None = None
+    norms: Apex | None = None
+    attention: FlashAttention | TransformerEngine | None = None
+    optimizer: Apex | TransformerEngine | None = None
+    if chosen.transformer_impl == "transformer_engine":
+        layers = TransformerEngine("--transformer-impl transformer_engine", "--transformer-impl local", precision)
+    if chosen.attention_impl == "flash":
+        attention = FlashAttention.load()
+    elif chosen.attention_impl == "te":
+        attention = layers or TransformerEngine("--attention-impl te", "--attention-impl sdpa", precision)
+    if chosen.optimizer_impl == "apex":
+        optimizer = norms = Apex.load()
+    elif chosen.optimizer_impl == "te":
+        optimizer = layers or TransformerEngine("--optimizer-impl te", "--optimizer-impl torch", precision)
+    return Kernels(
+        layers,
+        norms,
+        attention,
+        optimizer,
+        fp8=precision if precision.fp8_format is not None else None,
+        compiles=chosen.compile_pointwise,
+        splits_backward=splits_backward,
+        deterministic=config.training.deterministic_mode,
+    )
+
+
+def describe_kernels(kernels: Kernels, config: Config, device_type: str) -> tuple[str, ...]:
+    """Return one line per part of the model: the active implementation, and why."""
+    chosen = config.kernels
+    if kernels.layers is not None:
+        linears = norms = f"Transformer Engine {kernels.layers.version}"
+    else:
+        linears, norms = "megapipe's on torch's GEMMs", "torch's" if kernels.norms is None else "apex's fused norms"
+    fp8 = _describe_fp8(kernels, config.precision, device_type)
+    pointwise = "compiled" if kernels.compiles else "not compiled"
+    attention = _describe_attention(kernels, config, device_type)
+    if isinstance(kernels.optimizer, Apex):
+        optimizer = "FusedAdam of apex, and its accumulating weight gradient"
+    elif kernels.optimizer is not None:
+        optimizer = f"FusedAdam of Transformer Engine {kernels.optimizer.version}"
+    else:
+        optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
+    return (
+        f"linears    {linears} (--transformer-impl {chosen.transformer_impl}); {fp8}",
+        f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
+        f"attention  {attention} (--attention-impl {chosen.attention_impl})",
+        f"optimizer  {optimizer} (--optimizer-impl {chosen.optimizer_impl})",
+    )
+
+
+def _describe_fp8(kernels: Kernels, precision: PrecisionConfig, device_type: str) -> str:
+    if precision.fp8_format is None:
+        return "no fp8"
+    settings = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
+    if kernels.layers is not None:
+        return settings
+    if device_type == "cuda":
+        return f"{settings} (torch._scaled_mm)"
+    return f"{settings} (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
+
+
+def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> str:
+    if isinstance(kernels.attention, FlashAttention):
+        return f"flash-attn {kernels.attention.version}"
+    if kernels.attention is not None:
+        return f"DotProductAttention of Transformer Engine {kernels.attention.version}"
+    model = config.model
+    reasons = [
+        name
+        for name, is_on in (
+            ("--attention-dropout", model.attention_dropout > 0),
+            ("--attn-logit-softcapping", model.attn_logit_softcapping is not None),
+            ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
+        )
+        if is_on
+    ]
+    if reasons:
+        return f"explicit, not fused, for {' and '.join(reasons)}"
+    is_half = device_type == "cuda" and config.precision.dtype in ("bf16", "fp16")
+    return "scaled_dot_product_attention" + (", a flash kernel where there is no mask" if is_half else "")
+
+
+def compiled(function: AnyFunction) -> AnyFunction:
+    """Compile a pointwise function that returns one tensor: one kernel, for tensors of any size.
+
+    Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, since the compiled graph would
+    lose side effects such as main gradients and the weight queue. What is saved for the backward does not change.
+    """
+    # dynamic: torch keeps 8 graphs per function and, with fullgraph, a ninth shape would be an error; the casts of one
+    # layer's linears have more shapes
+    kernel = torch.compile(function, fullgraph=True, dynamic=True)
+
+    @wraps(function)
+    def call(x: Tensor, *others: Any) -> Tensor:
+        if not x.is_meta:
+            return kernel(x, *others)  # type: ignore[no-any-return]
+        with (
+            _disable_current_modes()
+        ):  # a dry run counts the result of the one kernel, not the temporaries of the function
+            result = function(x, *others)
+        return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=result.device)
+
+    return call  # type: ignore[return-value]

@@ -1,0 +1,121 @@
+"""`LayerFactory`: builds the linears, norms and attention kernels of a stage's layers from the kernels that were chosen.
+
+A linear is a module with `weight`, `bias`, `slots` for their gradients, and forward(x, recompute=None) with the shapes of
+tensor_parallel.linear; `can_recompute_input` (True unless set) says whether it can recompute its input instead of saving it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megapipe.comm.groups import Group
+from megapipe.config.model import ModelConfig
+from megapipe.gpu.kernels import TORCH, Kernels
+from megapipe.gpu.libraries import AttentionKernel, AttentionShape
+from megapipe.gpu.transformer_engine import LinearOptions
+from megapipe.model.norm import Norm
+from megapipe.plan.comm_chunks import WHOLE, CommChunks
+from megapipe.plan.fp8 import fp8_layers
+from megapipe.tensor_parallel.fp8 import Fp8Gemms
+from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
+from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
+
+
+@dataclass(frozen=True)
+class LayerFactory:
+    """The layer factory of one stage on one tp rank. config: with derived sizes. recompute: modules that every layer recomputes."""
+
+    config: ModelConfig
+    tp: Group
+    sequence_parallel: bool
+    recompute: frozenset[str]
+    queue: WeightQueue
+    kernels: Kernels = TORCH
+    chunks: CommChunks = WHOLE
+
+    def column(
+        self, layer: int, in_features: int, out_features: int, *, bias: bool, local_out_features: int | None = None
+    ) -> nn.Module:
+        """Build a column-parallel linear. local_out_features: as in ColumnParallelLinear."""
+        if self.kernels.layers is not None:
+            rows = out_features if local_out_features is None else local_out_features * self.tp.size
+            return self._library_linear(layer, in_features, rows, bias, "column")
+        return ColumnParallelLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            queue=self.queue,
+            local_out_features=local_out_features,
+            gemms=self._fp8_gemms(layer) or PLAIN_GEMMS,
+            chunks=self.chunks,
+        )
+
+    def row(self, layer: int, in_features: int, out_features: int, *, bias: bool) -> nn.Module:
+        """Build a row-parallel linear."""
+        if self.kernels.layers is not None:
+            return self._library_linear(layer, in_features, out_features, bias, "row")
+        return RowParallelLinear(
+            in_features,
+            out_features,
+            bias=bias,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            queue=self.queue,
+            gemms=self._fp8_gemms(layer) or PLAIN_GEMMS,
+            chunks=self.chunks,
+        )
+
+    def norm(self, size: int) -> nn.Module:
+        """Build a norm over the last dim."""
+        config, kernels = self.config, self.kernels
+        if kernels.layers is not None:
+            return kernels.layers.norm(
+                config.normalization, size, config.norm_epsilon, config.layernorm_zero_centered_gamma
+            )
+        return Norm(config, size, kernels.norms.norm if kernels.norms is not None else None)
+
+    def attention(self, layer: int, queries: int, scale: float) -> AttentionKernel | None:
+        """Build a library's attention kernel; None for torch's. queries: heads per key/value head on this rank."""
+        config = self.config
+        if self.kernels.attention is None:
+            return None
+        assert config.kv_channels is not None
+        window = None if config.window_size is None or config.window_size >= config.seq_length else config.window_size
+        shape = AttentionShape(
+            layer,
+            queries,
+            config.kv_channels,
+            scale,
+            window,
+            config.attn_logit_softcapping,
+            self.kernels.deterministic,
+        )
+        return self.kernels.attention.attention(shape)
+
+    def _uses_fp8(self, layer: int) -> bool:
+        return self.kernels.fp8 is not None and layer in fp8_layers(self.kernels.fp8, self.config.num_layers)
+
+    def _fp8_gemms(self, layer: int) -> Fp8Gemms | None:
+        if self.kernels.fp8 is None or not self._uses_fp8(layer):
+            return None
+        return Fp8Gemms(self.kernels.fp8, self.kernels.pointwise)
+
+    def _library_linear(self, layer: int, in_features: int, out_features: int, bias: bool, mode: str) -> nn.Module:
+        assert self.kernels.layers is not None
+        options = LinearOptions(
+            in_features,
+            out_features,
+            bias,
+            mode,
+            self.tp,
+            self.sequence_parallel,
+            self.queue,
+            self.kernels.splits_backward,
+            self._uses_fp8(layer),
+        )
+        return self.kernels.layers.linear(options)
