@@ -93,7 +93,7 @@ class EventClock:
         """Convert a moment to nanoseconds of the host's clock, waiting until it has passed. A plain int is returned as it is."""
         if not isinstance(moment, Mark):
             return moment
-        return self._clock.to_here(self._nanoseconds(self._base, moment.event))
+        return self._clock.to_local(self._nanoseconds(self._base, moment.event))
 
     def _reading(self) -> Reading:
         trips = []

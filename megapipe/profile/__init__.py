@@ -1,9 +1,9 @@
-"""What really happened in the pipeline, beside what was planned. Imports no torch: a profile is read and compared on any machine.
+"""What happened in the pipeline, compared with what was planned. Imports no torch, so profiles are read anywhere.
 
-clock       one time line for ranks with clocks of their own, from messages that went to and fro
-profile     what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON
-replay      a row of actions run again with the times that each of them took
-record      from the events of a tracer to the measured row of a rank
-difference  predicted and measured bubble, and where the difference went
-summary     the numbers of a profile, and the same in words for the console
+- `clock`:      converting times between clocks of different ranks, from the round trips of messages
+- `profile`:    what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON
+- `replay`:     a schedule run again with measured times
+- `difference`: predicted and measured bubble of a step, and the causes of the difference
+- `summary`:    means over the steps of a profile, and the text printed at the end of --profile-pipeline
+- `trace`:      Chrome traces of a profile and of a simulated timeline
 """

@@ -1,17 +1,17 @@
-"""Predicted and measured bubble of a profiled step, and where the difference went.
+"""Predicted and measured bubble of a profiled step, and the causes of their difference.
 
-The prediction is simulate() on the schedule that was run, with the mean time that each op of each stage took in this step and with the
-latency and bandwidth that messages had between idle ranks. Predicted and measured step do the same work, so their walls differ by idle
-time alone. It is divided by adding one cause after the other and asking each time what the step would have taken; the parts add up to the
-whole exactly, and what a cause costs is told with those before it in place:
+The prediction is simulate() on the schedule that was run, with the mean time that each op of each stage took in this
+step, and the latency and bandwidth of messages between idle ranks. Predicted and measured step do the same work, so
+their makespans differ by idle time alone. That time is split by adding one cause after another and simulating the step
+each time: the parts add up to the whole exactly, and the cost of a cause is what it adds to those before it.
 
-    equal stages     every op takes the mean of its stages, messages take no time: the bubble of the formula
-    unequal stages   + each stage its own mean
+    equal stages     every op takes the mean over stages, messages take no time: the bubble of the formula
+    unequal stages   + each stage takes its own mean
     messages         + latency and transfer between idle ranks                                    = predicted
-    noise            + each action its own time
+    noise            + each action takes its own time
     engine           + the time between actions
     optimizer        + ranks that start late, launching reductions, waiting for parameters
-    communication    + posting messages, and waiting for them longer than so far               = measured
+    communication    + posting messages, and waiting for them longer than so far                  = measured
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from functools import cached_property
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from megapipe.profile.profile import Link, MeasuredStep, PipelineSteps, Profile
+from megapipe.profile.profile import Link, MeasuredStep, Profile
 from megapipe.profile.replay import Times, replay
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs, Timeline, simulate
-
-PREDICTED = "messages"  # the cause after which the prediction stands
 
 CAUSES = {
     "equal stages": "equal stages, messages that take no time",
@@ -39,17 +37,24 @@ CAUSES = {
     "optimizer": "optimizer and reduction: late starts, launching reductions, waiting for parameters",
     "communication": "communication: posting messages and waiting for them",
 }
+PREDICTED = "messages"  # the last cause that the prediction includes
+
+StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) of an overlapped pair
 
 
 class Idle(NamedTuple):
-    """Idle seconds of a step on the two clocks: the mean over ranks with a barrier, that of the rank with most of it chained."""
+    """Idle seconds of a step in two measures.
+
+    barrier: makespan of the pipeline less the mean work of its ranks. chained: between a rank's own first and last
+    computation, of the rank with the most.
+    """
 
     barrier: float
     chained: float
 
 
 class Cause(NamedTuple):
-    """One cause of idle time: name (a key of CAUSES) and what it adds; negative where it takes away."""
+    """A cause of idle time: its name (a key of CAUSES) and the idle time it adds, negative if it saves some."""
 
     name: str
     seconds: Idle
@@ -57,25 +62,19 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredTimeline:
-    """A measured step on the axis of its plan: seconds from the first action of any rank.
-
-    starts, ends: of every slot, a wait for the message at the head of an action included; message_waits, parameter_waits: within it.
-    """
+    """A measured step on the axis of its plan: seconds from the first action of any rank."""
 
     schedule: Schedule
     step: MeasuredStep
 
     @cached_property
     def origin_ns(self) -> int:
-        """The first action's start on the profile's clock."""
+        """Start of the first action on the profile's clock."""
         return min(row.starts_ns[0] for row in self.step.rows if row.starts_ns)
-
-    def seconds(self, time_ns: int) -> float:
-        """A time of the profile's clock on this axis."""
-        return (time_ns - self.origin_ns) / 1e9
 
     @cached_property
     def starts(self) -> Times:
+        """Start of every slot, before any wait for a message."""
         return tuple(tuple(map(self.seconds, row.starts_ns)) for row in self.step.rows)
 
     @cached_property
@@ -91,26 +90,32 @@ class MeasuredTimeline:
         return tuple(tuple(wait / 1e9 for wait in row.parameter_waits_ns) for row in self.step.rows)
 
     @cached_property
-    def own_seconds(self) -> Times:
-        """Of every slot: its time without waits. That of an overlapped pair stands at its OVERLAP, its halves have none."""
+    def compute_starts(self) -> Times:
+        """When each slot continues after its message has arrived."""
         return tuple(
-            tuple(
-                0.0 if slot in halves else end - start - message - parameter
-                for slot, (start, end, message, parameter) in enumerate(zip(*times, strict=True))
-            )
-            for halves, *times in zip(
-                map(_halves, self.schedule.rows),
-                self.starts,
-                self.ends,
-                self.message_waits,
-                self.parameter_waits,
-                strict=True,
-            )
+            tuple(map(sum, zip(*times, strict=True))) for times in zip(self.starts, self.message_waits, strict=True)
         )
 
     @cached_property
+    def own_seconds(self) -> Times:
+        """Time of every slot without waits. An overlapped pair has its time at its OVERLAP, its halves have none."""
+        found = []
+        for rank, row in enumerate(self.schedule.rows):
+            halves = _halves(row)
+            times = zip(
+                self.starts[rank], self.ends[rank], self.message_waits[rank], self.parameter_waits[rank], strict=True
+            )
+            found.append(
+                tuple(
+                    0.0 if slot in halves else end - start - message - parameter
+                    for slot, (start, end, message, parameter) in enumerate(times)
+                )
+            )
+        return tuple(found)
+
+    @cached_property
     def work_seconds(self) -> tuple[float, ...]:
-        """Of each rank: the time it computed."""
+        """Computing time of each rank."""
         return tuple(
             sum(own for (_, op, _), own in zip(row, owns, strict=True) if op in BUSY_OPS or op is Op.OVERLAP)
             for row, owns in zip(self.schedule.rows, self.own_seconds, strict=True)
@@ -118,57 +123,57 @@ class MeasuredTimeline:
 
     @cached_property
     def makespan_seconds(self) -> float:
-        """From the first action of any rank to the end of the last computation of any."""
-        return _wall(self.schedule, self.ends)
-
-    @cached_property
-    def begins(self) -> Times:
-        """Of every slot: when it goes on after its message has come."""
-        return tuple(
-            tuple(map(sum, zip(*times, strict=True))) for times in zip(self.starts, self.message_waits, strict=True)
-        )
+        """Time from the first action of any rank to the end of the last computation of any."""
+        return _makespan(self.schedule, self.ends)
 
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
-        """Of each rank: between its first and its last computation."""
-        return _chained(self.schedule, self.begins, self.ends, self.work_seconds)
+        """Idle time of each rank between its first and its last computation."""
+        return _chained_idle(self.schedule, self.compute_starts, self.ends, self.work_seconds)
 
     @cached_property
     def idle(self) -> Idle:
-        return _idle(self.schedule, self.begins, self.ends, self.work_seconds)
+        return _idle(self.schedule, self.compute_starts, self.ends, self.work_seconds)
+
+    def seconds(self, time_ns: int) -> float:
+        """Return a time of the profile's clock on this axis."""
+        return (time_ns - self.origin_ns) / 1e9
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One profiled step of one pipeline beside its plan. causes: from the ideal to the measured step; their sum is `measured.idle`."""
+    """One profiled step of one pipeline and its plan.
+
+    causes: from the ideal to the measured step; they sum to its idle time.
+    """
 
     measured: MeasuredTimeline
     plan: Timeline
     causes: tuple[Cause, ...]
 
     @property
-    def predicted_idle(self) -> Idle:
-        """Of the plan."""
-        names = [cause.name for cause in self.causes]
-        return add(self.causes[: names.index(PREDICTED) + 1])
-
-    @property
     def mean_work_seconds(self) -> float:
-        """Of a rank; the same in plan and measurement."""
+        """Mean computing time of a rank, the same in plan and measurement."""
         return fmean(self.measured.work_seconds)
 
 
-def add(causes: Sequence[Cause]) -> Idle:
-    """What some causes add up to."""
+def total_idle(causes: Sequence[Cause]) -> Idle:
+    """Return the sum of the causes."""
     return Idle(sum(cause.seconds.barrier for cause in causes), sum(cause.seconds.chained for cause in causes))
 
 
-def compare(profile: Profile, pipeline: PipelineSteps, step: MeasuredStep) -> Comparison:
-    """The step beside its plan."""
+def predicted_idle(causes: Sequence[Cause]) -> Idle:
+    """Return the idle time of the plan: the sum of the causes that the prediction includes."""
+    names = [cause.name for cause in causes]
+    return total_idle(causes[: names.index(PREDICTED) + 1])
+
+
+def compare(profile: Profile, step: MeasuredStep) -> Comparison:
+    """Compare a step with its plan."""
     measured = MeasuredTimeline(profile.schedules[step.num_microbatches], step)
-    schedule, own = measured.schedule, measured.own_seconds
+    schedule = measured.schedule
     transfer, latency = message_costs(schedule, profile.links)
-    means = mean_seconds(measured)
+    means = _mean_seconds(measured)
     ideal = simulate(schedule, _costs(schedule, _equal_stages(means), {}, 0.0))
     unequal = simulate(schedule, _costs(schedule, means, {}, 0.0))
     plan = simulate(schedule, _costs(schedule, means, transfer, latency))
@@ -176,57 +181,24 @@ def compare(profile: Profile, pipeline: PipelineSteps, step: MeasuredStep) -> Co
         Idle(sum(each.barrier_idle_seconds) / schedule.num_ranks, max(each.chained_idle_seconds))
         for each in (ideal, unequal, plan)
     ]
-    optimizer = frozenset({Op.REDUCE_GRAD})
-    for with_engine, with_optimizer in ((False, False), (True, False), (True, True)):
-        ops = BUSY_OPS | {Op.OVERLAP} | (optimizer if with_optimizer else frozenset())
-        parameters = measured.parameter_waits if with_optimizer else None
-        seconds = tuple(
-            tuple(
-                (value + (parameters[rank][slot] if parameters else 0.0)) if row[slot].op in ops else 0.0
-                for slot, value in enumerate(own[rank])
-            )
-            for rank, row in enumerate(schedule.rows)
-        )
+    for with_engine, with_optimizer in ((False, False), (True, False), (True, True)):  # noise, engine, optimizer
+        seconds = tuple(_replayed_seconds(measured, rank, with_optimizer) for rank in range(schedule.num_ranks))
         gaps = tuple(
-            _gaps(row, with_engine, with_optimizer) for row in zip(measured.starts, measured.ends, strict=True)
+            _gaps(starts, ends, with_engine, with_optimizer)
+            for starts, ends in zip(measured.starts, measured.ends, strict=True)
         )
         starts, ends = replay(schedule, seconds, gaps, transfer, latency)
         idles.append(_idle(schedule, starts, ends, measured.work_seconds))
     idles.append(measured.idle)
-    before = [Idle(0.0, 0.0), *idles]
     causes = tuple(
-        Cause(name, Idle(idle.barrier - last.barrier, idle.chained - last.chained))
-        for name, idle, last in zip(CAUSES, idles, before, strict=False)
+        Cause(name, Idle(idle.barrier - before.barrier, idle.chained - before.chained))
+        for name, idle, before in zip(CAUSES, idles, [Idle(0.0, 0.0), *idles[:-1]], strict=True)
     )
     return Comparison(measured, plan, causes)
 
 
-def mean_seconds(measured: MeasuredTimeline) -> dict[tuple[int, ...], dict[Op, float]]:
-    """(stage,) -> op -> mean seconds; (forward's stage, backward's stage) -> OVERLAP -> mean seconds of the pair."""
-    samples: dict[tuple[tuple[int, ...], Op], list[float]] = {}
-    for key, op, seconds in timed(measured):
-        samples.setdefault((key, op), []).append(seconds)
-    means: dict[tuple[int, ...], dict[Op, float]] = {}
-    for (key, op), values in samples.items():
-        means.setdefault(key, {})[op] = fmean(values)
-    return means
-
-
-def timed(measured: MeasuredTimeline) -> list[tuple[tuple[int, ...], Op, float]]:
-    """Every computation of the step: ((stage,) or the stages of a pair, op, seconds)."""
-    found: list[tuple[tuple[int, ...], Op, float]] = []
-    for row, owns in zip(measured.schedule.rows, measured.own_seconds, strict=True):
-        halves = _halves(row)
-        for slot, (action, own) in enumerate(zip(row, owns, strict=True)):
-            if action.op is Op.OVERLAP:
-                found.append(((row[slot + 1].stage, row[slot + 2].stage), action.op, own))
-            elif action.op in BUSY_OPS and slot not in halves:
-                found.append(((action.stage,), action.op, own))
-    return found
-
-
 class OpTime(NamedTuple):
-    """How long an op of a stage takes: mean and standard deviation over microbatches and steps."""
+    """Time of an op of a stage: mean and standard deviation over microbatches and steps."""
 
     stage: str  # "2", or "1+6" for an overlapped pair
     op: Op
@@ -236,21 +208,22 @@ class OpTime(NamedTuple):
 
 
 def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
-    """The table of a profile, by stage."""
-    samples: dict[tuple[tuple[int, ...], Op], list[float]] = {}
+    """Return the times of all ops, sorted by stage."""
+    samples: dict[tuple[StageKey, Op], list[float]] = {}
     for comparison in comparisons:
-        for key, op, seconds in timed(comparison.measured):
-            samples.setdefault((key, op), []).append(seconds)
+        for key, values in _samples(comparison.measured).items():
+            samples.setdefault(key, []).extend(values)
     ordered = sorted(samples.items(), key=lambda item: (item[0][0], item[0][1].value))
     return [
-        OpTime("+".join(map(str, key)), op, fmean(values), pstdev(values), len(values)) for (key, op), values in ordered
+        OpTime("+".join(map(str, stages)), op, fmean(values), pstdev(values), len(values))
+        for (stages, op), values in ordered
     ]
 
 
 def message_costs(schedule: Schedule, links: Sequence[Link]) -> tuple[dict[tuple[int, Op], float], float]:
-    """(seconds that a message of (stage, SEND) occupies its channel, latency of all): what simulate and replay take.
+    """Return what simulate and replay need: (transfer seconds by (stage, SEND_F | SEND_B), latency seconds).
 
-    There is one latency, the least; what a slower link has beyond it counts as transfer.
+    There is one latency for all links, the smallest; the excess of a slower link is added to its transfer time.
     """
     latency = min((link.latency_seconds for link in links), default=0.0)
     seconds = {frozenset(link.pp_ranks): link.latency_seconds - latency + link.transfer_seconds for link in links}
@@ -263,41 +236,75 @@ def message_costs(schedule: Schedule, links: Sequence[Link]) -> tuple[dict[tuple
     return transfer, latency
 
 
+def _samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float]]:
+    """Return the seconds of every computation of the step."""
+    samples: dict[tuple[StageKey, Op], list[float]] = {}
+    for row, owns in zip(measured.schedule.rows, measured.own_seconds, strict=True):
+        halves = _halves(row)
+        for slot, (action, own) in enumerate(zip(row, owns, strict=True)):
+            if action.op is Op.OVERLAP:
+                samples.setdefault(((row[slot + 1].stage, row[slot + 2].stage), action.op), []).append(own)
+            elif action.op in BUSY_OPS and slot not in halves:
+                samples.setdefault(((action.stage,), action.op), []).append(own)
+    return samples
+
+
+def _mean_seconds(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], float]:
+    return {key: fmean(values) for key, values in _samples(measured).items()}
+
+
+def _equal_stages(means: Mapping[tuple[StageKey, Op], float]) -> dict[tuple[StageKey, Op], float]:
+    """Give every stage the mean of all stages; single ops and overlapped pairs apart."""
+    samples: dict[tuple[int, Op], list[float]] = {}
+    for (stages, op), mean in means.items():
+        samples.setdefault((len(stages), op), []).append(mean)
+    return {(stages, op): fmean(samples[len(stages), op]) for stages, op in means}
+
+
 def _costs(
     schedule: Schedule,
-    means: Mapping[tuple[int, ...], Mapping[Op, float]],
+    means: Mapping[tuple[StageKey, Op], float],
     transfer: Mapping[tuple[int, Op], float],
     latency: float,
 ) -> Costs:
-    seconds = {(key[0], op): mean for key, ops in means.items() if len(key) == 1 for op, mean in ops.items()}
-    pairs = {(key[0], key[1]): ops[Op.OVERLAP] for key, ops in means.items() if len(key) == 2}
-    # an op that occurs in pairs only has no time of its own, and none is asked for
+    seconds = {(stages[0], op): mean for (stages, op), mean in means.items() if len(stages) == 1}
+    pairs = {(stages[0], stages[1]): mean for (stages, _), mean in means.items() if len(stages) == 2}
+    # an op that occurs only in pairs was not timed by itself, and simulate does not use its time
     only_paired = {(stage, op): 0.0 for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}
     return Costs(only_paired | seconds | dict(transfer), latency, pair_seconds=pairs)
 
 
-def _equal_stages(means: Mapping[tuple[int, ...], Mapping[Op, float]]) -> dict[tuple[int, ...], dict[Op, float]]:
-    """Every stage as long as the mean of all."""
-    samples: dict[tuple[int, Op], list[float]] = {}
-    for key, ops in means.items():
-        for op, mean in ops.items():
-            samples.setdefault((len(key), op), []).append(mean)
-    return {key: {op: fmean(samples[len(key), op]) for op in ops} for key, ops in means.items()}
+def _replayed_seconds(measured: MeasuredTimeline, rank: int, with_optimizer: bool) -> tuple[float, ...]:
+    """Return the times of a rank's computation; with_optimizer also of its reductions and waits for parameters."""
+    found = []
+    times = zip(measured.schedule.rows[rank], measured.own_seconds[rank], measured.parameter_waits[rank], strict=True)
+    for action, own, parameter_wait in times:
+        if action.op in BUSY_OPS or action.op is Op.OVERLAP or (with_optimizer and action.op is Op.REDUCE_GRAD):
+            found.append(own + (parameter_wait if with_optimizer else 0.0))
+        else:
+            found.append(0.0)
+    return tuple(found)
+
+
+def _gaps(
+    starts: Sequence[float], ends: Sequence[float], with_engine: bool, with_late_start: bool
+) -> tuple[float, ...]:
+    """Return the time lost before each slot."""
+    between = [max(0.0, start - end) if with_engine else 0.0 for start, end in zip(starts[1:], ends, strict=False)]
+    return (starts[0] if with_late_start else 0.0, *between) if starts else ()
 
 
 def _halves(row: Sequence[Action]) -> set[int]:
-    """Slots of the halves of overlapped pairs."""
+    """Return the slots of the halves of overlapped pairs."""
     return {slot + half for slot, action in enumerate(row) if action.op is Op.OVERLAP for half in (1, 2)}
 
 
-def _gaps(times: tuple[Sequence[float], Sequence[float]], with_engine: bool, with_lateness: bool) -> tuple[float, ...]:
-    starts, ends = times
-    between = [max(0.0, start - end) if with_engine else 0.0 for start, end in zip(starts[1:], ends, strict=False)]
-    return (starts[0] if with_lateness else 0.0, *between) if starts else ()
+def _idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> Idle:
+    return Idle(_makespan(schedule, ends) - fmean(work), max(_chained_idle(schedule, starts, ends, work)))
 
 
-def _wall(schedule: Schedule, ends: Times) -> float:
-    """The last end of a computation."""
+def _makespan(schedule: Schedule, ends: Times) -> float:
+    """Return the end of the last computation of any rank."""
     return max(
         (
             end
@@ -309,13 +316,10 @@ def _wall(schedule: Schedule, ends: Times) -> float:
     )
 
 
-def _idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> Idle:
-    return Idle(_wall(schedule, ends) - fmean(work), max(_chained(schedule, starts, ends, work)))
-
-
-def _chained(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> tuple[float, ...]:
+def _chained_idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> tuple[float, ...]:
+    """Return each rank's time between its first and its last computation less its work."""
     spans = []
-    for row, begins, stops in zip(schedule.rows, starts, ends, strict=True):
+    for row, row_starts, row_ends in zip(schedule.rows, starts, ends, strict=True):
         slots = [slot for slot, action in enumerate(row) if action.op in BUSY_OPS]
-        spans.append(stops[slots[-1]] - begins[slots[0]] if slots else 0.0)
+        spans.append(row_ends[slots[-1]] - row_starts[slots[0]] if slots else 0.0)
     return tuple(span - busy for span, busy in zip(spans, work, strict=True))

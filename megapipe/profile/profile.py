@@ -1,12 +1,12 @@
-"""What --profile-pipeline measured, and its JSON form: one file for all steps of a profile, read again without torch.
+"""The profile of --profile-pipeline: how it is built from a tracer's events, and its JSON file, read without torch.
 
     {"format": "megapipe pipeline profile", "version": 1,
-     "about": {...},                    the run: schedule, grid, device, versions, when
+     "about": {...},                    the run: schedule, grid, device, versions, date
      "schedules": {"8": {"name", "num_ranks", "rank_of_stage", "second_direction", "rows": [CSV of a rank's actions]}},
      "messages": {"bytes", "links": [{"pp_ranks": [0, 1], "latency_seconds", "transfer_seconds"}]},
      "clocks": [{"rank", "offset_ns", "error_ns", "is_shared"}],
      "pipelines": [{"tp_rank", "dp_rank", "global_ranks", "steps": [{"step", "num_microbatches", "rows": [
-         {"starts_ns", "ends_ns", "message_waits_ns", "parameter_waits_ns",    each one number a slot of the rank's row
+         {"starts_ns", "ends_ns", "message_waits_ns", "parameter_waits_ns",    one number per slot of the rank's row
           "phases": [[name, start_ns, end_ns]]}]}]}]}
 
 Times are nanoseconds since the first recorded step began, on the clock of global rank 0.
@@ -16,34 +16,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.errors import DataError, MegapipeError
+from megapipe.schedule.action import Action, Op
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 
 FORMAT, VERSION = "megapipe pipeline profile", 1
 FILE_PATTERN = "pipeline_profile_*.json"
 
-
-def profile_name(first: int, last: int) -> str:
-    """The file of a profile of the steps first..last, as the log counts them. Its Chrome trace is beside it."""
-    return f"pipeline_profile_{first:08d}_{last:08d}.json"
-
-
-def trace_path(path: Path) -> Path:
-    """Where the Chrome trace of a profile lies."""
-    return path.with_name(path.name.replace("pipeline_profile_", "pipeline_trace_", 1))
+Event = tuple[str, str, int, int]  # comm.trace.Event: name, kind, start_ns, end_ns
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One rank's row in one step, one number a slot. Waits lie within their action: for a message at its beginning.
+    """One rank's row in one step, with one number per slot. An action's wait for its message comes first within it.
 
-    phases: (name, start, end) of what the step did beside the row: 'gradient-reduce', 'optimizer', and 'step', the whole.
+    phases: (name, start, end) outside the row: 'gradient-reduce', 'optimizer', and 'step', which is the whole step.
     """
 
     starts_ns: tuple[int, ...]
@@ -55,7 +48,7 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of one pipeline: rows[pp_rank]. step: as the log counts, the first is 1."""
+    """One step of one pipeline: rows[pp_rank]. step: as counted in the log, from 1."""
 
     step: int
     num_microbatches: int
@@ -64,7 +57,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class PipelineSteps:
-    """One pipeline of the grid."""
+    """The recorded steps of one pipeline of the grid."""
 
     tp_rank: int
     dp_rank: int
@@ -74,7 +67,7 @@ class PipelineSteps:
 
 @dataclass(frozen=True)
 class Link:
-    """A message between two pipeline ranks, both idle: its time is latency_seconds (an empty one) + transfer_seconds."""
+    """The time of a message between two idle pipeline ranks: latency_seconds (of an empty one) + transfer_seconds."""
 
     pp_ranks: tuple[int, int]
     latency_seconds: float
@@ -82,8 +75,8 @@ class Link:
 
 
 @dataclass(frozen=True)
-class ClockNote:
-    """A rank's clock less that of rank 0, and the most that this may be wrong by. is_shared: both read the same clock."""
+class ClockOffset:
+    """A rank's clock minus that of rank 0, and the bound of its error. is_shared: the two read the same clock."""
 
     rank: int
     offset_ns: int
@@ -93,27 +86,94 @@ class ClockNote:
 
 @dataclass(frozen=True)
 class Profile:
-    """about: of the run, for people. schedules: by number of microbatches. message_bytes: of one activation."""
+    """The recorded steps of a run.
+
+    about: the run, for readers. schedules: by number of microbatches. message_bytes: size of one activation.
+    """
 
     about: dict[str, Any]
     schedules: dict[int, Schedule]
     message_bytes: int
     links: tuple[Link, ...]
-    clocks: tuple[ClockNote, ...]
+    clocks: tuple[ClockOffset, ...]
     pipelines: tuple[PipelineSteps, ...] = field(repr=False)
 
     @property
     def clock_error_seconds(self) -> float:
-        """The most that a time of any rank may be wrong by, beside those of rank 0."""
-        return max((note.error_ns for note in self.clocks), default=0) / 1e9
+        """The largest error of any rank's times relative to those of rank 0."""
+        return max((clock.error_ns for clock in self.clocks), default=0) / 1e9
 
-    def link_of(self, pp_rank: int, peer: int) -> Link | None:
-        """The link between two pipeline ranks."""
-        return next((link for link in self.links if set(link.pp_ranks) == {pp_rank, peer}), None)
+
+def profile_name(first: int, last: int) -> str:
+    """Return the file name of a profile of steps first..last, as counted in the log."""
+    return f"pipeline_profile_{first:08d}_{last:08d}.json"
+
+
+def trace_path(path: Path) -> Path:
+    """Return the path of a profile's Chrome trace."""
+    return path.with_name(path.name.replace("pipeline_profile_", "pipeline_trace_", 1))
+
+
+def profiles_in(folder: Path) -> list[Path]:
+    """Return the profiles of a run, by step."""
+    return sorted(folder.glob(FILE_PATTERN))
+
+
+def schedule_as_run(schedule: Schedule, row: Sequence[Action]) -> Schedule:
+    """Return the schedule without OVERLAP if the engine that ran `row` ran the halves of a pair one after the other."""
+    if Op.OVERLAP not in schedule.ops or any(action.op is Op.OVERLAP for action in row):
+        return schedule
+    rows = tuple(tuple(action for action in each if action.op is not Op.OVERLAP) for each in schedule.rows)
+    return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
+
+
+class _Slot(NamedTuple):
+    start_ns: int
+    end_ns: int
+    message_wait_ns: int = 0
+    parameter_wait_ns: int = 0
+
+
+def measured_row(row: Sequence[Action], events: Iterable[Event], to_local: Callable[[int], int] = int) -> MeasuredRow:
+    """Return the measured row from the events of one step. to_local: from the rank's clock to that of the profile.
+
+    A wait belongs to the action that contains it. An overlapped pair has its waits at its OVERLAP, and its halves have
+    the times of the pair. Raises ValueError if an action of the row was not recorded.
+    """
+    found = list(events)
+    waits = [event for event in found if event[1] == "wait"]
+    timed = {name: _with_waits(start, end, waits) for name, kind, start, end in found if kind == "action"}
+    slots: list[_Slot] = []
+    for index, action in enumerate(row):
+        is_half = Op.OVERLAP in (before.op for before in row[max(0, index - 2) : index])
+        if is_half:
+            slots.append(_Slot(slots[-1].start_ns, slots[-1].end_ns))
+            continue
+        size = 3 if action.op is Op.OVERLAP else 1  # a pair was recorded as one action or as its two halves
+        parts = [timed[str(part)] for part in row[index : index + size] if str(part) in timed]
+        if not parts:
+            raise ValueError(f"{action} was not recorded")
+        slots.append(
+            _Slot(
+                min(part.start_ns for part in parts),
+                max(part.end_ns for part in parts),
+                sum(part.message_wait_ns for part in parts),
+                sum(part.parameter_wait_ns for part in parts),
+            )
+        )
+    phases = tuple((name, to_local(start), to_local(end)) for name, kind, start, end in found if kind == "phase")
+    starts, ends, message_waits, parameter_waits = zip(*slots, strict=True) if slots else ((), (), (), ())
+    return MeasuredRow(tuple(map(to_local, starts)), tuple(map(to_local, ends)), message_waits, parameter_waits, phases)
+
+
+def _with_waits(start: int, end: int, waits: Sequence[Event]) -> _Slot:
+    inside = [(name, stop - begin) for name, _, begin, stop in waits if start <= begin and stop <= end]
+    parameters = sum(length for name, length in inside if name.startswith("parameters"))
+    return _Slot(start, end, sum(length for _, length in inside) - parameters, parameters)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write it beside, then rename: a reader sees all of it or none."""
+    """Write a profile under a temporary name and rename it, so that a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(to_json(profile), separators=(",", ":")), encoding="utf-8")
@@ -121,16 +181,15 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises DataError for a file that cannot be read, is none of ours, or is of another version."""
+    """Read a profile. Raises DataError for a file that cannot be read, is not a profile, or has another version."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.get("format") != FORMAT:
-            raise DataError(
-                f"{path} is not a profile of a pipeline: its format is {found.get('format')!r}, not {FORMAT!r}"
-            )
+            raise DataError(f"{path} is not a pipeline profile: its format is {found.get('format')!r}, not {FORMAT!r}")
         if found.get("version") != VERSION:
             raise DataError(
-                f"{path} has version {found.get('version')!r} of the profile's format, this megapipe reads {VERSION}"
+                f"{path} has version {found.get('version')!r} of the profile format; "
+                f"this megapipe reads version {VERSION}"
             )
         return from_json(found)
     except OSError as error:
@@ -142,44 +201,37 @@ def read_profile(path: Path) -> Profile:
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """The form above."""
+    """Return the JSON form described at the top of this file."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "about": profile.about,
         "schedules": {str(count): _schedule_json(schedule) for count, schedule in profile.schedules.items()},
         "messages": {"bytes": profile.message_bytes, "links": [asdict(link) for link in profile.links]},
-        "clocks": [asdict(note) for note in profile.clocks],
+        "clocks": [asdict(clock) for clock in profile.clocks],
         "pipelines": [asdict(pipeline) for pipeline in profile.pipelines],
     }
 
 
 def from_json(found: dict[str, Any]) -> Profile:
-    """The way back from to_json."""
+    """Return the profile of a JSON form. Raises ValueError if its rows do not match its schedules."""
     profile = Profile(
         found["about"],
         {int(count): _schedule_of(entry, int(count)) for count, entry in found["schedules"].items()},
         found["messages"]["bytes"],
         tuple(Link(**link | {"pp_ranks": tuple(link["pp_ranks"])}) for link in found["messages"]["links"]),
-        tuple(ClockNote(**note) for note in found["clocks"]),
+        tuple(ClockOffset(**clock) for clock in found["clocks"]),
         tuple(_pipeline_of(entry) for entry in found["pipelines"]),
     )
     for step in (step for pipeline in profile.pipelines for step in pipeline.steps):
-        rows = profile.schedules[step.num_microbatches].rows
-        held = [
+        expected = [len(row) for row in profile.schedules[step.num_microbatches].rows]
+        lengths = [
             {len(row.starts_ns), len(row.ends_ns), len(row.message_waits_ns), len(row.parameter_waits_ns)}
             for row in step.rows
         ]
-        if held != [{len(row)} for row in rows]:
-            raise ValueError(
-                f"step {step.step} holds rows of {held} actions, its schedule {[len(row) for row in rows]}"
-            )
+        if lengths != [{length} for length in expected]:
+            raise ValueError(f"step {step.step} has rows of {lengths} actions, its schedule {expected}")
     return profile
-
-
-def profiles_in(folder: Path) -> Iterator[Path]:
-    """The profiles of a run, by step."""
-    return iter(sorted(folder.glob(FILE_PATTERN)))
 
 
 def _schedule_json(schedule: Schedule) -> dict[str, Any]:
@@ -201,7 +253,7 @@ def _schedule_of(entry: dict[str, Any], num_microbatches: int) -> Schedule:
 
 def _pipeline_of(entry: dict[str, Any]) -> PipelineSteps:
     steps = tuple(
-        MeasuredStep(step["step"], step["num_microbatches"], tuple(_row_of(row) for row in step["rows"]))
+        MeasuredStep(step["step"], step["num_microbatches"], tuple(map(_row_of, step["rows"])))
         for step in entry["steps"]
     )
     return PipelineSteps(entry["tp_rank"], entry["dp_rank"], tuple(entry["global_ranks"]), steps)
@@ -211,6 +263,5 @@ def _row_of(entry: dict[str, Any]) -> MeasuredRow:
     starts, ends, messages, parameters = (
         tuple(entry[name]) for name in ("starts_ns", "ends_ns", "message_waits_ns", "parameter_waits_ns")
     )
-    return MeasuredRow(
-        starts, ends, messages, parameters, tuple((name, start, end) for name, start, end in entry["phases"])
-    )
+    phases = tuple((name, start, end) for name, start, end in entry["phases"])
+    return MeasuredRow(starts, ends, messages, parameters, phases)

@@ -1,4 +1,4 @@
-"""A profile in numbers: the mean over its steps of one pipeline, and the same as text for the console."""
+"""A profile in numbers: means over the profiled steps of one pipeline, and the text printed after profiling."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from megapipe.formatting import milliseconds, range_text
 from megapipe.profile.difference import (
     CAUSES,
     PREDICTED,
@@ -14,106 +15,108 @@ from megapipe.profile.difference import (
     Idle,
     MeasuredTimeline,
     OpTime,
-    add,
     compare,
     op_times,
+    predicted_idle,
+    total_idle,
 )
 from megapipe.profile.profile import PipelineSteps, Profile
 
-AFTER = ("gradient-reduce", "optimizer")  # phases of a step behind its last action
+PHASES_AFTER_ROW = ("gradient-reduce", "optimizer")  # phases of a step after its last action
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over the profiled steps of one pipeline, in seconds a step.
+    """Means over the profiled steps of one pipeline, in seconds per step.
 
-    causes: their sum is measured_idle, up to and with 'messages' predicted_idle. other_shares: the measured bubble share, with a barrier,
-    of every pipeline recorded, this one included. phases: seconds of each phase, of the rank where it took longest.
+    causes: they sum to measured_idle, those up to 'messages' to predicted_idle. work_seconds: mean of the ranks.
+    chained_work: (predicted, measured) work of the rank with the most chained idle time. phases: seconds of each phase,
+    of the rank where it took longest. all_shares: the measured bubble share, with a barrier, of every recorded
+    pipeline.
     """
 
     pipeline: PipelineSteps
     comparisons: tuple[Comparison, ...]
     causes: tuple[Cause, ...]
     work_seconds: float
-    chained_work: Idle  # work of the rank with the most chained idle: (predicted, measured)
+    chained_work: tuple[float, float]
     phases: dict[str, float]
     op_times: tuple[OpTime, ...]
-    other_shares: tuple[float, ...]
+    all_shares: tuple[float, ...]
 
     @property
     def measured_idle(self) -> Idle:
-        return add(self.causes)
+        return total_idle(self.causes)
 
     @property
     def predicted_idle(self) -> Idle:
-        names = [cause.name for cause in self.causes]
-        return add(self.causes[: names.index(PREDICTED) + 1])
+        return predicted_idle(self.causes)
 
     @property
     def predicted_share(self) -> Idle:
-        """Bubble shares, idle / (idle + work), on the two clocks."""
+        """Predicted bubble shares, idle / (idle + work)."""
         idle = self.predicted_idle
         return Idle(_share(idle.barrier, self.work_seconds), _share(idle.chained, self.chained_work[0]))
 
     @property
     def measured_share(self) -> Idle:
+        """Measured bubble shares, idle / (idle + work)."""
         idle = self.measured_idle
         return Idle(_share(idle.barrier, self.work_seconds), _share(idle.chained, self.chained_work[1]))
 
     @property
     def typical(self) -> Comparison:
-        """The step whose wall is the median: the one to draw."""
+        """The step of median makespan: the one to draw."""
         ordered = sorted(self.comparisons, key=lambda comparison: comparison.measured.makespan_seconds)
         return ordered[(len(ordered) - 1) // 2]
 
 
 def summarize(profile: Profile, index: int = 0) -> Summary:
-    """The summary of the pipeline `index` of the profile."""
+    """Return the summary of pipeline number `index` of the profile."""
     pipeline = profile.pipelines[index]
-    comparisons = tuple(compare(profile, pipeline, step) for step in pipeline.steps)
-    causes = tuple(
-        Cause(
-            name, Idle(fmean(cause.seconds.barrier for cause in same), fmean(cause.seconds.chained for cause in same))
-        )
-        for name, same in zip(CAUSES, zip(*(comparison.causes for comparison in comparisons), strict=True), strict=True)
+    comparisons = tuple(compare(profile, step) for step in pipeline.steps)
+    causes = []
+    for name, same in zip(CAUSES, zip(*(comparison.causes for comparison in comparisons), strict=True), strict=True):
+        barrier = fmean(cause.seconds.barrier for cause in same)
+        causes.append(Cause(name, Idle(barrier, fmean(cause.seconds.chained for cause in same))))
+    chained_work = (
+        fmean(_work_of_idlest(each.plan.chained_idle_seconds, each.plan.work_seconds) for each in comparisons),
+        fmean(_work_of_idlest(each.measured.chained_idle_seconds, each.measured.work_seconds) for each in comparisons),
     )
-    chained_work = Idle(
-        fmean(_work_of_most_idle(c.plan.chained_idle_seconds, c.plan.work_seconds) for c in comparisons),
-        fmean(_work_of_most_idle(c.measured.chained_idle_seconds, c.measured.work_seconds) for c in comparisons),
-    )
-    work = fmean(comparison.mean_work_seconds for comparison in comparisons)
-    shares = tuple(_measured_share(profile, other) for other in profile.pipelines)
     return Summary(
-        pipeline, comparisons, causes, work, chained_work, _phases(pipeline), tuple(op_times(comparisons)), shares
+        pipeline,
+        comparisons,
+        tuple(causes),
+        fmean(comparison.mean_work_seconds for comparison in comparisons),
+        chained_work,
+        _phases(pipeline),
+        tuple(op_times(comparisons)),
+        tuple(_measured_share(profile, other) for other in profile.pipelines),
     )
 
 
 def profile_text(profile: Profile, summary: Summary) -> str:
-    """What is printed when a profile has been taken."""
+    """Return the text that is printed when a profile has been taken."""
     steps = [step.step for step in summary.pipeline.steps]
     schedule = summary.typical.measured.schedule
     ranks = " ".join(map(str, summary.pipeline.global_ranks))
-    planned, measured = summary.predicted_idle, summary.measured_idle
-    work = summary.work_seconds
+    planned, measured, work = summary.predicted_idle, summary.measured_idle, summary.work_seconds
+    planned_share, measured_share = summary.predicted_share, summary.measured_share
+    note = oversubscription_text(profile)
     lines = [
-        f"profile of {'step' if len(steps) == 1 else 'steps'} {_span(steps)}: {schedule}, ranks {ranks}; {clock_text(profile)}",
-        *(f"  {note}" for note in [crowd_text(profile)] if note),
-        f"  a step took {milliseconds(measured.barrier + work)}, predicted were {milliseconds(planned.barrier + work)}; "
-        f"{milliseconds(work)} of it are computation (mean of the ranks)",
+        f"profile of {'step' if len(steps) == 1 else 'steps'} {range_text(steps)}: {schedule}, ranks {ranks}; "
+        f"{clocks_text(profile)}",
+        *([f"  {note}"] if note else []),
+        f"  step time {milliseconds(measured.barrier + work)}, predicted {milliseconds(planned.barrier + work)}; "
+        f"computation {milliseconds(work)} (mean of the ranks)",
         "  bubble, idle / (idle + work)  predicted  measured",
         _share_line(
-            "barrier",
-            summary.predicted_share.barrier,
-            summary.measured_share.barrier,
-            "first action of any rank to last of any",
+            "barrier", planned_share.barrier, measured_share.barrier, "first action of any rank to last of any"
         ),
         _share_line(
-            "chained",
-            summary.predicted_share.chained,
-            summary.measured_share.chained,
-            "the idlest rank's own first to last action",
+            "chained", planned_share.chained, measured_share.chained, "first to last action of the idlest rank"
         ),
-        "  idle a step, ms        barrier    chained",
+        "  idle per step, ms      barrier    chained",
     ]
     for cause in summary.causes:
         lines.append(_cause_line("+" if cause.name != "equal stages" else " ", CAUSES[cause.name], cause.seconds))
@@ -121,64 +124,51 @@ def profile_text(profile: Profile, summary: Summary) -> str:
             lines.append(_cause_line("=", "predicted", planned))
     lines.append(_cause_line("=", "measured", measured))
     if summary.phases:
-        after = ", ".join(
-            f"{name} {milliseconds(seconds)}" for name, seconds in summary.phases.items() if name in AFTER
-        )
+        after = [f"{name} {milliseconds(s)}" for name, s in summary.phases.items() if name in PHASES_AFTER_ROW]
+        whole = milliseconds(summary.phases.get("step", 0.0))
+        lines.append(f"  after the last action: {', '.join(after) or 'nothing'}; the whole step {whole}")
+    if len(summary.all_shares) > 1:
+        low, high = min(summary.all_shares), max(summary.all_shares)
         lines.append(
-            f"  after the last action: {after or 'nothing'}; the whole step {milliseconds(summary.phases.get('step', 0.0))}"
-        )
-    if len(summary.other_shares) > 1:
-        low, high = min(summary.other_shares), max(summary.other_shares)
-        lines.append(
-            f"  all {len(summary.other_shares)} pipelines recorded: {low:.1%} to {high:.1%} measured with a barrier"
+            f"  all {len(summary.all_shares)} recorded pipelines: {low:.1%} to {high:.1%} measured with a barrier"
         )
     return "\n".join(lines)
 
 
-def clock_text(profile: Profile) -> str:
-    """How far the times of different ranks can be compared."""
+def clocks_text(profile: Profile) -> str:
+    """Return how well the times of different ranks can be compared."""
     error = milliseconds(profile.clock_error_seconds)
-    if all(note.is_shared for note in profile.clocks):
-        by_events = f", on which times of GPUs are at most {error} wrong" if profile.clock_error_seconds else ""
-        return f"all ranks read one clock{by_events}"
-    apart = [note for note in profile.clocks if not note.is_shared]
-    return f"clocks of {len(apart)} of {len(profile.clocks)} ranks set by ping-pong, to at most {error} wrong"
+    unshared = [clock for clock in profile.clocks if not clock.is_shared]
+    if unshared:
+        return (
+            f"clocks of {len(unshared)} of {len(profile.clocks)} ranks synchronized by messages, "
+            f"with an error of at most {error}"
+        )
+    gpu_events = f", with an error of at most {error} in GPU times" if profile.clock_error_seconds else ""
+    return f"all ranks read one clock{gpu_events}"
 
 
-def crowd_text(profile: Profile) -> str:
-    """What to know of times measured with more ranks than cores; empty elsewhere."""
+def oversubscription_text(profile: Profile) -> str:
+    """Return a note on times measured with more ranks than CPU cores, or ""."""
     ranks, cores = profile.about.get("ranks_per_node") or 0, profile.about.get("cores") or 0
     if profile.about.get("device") != "cpu" or ranks <= cores:
         return ""
-    return f"{ranks} ranks share {cores} cores: a rank also waits for its core, and times hold that wait"
+    return f"{ranks} ranks share {cores} cores: times include waiting for a core"
 
 
-def milliseconds(seconds: float) -> str:
-    """12.3 ms."""
-    return f"{seconds * 1e3:,.{_digits(seconds * 1e3)}f} ms"
-
-
-def _digits(value: float) -> int:
-    return 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
-
-
-def _share_line(clock: str, predicted: float, measured: float, meaning: str) -> str:
-    return f"    {clock:<25} {predicted:>10.1%} {measured:>9.1%}   {meaning}"
+def _share_line(name: str, predicted: float, measured: float, meaning: str) -> str:
+    return f"    {name:<25} {predicted:>10.1%} {measured:>9.1%}   {meaning}"
 
 
 def _cause_line(sign: str, text: str, idle: Idle) -> str:
     return f"  {sign} {idle.barrier * 1e3:>20.2f} {idle.chained * 1e3:>10.2f}   {text}"
 
 
-def _span(steps: Sequence[int]) -> str:
-    return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
-
-
 def _share(idle: float, work: float) -> float:
     return idle / (idle + work) if idle + work else 0.0
 
 
-def _work_of_most_idle(idles: Sequence[float], work: Sequence[float]) -> float:
+def _work_of_idlest(idles: Sequence[float], work: Sequence[float]) -> float:
     return work[max(range(len(idles)), key=idles.__getitem__)]
 
 
@@ -188,14 +178,14 @@ def _measured_share(profile: Profile, pipeline: PipelineSteps) -> float:
 
 
 def _phases(pipeline: PipelineSteps) -> dict[str, float]:
-    """Mean seconds a step: of a phase where it took longest, of 'step' from the first rank's start to the last's end."""
+    """Return mean seconds per step: a phase's on its slowest rank; of 'step', from the first start to the last end."""
     samples: dict[str, list[float]] = {}
     for step in pipeline.steps:
         phases = [phase for row in step.rows for phase in row.phases]
         for name in dict.fromkeys(name for name, _, _ in phases):
             spans = [(start, end) for other, start, end in phases if other == name]
             whole = max(end for _, end in spans) - min(start for start, _ in spans)
-            # a phase may have several parts: the optimizer's before the norm is known and after it
+            # a phase may have several parts, as the optimizer has before and after the norm is known
             longest = max(sum(end - start for other, start, end in row.phases if other == name) for row in step.rows)
             samples.setdefault(name, []).append((whole if name == "step" else longest) / 1e9)
     return {name: fmean(values) for name, values in samples.items()}

@@ -22,16 +22,17 @@ from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
 from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
 from megapipe.profile.profile import (
-    ClockNote,
+    ClockOffset,
     Link,
     MeasuredStep,
     PipelineSteps,
     Profile,
+    measured_row,
     profile_name,
+    schedule_as_run,
     trace_path,
     write_profile,
 )
-from megapipe.profile.record import as_run, measured_row
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.profile.trace import profile_trace
 from megapipe.schedule.schedule import Schedule
@@ -147,9 +148,9 @@ class PipelineProfiler:
         plan, kept = self._runtime.plan, self._kept()
         counts = {step.num_microbatches for step in recorded[0]}
         row_here = {count: self._runtime.engine(count).row for count in counts}
-        schedules = {count: as_run(plan.schedule(count), row_here[count]) for count in counts}
+        schedules = {count: schedule_as_run(plan.schedule(count), row_here[count]) for count in counts}
         origin = min(
-            clocks[rank].to_here(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events
+            clocks[rank].to_local(event.start_ns) for rank in kept for step in recorded[rank] for event in step.events
         )
         pipelines = []
         for ranks in plan.topology.groups("pp"):
@@ -229,11 +230,11 @@ class PipelineProfiler:
 
 
 def _shifted(clock: Clock, origin: int, time_ns: int) -> int:
-    return clock.to_here(time_ns) - origin
+    return clock.to_local(time_ns) - origin
 
 
-def _clock_note(rank: int, clock: Clock, of_events_ns: int) -> ClockNote:
+def _clock_note(rank: int, clock: Clock, of_events_ns: int) -> ClockOffset:
     """of_events_ns: how far the times of the rank's GPU may lie beside the rank's own clock."""
-    return ClockNote(
+    return ClockOffset(
         rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns + of_events_ns, clock.is_shared
     )

@@ -11,7 +11,7 @@ import torch
 from megapipe.comm.trace import Tracer
 from megapipe.gpu.device_clock import EventClock, HostClock, Mark
 from megapipe.gpu.streams import StageStreams
-from megapipe.profile.record import measured_row
+from megapipe.profile.profile import measured_row
 from megapipe.schedule.action import Op
 from megapipe.schedule.build import build_lowered
 from tests.pipeline.fake_device import FakeDevice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megapipe.profile.profile import ClockNote, Link, MeasuredRow, MeasuredStep, PipelineSteps, Profile
+from megapipe.profile.profile import ClockOffset, Link, MeasuredRow, MeasuredStep, PipelineSteps, Profile
 from megapipe.profile.replay import replay
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.build import build_lowered
@@ -76,7 +76,7 @@ def profile_of(
     links = tuple(
         Link((rank, (rank + 1) % len(ranks)), latency_seconds, transfer_seconds) for rank in ranks if len(ranks) > 1
     )
-    clocks = tuple(ClockNote(rank, 0, 0, True) for rank in ranks)
+    clocks = tuple(ClockOffset(rank, 0, 0, True) for rank in ranks)
     about = {"schedule": schedule.name, "device": "cpu"}
     return Profile(
         about, {schedule.num_microbatches: schedule}, 1024, links, clocks, (PipelineSteps(0, 0, ranks, steps),)

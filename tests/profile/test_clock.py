@@ -28,9 +28,9 @@ def test_a_drift_between_two_readings_is_taken_out(offset_ns: int, drift_ppm: in
     clock = Clock(Reading(0, offset_ns, 0), Reading(span_ns, offset_ns + drift_ns, 0))
     here = round(span_ns * at)
     there = here + offset_ns + round(drift_ns * at)
-    assert abs(clock.to_here(there) - here) <= abs(drift_ns) * abs(drift_ppm) // 10**6 + 2
+    assert abs(clock.to_local(there) - here) <= abs(drift_ns) * abs(drift_ppm) // 10**6 + 2
 
 
 def test_a_shared_clock_is_left_as_it_is() -> None:
-    assert Clock().to_here(123) == 123 and Clock().is_shared and Clock().error_ns == 0
+    assert Clock().to_local(123) == 123 and Clock().is_shared and Clock().error_ns == 0
     assert Clock(Reading(0, 5, 2), Reading(10, 5, 7)).error_ns == 7

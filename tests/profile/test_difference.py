@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.profile.difference import CAUSES, Comparison, Idle, add, compare
+from megapipe.profile.difference import CAUSES, Comparison, Idle, compare, predicted_idle, total_idle
 from megapipe.profile.replay import replay
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.schedule.action import Action, Op
@@ -31,7 +31,7 @@ FAMILIES = [
 def compared(schedule: Schedule, latency: float = 0.0, known_latency: float = 0.0, **changes: Seconds) -> Comparison:
     step = step_of(schedule, latency_seconds=latency, **changes)  # type: ignore[arg-type]
     profile = profile_of(schedule, (step,), known_latency)
-    return compare(profile, profile.pipelines[0], step)
+    return compare(profile, step)
 
 
 def parts(comparison: Comparison) -> dict[str, float]:
@@ -109,10 +109,12 @@ def test_the_parts_add_up_to_the_difference_whatever_happened(
         gap=lambda rank, action: drawn(rank, action, 0.002),
         late=lambda rank: 0.003 * rank,  # type: ignore[misc, arg-type]
     )
-    total, wall = add(comparison.causes), comparison.measured.makespan_seconds
+    total, wall = total_idle(comparison.causes), comparison.measured.makespan_seconds
     assert total.barrier == pytest.approx(wall - comparison.mean_work_seconds, abs=1e-9)
     assert total == pytest.approx(comparison.measured.idle, abs=1e-9)
-    assert comparison.predicted_idle.barrier == pytest.approx(sum(comparison.plan.barrier_idle_seconds) / p, abs=1e-9)
+    assert predicted_idle(comparison.causes).barrier == pytest.approx(
+        sum(comparison.plan.barrier_idle_seconds) / p, abs=1e-9
+    )
     assert comparison.plan.work_seconds == pytest.approx(
         comparison.measured.work_seconds, abs=1e-9
     )  # the same work in both
@@ -148,7 +150,7 @@ def test_the_summary_is_the_mean_of_its_steps_and_says_both_clocks() -> None:
     quiet, slow = step_of(schedule, number=11), step_of(schedule, gap=lambda rank, action: 0.002, number=12)
     profile = profile_of(schedule, (quiet, slow))
     summary = summarize(profile)
-    each = [compare(profile, profile.pipelines[0], step).measured.idle for step in (quiet, slow)]
+    each = [compare(profile, step).measured.idle for step in (quiet, slow)]
     assert summary.measured_idle == pytest.approx(Idle(*(sum(pair) / 2 for pair in zip(*each, strict=True))))
     text = profile_text(profile, summary)
     assert (

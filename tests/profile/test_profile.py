@@ -19,18 +19,18 @@ def test_a_profile_is_read_as_it_was_written(name: str, chunks: int, tmp_path: P
     path = tmp_path / "runs" / profile_name(11, 12)
     write_profile(profile, path)
     assert read_profile(path) == profile
-    assert list(profiles_in(path.parent)) == [path] and trace_path(path) not in (path, *profiles_in(path.parent))
+    assert profiles_in(path.parent) == [path] and trace_path(path) not in (path, *profiles_in(path.parent))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found.update(version=2), "has version 2 of the profile's format, this megapipe reads 1"),
-        (lambda found: found.update(format="other"), "is not a profile of a pipeline: its format is 'other'"),
+        (lambda found: found.update(version=2), "has version 2 of the profile format; this megapipe reads version 1"),
+        (lambda found: found.update(format="other"), "is not a pipeline profile: its format is 'other'"),
         (lambda found: found.pop("links", found.pop("messages")), "is damaged: KeyError: 'messages'"),
         (
             lambda found: found["pipelines"][0]["steps"][0]["rows"][0]["ends_ns"].pop(),
-            "is damaged: ValueError: step 11 holds rows of",
+            "is damaged: ValueError: step 11 has rows of",
         ),
         (lambda found: found["schedules"]["8"]["rows"].__setitem__(0, "0X0"), "'0X0' is not an action"),
     ],

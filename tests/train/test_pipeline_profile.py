@@ -19,7 +19,7 @@ from megapipe.extras.report.beside import beside
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.profile.clock import RoundTrip, reading
-from megapipe.profile.difference import add
+from megapipe.profile.difference import total_idle
 from megapipe.profile.profile import profiles_in, read_profile, trace_path
 from megapipe.profile.summary import profile_text, summarize
 from megapipe.topology import Topology
@@ -69,7 +69,7 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
     assert link.pp_ranks == (0, 1) and 0 < link.latency_seconds < 1
     summary = summarize(profile)
     for comparison in summary.comparisons:
-        assert add(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
+        assert total_idle(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
     assert profile_text(profile, summary) in outcomes[0][0] and "profile of steps 2 to 3: interleaved" in outcomes[0][0]
     events = json.loads(trace_path(path).read_text())["traceEvents"]
     threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
@@ -86,10 +86,10 @@ def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: 
     flags += f" --metrics-file {tmp_path}/m.jsonl"
     outcomes = rank_pools(pp).run(job_on_rank, flags)
     assert [outcome[1:] for outcome in outcomes] == [("", None)] * pp, outcomes
-    profile = read_profile(next(profiles_in(tmp_path)))
+    profile = read_profile(profiles_in(tmp_path)[0])
     assert len(profile.links) == pp - 1
     (comparison,) = summarize(profile).comparisons
-    assert add(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
+    assert total_idle(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
     # a stage of DualPipe has one mean over the two ranks that hold it
     assert sum(comparison.plan.work_seconds) == pytest.approx(sum(comparison.measured.work_seconds), abs=1e-9)
     assert "plan ends" in beside(comparison, tuple(range(pp)))
@@ -104,7 +104,7 @@ def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_p
     profile = read_profile(path)
     note = profile.clocks[1]
     assert not note.is_shared and abs(note.offset_ns - AHEAD_NS) <= note.error_ns < 50_000_000
-    assert "clocks of 1 of 2 ranks set by ping-pong, to at most" in outcomes[0][0]
+    assert "clocks of 1 of 2 ranks synchronized by messages, with an error of at most" in outcomes[0][0]
     error = note.error_ns
     for step in profile.pipelines[0].steps:
         sends, uses = step.rows
@@ -143,7 +143,7 @@ def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, mon
     monkeypatch.setattr(Optimizer, "settle", lambda self: (time.sleep(0.2), update(self))[1])
     code, said = job(f"--train-iters 2 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl")
     assert code == 0, said
-    phases = summarize(read_profile(next(profiles_in(tmp_path)))).phases
+    phases = summarize(read_profile(profiles_in(tmp_path)[0])).phases
     assert phases["step"] > phases["optimizer"] > 0.2
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
+from megapipe.formatting import milliseconds
 from megapipe.profile.difference import Comparison
-from megapipe.profile.summary import milliseconds
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.placement import Placement
 
@@ -113,7 +113,7 @@ def _boxes(comparison: Comparison, rank: int) -> list[_Box]:
     found = []
     for slot, action in enumerate(measured.schedule.rows[rank]):
         if action.op in COMPUTE_OPS or action.op is Op.UPDATE:
-            own = (measured.begins[rank][slot], measured.ends[rank][slot])
+            own = (measured.compute_starts[rank][slot], measured.ends[rank][slot])
             waits = measured.message_waits[rank][slot], measured.parameter_waits[rank][slot]
             found.append(_Box(action, (plan.starts[rank][slot], plan.ends[rank][slot]), own, *waits))
     return found

@@ -127,7 +127,7 @@ def read_run(folder: Path) -> Run:
     told = list(_records(folder / RUN, oddities))
     metrics = list(_records(folder / METRICS, oddities))
     segments = _segments(told, metrics)
-    paths = list(profiles_in(folder))
+    paths = profiles_in(folder)
     profile, path = _newest_profile(paths, oddities)
     return Run(folder, tuple(segments), _config_text(folder, segments), profile, path, len(paths), tuple(oddities))
 

@@ -7,9 +7,10 @@ from html import escape
 from pathlib import Path
 
 from megapipe.extras.report.beside import NAMES, NARROWEST, beside, labels
+from megapipe.formatting import milliseconds
 from megapipe.profile.difference import CAUSES, PREDICTED, Idle, OpTime
 from megapipe.profile.profile import Profile, trace_path
-from megapipe.profile.summary import AFTER, Summary, clock_text, crowd_text, milliseconds, summarize
+from megapipe.profile.summary import PHASES_AFTER_ROW, Summary, clocks_text, oversubscription_text, summarize
 from megapipe.schedule.action import Op
 
 SHORT = {  # cause -> (title, explanation)
@@ -73,7 +74,7 @@ def _tiles(summary: Summary) -> str:
     if summary.phases.get("step"):
         names = {"gradient-reduce": "reduction", "optimizer": "optimizer"}
         after = ", ".join(
-            f"{names[name]} {milliseconds(summary.phases[name])}" for name in AFTER if name in summary.phases
+            f"{names[name]} {milliseconds(summary.phases[name])}" for name in PHASES_AFTER_ROW if name in summary.phases
         )
         whole = milliseconds(summary.phases["step"])
         tiles.append(
@@ -95,14 +96,14 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, means of {len(steps)}"
     sentences = [
         f"Profile of {span}: {escape(str(schedule))}. Drawn is step {summary.typical.measured.step.step}.",
-        f"{clock_text(profile).capitalize()}.",
-        f"{crowd_text(profile)}." if crowd_text(profile) else "",
+        f"{clocks_text(profile).capitalize()}.",
+        f"{oversubscription_text(profile)}." if oversubscription_text(profile) else "",
     ]
-    if len(summary.other_shares) > 1:
-        low, high = min(summary.other_shares), max(summary.other_shares)
+    if len(summary.all_shares) > 1:
+        low, high = min(summary.all_shares), max(summary.all_shares)
         sentences.append(
             f"Shown is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}; "
-            f"the {len(summary.other_shares)} that were recorded measured {low:.1%} to {high:.1%} with a barrier."
+            f"the {len(summary.all_shares)} that were recorded measured {low:.1%} to {high:.1%} with a barrier."
         )
     if profile.links:
         link = max(profile.links, key=lambda each: each.latency_seconds + each.transfer_seconds)

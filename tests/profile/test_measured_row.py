@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.profile.profile import MeasuredRow
-from megapipe.profile.record import as_run, measured_row
+from megapipe.profile.profile import MeasuredRow, measured_row, schedule_as_run
 from megapipe.schedule.action import parse_action
 from tests.profile.synthetic import lowered
 
@@ -29,8 +28,8 @@ def test_waits_belong_to_the_action_they_lie_in_and_times_are_on_the_clock_asked
     )
 
 
-def test_an_action_that_nothing_was_recorded_of_is_named() -> None:
-    with pytest.raises(ValueError, match="nothing was recorded of 1B0"):
+def test_an_action_that_was_not_recorded_is_named() -> None:
+    with pytest.raises(ValueError, match="1B0 was not recorded"):
         measured_row(ROW, [event for event in EVENTS if event[0] != "1B0"])
 
 
@@ -51,5 +50,5 @@ def test_both_halves_of_an_overlapped_pair_have_its_times(events: list[tuple[str
 def test_a_schedule_run_without_overlap_has_none() -> None:
     schedule = lowered("dualpipe-v", 2, 8, 2)
     in_sequence = tuple(action for action in schedule.rows[0] if action.op.value != "OVERLAP")
-    assert as_run(schedule, schedule.rows[0]) == schedule
-    assert as_run(schedule, in_sequence).rows[0] == in_sequence != schedule.rows[0]
+    assert schedule_as_run(schedule, schedule.rows[0]) == schedule
+    assert schedule_as_run(schedule, in_sequence).rows[0] == in_sequence != schedule.rows[0]
