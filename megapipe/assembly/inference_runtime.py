@@ -15,11 +15,11 @@ from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.gpu.kernels import choose_kernels
 from megapipe.gpu.libraries import Apex
+from megapipe.layers.shape import comm_chunks
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.engine import Engine
 from megapipe.pipeline.stage import StageRunner
-from megapipe.plan.comm_chunks import comm_chunks
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec

@@ -15,9 +15,9 @@ from megapipe.config.model import ModelConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.gpu.transformer_engine import LinearOptions
+from megapipe.layers.fp8 import fp8_layers
+from megapipe.layers.shape import WHOLE, CommChunks
 from megapipe.model.norm import Norm
-from megapipe.plan.comm_chunks import WHOLE, CommChunks
-from megapipe.plan.fp8 import fp8_layers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -15,6 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
+from megapipe.layers.shape import WHOLE, CommChunks
 from megapipe.model.block import Block
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding import Embedding
@@ -22,7 +23,6 @@ from megapipe.model.head import Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.recompute import KeptAttention, checkpoint, layer_groups, selected_modules
-from megapipe.plan.comm_chunks import WHOLE, CommChunks
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -57,7 +57,7 @@ class GPTStage(nn.Module):
     """The embedding if it is the first stage, layers, final norm and head if it is the last.
 
     Parameters have this rank's shapes, are on the meta device until materialised (by data_parallel's buffers), and have the
-    global Megatron names of `sharding.model_specs`. A tied head uses embedding.word_embeddings.weight: the same Parameter where
+    global Megatron names of `layers.model.model_parameters`. A tied head uses embedding.word_embeddings.weight: the same Parameter where
     the stage has both ends; otherwise another of that name, a copy, or the first stage's own where that is on this rank.
     """
 

@@ -6,8 +6,10 @@ from collections.abc import Hashable
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
+from megapipe.config.precision import PrecisionConfig
 from megapipe.errors import ConfigError
-from megapipe.plan.flops import head_forward_flops, layer_forward_flops
+from megapipe.layers.model import model_spec
+from megapipe.plan.flops import head_flops, layer_flops
 from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, parse_layout
 from megapipe.schedule.placement import Placement
 
@@ -56,5 +58,6 @@ def cut_layers(model: ModelConfig, parallel: ParallelConfig, placement: Placemen
             f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = {num_stages} stages; "
             "use fewer stages, or write --pipeline-model-parallel-layout, in which a stage may be empty"
         )
-    layer = layer_forward_flops(model, causal=False)
-    return cut_by_cost([layer] * model.num_layers, 0.0, head_forward_flops(model), num_stages)
+    spec = model_spec(model, PrecisionConfig())
+    costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
+    return cut_by_cost(costs, 0.0, head_flops(spec), num_stages)

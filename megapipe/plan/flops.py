@@ -7,67 +7,70 @@ conventions are named wherever a figure is printed. For the GPT-2 shape, full, t
 
 from __future__ import annotations
 
-from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
+from collections import Counter
+
+from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.layers.attention import mean_keys
+from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
 
 
-def layer_weights(model: ModelConfig) -> int:
-    """Elements of the weight matrices of one transformer layer."""
-    assert model.num_query_groups and model.kv_channels and model.ffn_hidden_size
-    qkv = model.hidden_size * (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    projection = model.num_attention_heads * model.kv_channels * model.hidden_size
-    gates = 2 if model.activation in GATED_ACTIVATIONS else 1
-    return qkv + projection + (gates + 1) * model.hidden_size * model.ffn_hidden_size
+def gemm_flops(layer: LayerSpec) -> float:
+    """Return the forward FLOPs of a layer's linears, per token."""
+    return 2.0 * sum(gemm.num_weights for gemm in layer.gemms(tp=1))
 
 
-def layer_forward_flops(model: ModelConfig, causal: bool) -> float:
-    """One layer's forward, per token. A sliding window limits the keys of a query in the causal count."""
-    assert model.kv_channels
-    keys = float(model.seq_length)
-    if causal:
-        keys = mean_keys(model.seq_length, model.window_size)
-    return 2.0 * layer_weights(model) + 4.0 * keys * model.num_attention_heads * model.kv_channels
+def attention_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
+    """Return the forward FLOPs of a layer's core attention, per token. A sliding window limits the keys of a query in the causal count."""
+    keys = mean_keys(seq_length, layer.attention.window_size) if causal else float(seq_length)
+    return layer.attention.flops_per_token(keys)
 
 
-def head_forward_flops(model: ModelConfig) -> float:
-    """The output layer's forward, per token, vocabulary padding included."""
-    assert model.padded_vocab_size
-    return 2.0 * model.hidden_size * model.padded_vocab_size
+def layer_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
+    """Return the forward FLOPs of one layer, per token."""
+    return gemm_flops(layer) + attention_flops(layer, seq_length, causal)
 
 
-def step_flops(model: ModelConfig, sequences: int, causal: bool) -> float:
-    """Forward and backward of one step over `sequences` sequences: the model's own operations, recomputation not counted (for MFU)."""
-    per_token = model.num_layers * layer_forward_flops(model, causal) + head_forward_flops(model)
-    return 3.0 * per_token * sequences * model.seq_length
+def head_flops(model: ModelSpec) -> float:
+    """Return the forward FLOPs of the output layer, per token, vocabulary padding included."""
+    return 2.0 * model.head.gemm(tp=1).num_weights
 
 
-def replayed_flops(model: ModelConfig, recompute: RecomputeConfig, causal: bool) -> float:
-    """What full recompute computes again of one layer, per token: its forward, but for attention where its results are kept."""
-    return 2.0 * layer_weights(model) if recompute.recompute_keep_attention else layer_forward_flops(model, causal)
+def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> float:
+    """Return the FLOPs of forward and backward of one step over `sequences` sequences.
+
+    These are the model's own operations: recomputation is not counted (for MFU).
+    """
+    spec = model_spec(model, PrecisionConfig())
+    layers = sum(count * layer_flops(layer, model.seq_length, causal) for layer, count in Counter(spec.layers).items())
+    return 3.0 * (layers + head_flops(spec)) * sequences * model.seq_length
 
 
-def recomputed_flops(model: ModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
-    """What a step computes again, for hardware FLOPs (HFU): with full recompute every layer's replay (--recompute-method block: as if N
-    were all), with selective core attention or the first half of the MLP."""
-    assert model.kv_channels and model.ffn_hidden_size
-    whole = layer_forward_flops(model, causal)
+def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
+    """Return what full recompute computes again of one layer, per token: its forward, without attention where its results are kept."""
+    return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
+
+
+def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
+    """Return what a step computes again, for hardware FLOPs (HFU).
+
+    With full recompute that is every layer's replay (--recompute-method block: as if N were all), with selective core attention or the
+    first linear of the MLP.
+    """
+    again = 0.0
+    for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():
+        again += count * _recomputed_of_layer(layer, recompute, model.seq_length, causal)
+    return again * sequences * model.seq_length
+
+
+def _recomputed_of_layer(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
     if recompute.recompute_granularity is None:
-        again = 0.0
-    elif recompute.recompute_granularity == "full":
-        again = replayed_flops(model, recompute, causal)
-    else:
-        gates = 2 if model.activation in GATED_ACTIVATIONS else 1
-        of_module = {
-            "core_attn": whole - 2.0 * layer_weights(model),
-            "mlp": 2.0 * gates * model.hidden_size * model.ffn_hidden_size,
-        }
-        again = sum(of_module.get(module, 0.0) for module in recompute.recompute_modules)
-    return again * model.num_layers * sequences * model.seq_length
-
-
-def mean_keys(seq_length: int, window_size: int | None) -> float:
-    """Keys a causal query sees, on average; half the sequence, the diagonal not counted apart, as the field does."""
-    if window_size is None or window_size >= seq_length:
-        return seq_length / 2
-    full_rows = seq_length - window_size
-    return (window_size * window_size / 2 + full_rows * window_size) / seq_length
+        return 0.0
+    if recompute.recompute_granularity == "full":
+        return replayed_flops(layer, recompute, seq_length, causal)
+    of_module = {
+        "core_attn": attention_flops(layer, seq_length, causal),
+        "mlp": 2.0 * layer.parts[-1].gemms(tp=1)[0].num_weights,
+    }
+    return sum(of_module.get(module, 0.0) for module in recompute.recompute_modules)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.plan.flops import head_forward_flops, layer_forward_flops, replayed_flops
+from megapipe.layers.model import LayerSpec, ModelSpec
+from megapipe.plan.flops import head_flops, layer_flops, replayed_flops
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
@@ -99,12 +99,16 @@ class LayerCosts:
         return list(accumulate(self.layers, initial=PartCost())), list(accumulate(plain, initial=PartCost()))
 
 
-def flop_costs(model: ModelConfig, recompute: RecomputeConfig) -> LayerCosts:
-    """Relative costs: forward FLOPs (full attention), a backward twice as much, half of it W; the embedding none. model: resolved."""
+def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) -> LayerCosts:
+    """Return relative costs: forward FLOPs with full attention, a backward twice as much, half of it W; the embedding costs nothing."""
 
     def part(flops: float, replay: float = 0.0) -> PartCost:
         return PartCost(flops, 2.0 * flops, flops, flops, replay)
 
-    again = replayed_flops(model, recompute, causal=False) if recompute.recompute_granularity == "full" else 0.0
-    layer = part(layer_forward_flops(model, causal=False), again)
-    return LayerCosts(PartCost(), (layer,) * model.num_layers, part(head_forward_flops(model)), recompute)
+    def layer_cost(layer: LayerSpec) -> PartCost:
+        is_full = recompute.recompute_granularity == "full"
+        again = replayed_flops(layer, recompute, seq_length, causal=False) if is_full else 0.0
+        return part(layer_flops(layer, seq_length, causal=False), again)
+
+    of_kind = {kind: layer_cost(kind) for kind in model.kinds}
+    return LayerCosts(PartCost(), tuple(of_kind[layer] for layer in model.layers), part(head_flops(model)), recompute)

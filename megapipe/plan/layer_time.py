@@ -1,38 +1,27 @@
 """Seconds of one transformer layer and of the head, for one microbatch on one rank: GEMMs by their shapes, attention, what moves memory,
-and tensor-parallel messages with what hides them.
+and tensor-parallel messages with what hides them. Sums over the tables of `layers`.
 
-Kernels run at a share of a peak that depends on the smallest size of a GEMM alone; everything else moves memory at a share of its rate.
+Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a share of its rate.
 With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and the head do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputeConfig
 from megapipe.dtypes import FP8
-from megapipe.plan.activations import LocalSizes, is_explicit, layer_activation_bytes
-from megapipe.plan.comm_chunks import WHOLE, CommChunks, comm_chunks
-from megapipe.plan.flops import mean_keys
-from megapipe.plan.fp8 import Casts
+from megapipe.layers.fp8 import casts
+from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
+from megapipe.layers.shape import Documents, RankShape
+from megapipe.layers.table import ALL_REDUCE, CoreAttention, Gemm
+from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.linears import linear_shapes
-from megapipe.plan.traffic import (
-    ALL_REDUCE,
-    collective_bytes,
-    head_collectives,
-    layer_collectives,
-    repeated_collectives,
-)
+from megapipe.plan.traffic import collective_bytes
 from megapipe.schedule.action import Op
 
-POINTWISE_PASSES = (
-    2.0  # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
-)
+# each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
+POINTWISE_PASSES = 2.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +43,7 @@ class OpSeconds:
         object.__setattr__(self, "seconds", of_op)
 
     def of(self, op: Op) -> float:
+        """Return the seconds of F, B, I or W."""
         return self.seconds[op]
 
     def __add__(self, other: OpSeconds) -> OpSeconds:
@@ -75,213 +65,167 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
     return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in {**one, **other}}
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """One microbatch on one rank. model: resolved. casts: of a layer whose linears multiply in fp8."""
-
-    model: ModelConfig
-    sizes: LocalSizes
-    tp: int
-    sequence_parallel: bool
-    dtype: str
-    chunks: CommChunks = WHOLE
-    casts: Casts | None = None
-
-    @classmethod
-    def of(cls, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int, dtype: str) -> Tensors:
-        """With what is the default in all else."""
-        return cls(
-            model, LocalSizes.of(model, tp, sequence_parallel, micro_batch_size, dtype), tp, sequence_parallel, dtype
-        )
-
-    @classmethod
-    def asked(
-        cls, config: Config, model: ModelConfig, tp: int, sequence_parallel: bool, micro_batch_size: int
-    ) -> Tensors:
-        """With the kernels, the loss and the overlaps that a configuration asks for, its layers in the model's dtype."""
-        sizes = LocalSizes.asked(config, model, tp, sequence_parallel, micro_batch_size)
-        chunks = comm_chunks(config.parallel) if tp > 1 else WHOLE
-        return cls(model, sizes, tp, sequence_parallel, config.precision.dtype, chunks)
-
-    def gemms(self) -> list[tuple[int, int, int]]:
-        """(tokens, inputs, outputs) of the linears of a layer: linear_qkv, linear_proj, linear_fc1, linear_fc2."""
-        return [(self.sizes.tokens, *shape) for shape in linear_shapes(self.model, self.sizes)]
-
-
-def layer_seconds(tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """One transformer layer. Recomputation is part of I."""
-    linears = tensors.gemms()
-    gemms = [_linear_seconds(tensors, hardware, *sizes) for sizes in linears]
-    gemm, attention = sum(gemms), attention_seconds(tensors, hardware)
-    kept = sum(layer_activation_bytes(tensors.model, tensors.sizes).values()) - _squares(tensors)
+def layer_seconds(layer: LayerSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
+    """Return the seconds of one transformer layer. Recomputation is part of I."""
+    clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
+    plain = replace(without_recompute(shape), documents=Documents())
+    table, gemms = layer_table(layer, plain), layer.gemms(shape.tp)
+    columns, rows = [gemm for gemm in gemms if gemm.is_column], [gemm for gemm in gemms if not gemm.is_column]
+    gemm = sum(map(clock.gemm, gemms))
+    cores = [each.attention for part in table.parts for each in part.operations if each.attention is not None]
+    attention = sum(map(clock.attention, cores))
+    kept = sum(tensor.num_bytes for tensor in table.keeps if not tensor.in_attention_time)
     pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
-    collective, count = _collective_seconds(tensors, tp_link), layer_collectives(tensors.sequence_parallel, recompute)
-    columns, rows = (linears[0], linears[2]), (linears[1], linears[3])
-    gathers, reductions = (partial(each, tensors, hardware, tp_link) for each in (_gather_seconds, _reduction_seconds))
-    messages = sum(map(gathers, columns)) + sum(map(reductions, rows))
-    casts = [_cast_seconds(tensors, hardware, op, linears) for op in (Op.F, Op.I, Op.W)]
-    forward = {"gemm": gemm, "attention": attention, "pointwise": pointwise + casts[0], "tp": messages}
-    repeated = {0: 0.0, 1: gathers(linears[2]), 4: messages}[repeated_collectives(tensors.sequence_parallel, recompute)]
+    messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows))
+    forward = {
+        "gemm": gemm,
+        "attention": attention,
+        "pointwise": pointwise + clock.casts(Op.F, gemms),
+        "tp": messages,
+    }
+    again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
-        "attention": _backward_of_attention(tensors.model) * attention,
-        "pointwise": 2.0 * pointwise + casts[1],
-        "tp": sum(map(gathers, rows)) + sum(map(reductions, columns)) + repeated,
+        "attention": sum(core.backward_forwards * clock.attention(core) for core in cores),
+        "pointwise": 2.0 * pointwise + clock.casts(Op.I, gemms),
+        "tp": sum(map(clock.gather, rows)) + sum(map(clock.reduction, columns)) + again.pop("tp", 0.0),
     }
-    weights = {"gemm": gemm, "pointwise": casts[2], "tp": count.weights * collective}
-    again = _recomputed(tensors, recompute, hardware, forward)
-    hidden = sum(_hidden(tensors, tp_link, gemms[linear], reductions(linears[linear])) for linear in (0, 2))
+    weights = {
+        "gemm": gemm,
+        "pointwise": clock.casts(Op.W, gemms),
+        "tp": table.collectives.weights * clock.collective(),
+    }
+    hidden = sum(map(clock.hidden, columns))
     return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
 
 
-def head_seconds(tensors: Tensors, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """Final norm, output layer and loss."""
-    sizes = tensors.sizes
-    linear = sizes.tokens, sizes.hidden, sizes.vocab
-    gemm, reduction = (
-        _gemm_seconds(hardware, tensors.dtype, *linear),
-        _reduction_seconds(tensors, hardware, tp_link, linear),
-    )
-    logits = sizes.tokens * sizes.vocab * sizes.wide
-    collective, count = _collective_seconds(tensors, tp_link), head_collectives(tensors.sequence_parallel)
-    again = 1 if sizes.chunks_loss else 0  # logits in chunks are computed once more in a backward
+def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
+    """Return the seconds of final norm, output layer and loss."""
+    clock = _Clock(shape, model.embedding.hidden, hardware, tp_link)
+    table, gemm = model.head.table(shape), model.head.gemm(shape.tp)
+    product = clock.gemm(gemm)
+    logits = model.head.logits(shape) * shape.wide
+    collective_count = sum(operation.collectives.weights for operation in table.operations)
+    again = 1 if shape.chunks_loss else 0  # logits in chunks are computed once more in a backward
+    rate = hardware.pointwise_bytes_per_second
     return OpSeconds(
-        {
-            "gemm": gemm,
-            "pointwise": 3 * logits / hardware.pointwise_bytes_per_second,
-            "tp": _gather_seconds(tensors, hardware, tp_link, linear),
-        },
-        {
-            "gemm": (1 + again) * gemm,
-            "pointwise": (2 + again) * logits / hardware.pointwise_bytes_per_second,
-            "tp": reduction,
-        },
-        {"gemm": gemm, "tp": count.weights * collective},
-        _hidden(tensors, tp_link, gemm, reduction),
+        {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
+        {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
+        {"gemm": product, "tp": collective_count * clock.collective()},
+        clock.hidden(gemm),
     )
 
 
-def attention_seconds(tensors: Tensors, hardware: Hardware) -> float:
-    """softmax(q k^T) v: fused kernels skip what a causal mask hides; written out, all is computed, and probabilities are moved."""
-    model, sizes = tensors.model, tensors.sizes
-    if not is_explicit(model):
-        flops = 4.0 * sizes.tokens * mean_keys(sizes.seq, model.window_size) * sizes.heads * sizes.channels
-        return flops / (hardware.peak(tensors.dtype) * hardware.attention_share)
-    squares = float(sizes.batch * sizes.heads * sizes.seq * sizes.seq)
-    dropped = 2.0 * sizes.element + 1.0 if model.attention_dropout > 0 else 0.0  # read, write, and the mask
-    flops = 4.0 * squares * sizes.channels
-    moved = squares * (4.0 * sizes.element + dropped)
-    return (
-        flops / (hardware.peak(tensors.dtype) * hardware.attention_share) + moved / hardware.pointwise_bytes_per_second
-    )
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds of single operations of a shape on some hardware."""
 
+    shape: RankShape
+    hidden_size: int
+    hardware: Hardware
+    link: Link
 
-def _backward_of_attention(model: ModelConfig) -> float:
-    """Its backward in forwards: four products for two; a fused kernel makes the probabilities again."""
-    return 2.0 if is_explicit(model) else 2.5
+    def gemm(self, gemm: Gemm, tokens: int | None = None) -> float:
+        """Return the seconds of one product: by its FLOPs or by what it moves, whichever takes longer."""
+        tokens, hardware = tokens or self.shape.tokens, self.hardware
+        dtype, operand = (FP8, 1.0) if gemm.is_fp8 else (self.shape.dtype, 2.0)
+        flops = 2.0 * tokens * gemm.inputs * gemm.outputs
+        compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(tokens, gemm.inputs, gemm.outputs)))
+        moved = operand * (tokens * gemm.inputs + gemm.num_weights) + 2.0 * tokens * gemm.outputs
+        return max(compute, moved / hardware.memory_bytes_per_second)
 
+    def attention(self, core: CoreAttention) -> float:
+        """Return the seconds of core attention's forward."""
+        hardware = self.hardware
+        return (
+            core.flops / (hardware.peak(self.shape.dtype) * hardware.attention_share)
+            + core.moved_bytes / hardware.pointwise_bytes_per_second
+        )
 
-def _squares(tensors: Tensors) -> int:
-    """Bytes kept of matrices of queries and keys: their time is the attention's."""
-    kept = layer_activation_bytes(tensors.model, tensors.sizes)
-    return kept.get("attention probabilities", 0)
+    def casts(self, op: Op, gemms: Iterable[Gemm]) -> float:
+        """Return the seconds of the casts to fp8 beside these GEMMs, in F, I or W."""
+        in_fp8 = [gemm for gemm in gemms if gemm.is_fp8]
+        if not in_fp8:
+            return 0.0
+        cast, tokens = casts(self.shape), self.shape.tokens
+        read = sum(tokens * gemm.inputs for gemm in in_fp8)
+        written = sum(tokens * gemm.outputs for gemm in in_fp8)
+        weights = sum(gemm.num_weights for gemm in in_fp8)
+        moved = {
+            Op.F: cast.inputs * read + cast.weight * weights,
+            Op.I: cast.gradients * written,
+            Op.W: cast.both * (read + written) + cast.weight_gradient * weights,
+        }[op]
+        return moved / self.hardware.pointwise_bytes_per_second
 
+    def collective(self, chunks: int = 1) -> float:
+        """Return the seconds of one of `chunks` chunks of an all-gather or reduce-scatter of hidden states."""
+        if self.shape.tp == 1:
+            return 0.0
+        num_bytes = collective_bytes(self.shape, self.hidden_size)
+        return num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
 
-def _linear_seconds(tensors: Tensors, hardware: Hardware, rows: int, inputs: int, outputs: int) -> float:
-    """One product of a layer's linear, in the arithmetic of the layer."""
-    return _gemm_seconds(hardware, tensors.dtype if tensors.casts is None else FP8, rows, inputs, outputs)
+    def gather(self, gemm: Gemm) -> float:
+        """Return what gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
+        chunks = self.shape.chunks.gather
+        return self._exposed(self.collective(chunks), chunks, gemm) if self.shape.sequence_parallel else 0.0
 
+    def reduction(self, gemm: Gemm) -> float:
+        """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, without sequence parallelism an
+        all-reduce."""
+        chunks = self.shape.chunks.reduce
+        return self._exposed(self._passes * self.collective(chunks), chunks, gemm)
 
-def _gemm_seconds(hardware: Hardware, dtype: str, rows: int, inputs: int, outputs: int) -> float:
-    flops = 2.0 * rows * inputs * outputs
-    compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(rows, inputs, outputs)))
-    operand = 1.0 if dtype == FP8 else 2.0
-    moved = operand * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs
-    return max(compute, moved / hardware.memory_bytes_per_second)
+    def hidden(self, gemm: Gemm) -> float:
+        """Return what a whole backward of a column-parallel linear hides.
 
+        Under sequence parallelism its input is gathered again under the GEMM of the input gradient, which is then scattered under that of
+        the weights; without, it is all-reduced there. Both are whole in B, where I alone may cut the reduction into chunks.
+        """
+        collective, product = self.collective(), self.gemm(gemm)
+        gather = min(collective, product) if self.shape.sequence_parallel else 0.0
+        passes = self._passes
+        return gather + min(passes * collective, product) - (passes * collective - self.reduction(gemm))
 
-def _cast_seconds(tensors: Tensors, hardware: Hardware, op: Op, gemms: list[tuple[int, int, int]]) -> float:
-    """What fp8 moves beside these GEMMs in F, I or W."""
-    casts = tensors.casts
-    if casts is None:
-        return 0.0
-    read = sum(rows * inputs for rows, inputs, _ in gemms)
-    written = sum(rows * outputs for rows, _, outputs in gemms)
-    weights = sum(inputs * outputs for _, inputs, outputs in gemms)
-    moved = {
-        Op.F: casts.inputs * read + casts.weight * weights,
-        Op.I: casts.gradients * written,
-        Op.W: casts.both * (read + written) + casts.weight_gradient * weights,
-    }[op]
-    return moved / hardware.pointwise_bytes_per_second
+    @property
+    def _passes(self) -> int:
+        """Collectives that a sum over tp counts as."""
+        return 1 if self.shape.sequence_parallel else ALL_REDUCE
 
-
-def _collective_seconds(tensors: Tensors, link: Link, chunks: int = 1) -> float:
-    """Of one of so many chunks of an all-gather or reduce-scatter of hidden states."""
-    if tensors.tp == 1:
-        return 0.0
-    return collective_bytes(tensors.sizes, tensors.tp) / chunks / link.bytes_per_second + link.latency_seconds
-
-
-def _gather_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear: tuple[int, int, int]) -> float:
-    """What gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
-    chunks = tensors.chunks.gather
-    return (
-        _exposed(tensors, hardware, _collective_seconds(tensors, link, chunks), chunks, linear)
-        if tensors.sequence_parallel
-        else 0.0
-    )
-
-
-def _reduction_seconds(tensors: Tensors, hardware: Hardware, link: Link, linear: tuple[int, int, int]) -> float:
-    """What the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, without sequence parallelism an all-reduce."""
-    chunks = tensors.chunks.reduce
-    return _exposed(tensors, hardware, _passes(tensors) * _collective_seconds(tensors, link, chunks), chunks, linear)
-
-
-def _exposed(
-    tensors: Tensors, hardware: Hardware, collective: float, chunks: int, linear: tuple[int, int, int]
-) -> float:
-    """Of a collective in chunks that each take so long and run under the GEMM of a neighbour: one, what is longer than a GEMM of the
-    others, and what smaller GEMMs take longer than one."""
-    tokens, *sizes = linear
-    whole, part = (_linear_seconds(tensors, hardware, rows, *sizes) for rows in (tokens, max(1, tokens // chunks)))
-    return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
-
-
-def _passes(tensors: Tensors) -> int:
-    """Collectives that a sum over tp counts as."""
-    return 1 if tensors.sequence_parallel else ALL_REDUCE
-
-
-def _hidden(tensors: Tensors, link: Link, gemm: float, reduction: float) -> float:
-    """Of a column-parallel linear's backward: under sequence parallelism its input is gathered again under the GEMM of the input gradient,
-    which is then scattered under that of the weights; without, it is all-reduced there. Whole in both, where I alone, whose reduction is
-    given, may cut it into chunks."""
-    collective, passes = _collective_seconds(tensors, link), _passes(tensors)
-    gather = min(collective, gemm) if tensors.sequence_parallel else 0.0
-    return gather + min(passes * collective, gemm) - (passes * collective - reduction)
+    def _exposed(self, collective: float, chunks: int, gemm: Gemm) -> float:
+        """Return the time of a collective that its GEMM does not hide. collective: seconds of each chunk, which runs under the GEMM of a
+        neighbour: exposed are one chunk, what the others take longer than a GEMM, and what smaller GEMMs take longer than one."""
+        tokens = self.shape.tokens
+        whole, part = self.gemm(gemm), self.gemm(gemm, max(1, tokens // chunks))
+        return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
 
 
 def _recomputed(
-    tensors: Tensors, recompute: RecomputeConfig, hardware: Hardware, forward: Mapping[str, float]
+    layer: LayerSpec, shape: RankShape, plain: RankShape, clock: _Clock, forward: Mapping[str, float]
 ) -> dict[str, float]:
-    """What a backward computes again; its tensor-parallel messages are counted in `traffic`."""
+    """Return what a backward computes again. plain: the shape without recompute."""
+    recompute = shape.recompute
     if recompute.recompute_granularity is None:
         return {}
     if recompute.recompute_granularity == "full":
-        without = {"tp", "attention"} if recompute.recompute_keep_attention else {"tp"}
-        return {part: seconds for part, seconds in forward.items() if part not in without}
-    modules, again = frozenset(recompute.recompute_modules), dict.fromkeys(forward, 0.0)
-    if "core_attn" in modules:
-        again["attention"] += forward["attention"]
-    if "mlp" in modules:
-        first = tensors.gemms()[2]
-        again["gemm"] += _linear_seconds(tensors, hardware, *first)
-        again["pointwise"] += _cast_seconds(tensors, hardware, Op.F, [first])
-    kept = layer_activation_bytes(tensors.model, tensors.sizes)
-    saved = sum(kept.values()) - sum(
-        layer_activation_bytes(tensors.model, tensors.sizes, modules - {"core_attn"}).values()
-    )
-    again["pointwise"] += POINTWISE_PASSES * saved / hardware.pointwise_bytes_per_second
+        return {
+            part: seconds
+            for part, seconds in forward.items()
+            if not (part == "attention" and recompute.recompute_keep_attention)
+        }
+    again, whole = dict.fromkeys(forward, 0.0), layer_table(layer, plain)
+    for operation in (each for part in whole.parts for each in part.operations):
+        if operation.recompute_module is None or not shape.recomputes(operation.recompute_module):
+            continue
+        if operation.attention is not None:
+            again["attention"] += clock.attention(operation.attention)
+        if operation.gemm is not None:
+            again["gemm"] += clock.gemm(operation.gemm)
+            again["pointwise"] += clock.casts(Op.F, [operation.gemm])
+            again["tp"] += clock.gather(operation.gemm)
+    # core attention's results are part of its own time
+    others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
+    without = replace(plain, recompute=replace(recompute, recompute_modules=others))
+    saved = whole.kept_bytes - layer_table(layer, without).kept_bytes
+    again["pointwise"] += POINTWISE_PASSES * saved / clock.hardware.pointwise_bytes_per_second
     return again

@@ -28,34 +28,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from megapipe.dtypes import ELEMENT_BYTES
+from megapipe.layers.fp8 import COPIES
+from megapipe.layers.shape import Documents
+from megapipe.layers.table import Kept, total_bytes
 from megapipe.plan.activations import (
-    Documents,
-    LocalSizes,
     deferred_bytes,
-    is_explicit,
+    group_keeps,
+    group_sizes,
+    layer_groups,
+    layers_of,
     replay_bytes,
-    rotary_table_bytes,
-    shared_mask_bytes,
     stage_bytes,
 )
-from megapipe.plan.comm_chunks import comm_chunks
-from megapipe.plan.fp8 import LinearBytes, copies_bytes
 from megapipe.plan.graph_memory import graph_bytes
-from megapipe.plan.offload import (
-    GroupBytes,
-    Storage,
-    away_in_row,
-    group_sizes,
-    group_storages,
-    groups_of,
-    row_moves,
-    stage_group_bytes,
-    stage_groups,
-)
+from megapipe.plan.offload import GroupBytes, away_in_row, groups_of, row_moves, stage_group_bytes, stage_groups
 from megapipe.plan.residence import Inside, Residence, inside_of_backward
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.temporaries import Backward, temporary_bytes
+from megapipe.plan.temporaries import split, temporary_bytes
 from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
@@ -102,51 +91,44 @@ class RankMemory:
 
 def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     """Every item of one rank, for a step at the full global batch size."""
-    model, recompute, documents, sizes = (
-        plan.config.model,
-        plan.config.recompute,
-        Documents.of(plan.config.data),
-        local_sizes(plan),
-    )
+    model, shape = plan.model, plan.shape
+    message_bytes = shape.hidden_bytes(model.embedding.hidden)
     stages = plan.placement.stages_of(pp_rank)
     num_microbatches = plan.batch.full // plan.batch.samples_per_microbatch
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
-    waiting = {stage: deferred_bytes(model, sizes, plan.partition.stages[stage], recompute) for stage in stages}
-    inside = {(stage, op): size for stage in stages for op, size in temporary_bytes(_backward(plan, stage)).items()}
+    waiting = {stage: deferred_bytes(model, shape, plan.partition.stages[stage]) for stage in stages}
+    inside = {
+        (stage, op): size
+        for stage in stages
+        for op, size in temporary_bytes(model, shape, plan.partition.stages[stage]).items()
+    }
     residence, host = _offloaded(plan, pp_rank, num_microbatches, kept)
     row = plan.schedule(num_microbatches).rows[pp_rank]
-    peak = peak_of_row(
-        row, pp_rank, plan.placement, kept, waiting, sizes.hidden_states, plan.send_depth, inside, residence
-    )
+    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, residence)
     graphs, reusable, beside = 0, peak.total, max(kept.values())
     if plan.config.gpu.cuda_graph_impl != "none":
         slots, last, splits = plan.num_slots(pp_rank), plan.placement.num_stages - 1, plan.splits_backward
-        held = graph_bytes(slots, last, kept, waiting, inside, sizes.hidden_states, splits)
+        held = graph_bytes(slots, last, kept, waiting, inside, message_bytes, splits)
         graphs, reusable, beside = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
     replay = 0
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
-        replay = replay_bytes(model, sizes, plan.partition.layer_counts[peak.action.stage], recompute, documents)
+        replay = replay_bytes(layers_of(model, plan.partition.stages[peak.action.stage]), shape)
         replay = min(replay, peak.inside_bytes)
     items = {
         **_state(plan, stages, plan.num_weight_versions(pp_rank)),
-        "fp8 weights": copies_bytes(plan.config, sizes, [plan.partition.stages[stage] for stage in stages]),
+        "fp8 weights": _fp8_copies(plan, stages),
         "activations": peak.activation_bytes,
         "recompute": replay,
         "temporaries": peak.inside_bytes - replay,
         "graphs": graphs,
         "messages": peak.message_bytes,
         "reduction": max(0, _reduction(plan, stages, beside) - reusable),
-        "tables": len(stages) * _tables(plan, sizes, documents),
-        "microbatches": num_microbatches * sizes.tokens * _token_bytes(documents),
+        "tables": len(stages) * _tables(plan),
+        "microbatches": num_microbatches * shape.tokens * _token_bytes(shape.documents),
     }
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"] = _optimizer(plan, stages, plan.num_weight_versions(pp_rank))
     return RankMemory(pp_rank, items, peak.live, host)
-
-
-def runs_on_cuda(plan: RunPlan) -> bool:
-    """Whose kernels the memory is told for: CUDA's, unless the configuration asks for CPUs."""
-    return plan.config.training.device != "cpu"
 
 
 def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
@@ -156,32 +138,11 @@ def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
 
 def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
     """What a stage keeps from the forward to the backward of one microbatch, its input included, by what is kept."""
-    layers, config, documents = plan.partition.stages[stage], plan.config, Documents.of(plan.config.data)
-    found = stage_bytes(config.model, local_sizes(plan), layers, config.recompute, documents)
-    copies = _attention_copies(plan, layers.num_layers, documents)
-    return found | {"attention output copied": copies} if copies else found
-
-
-def _attention_copies(plan: RunPlan, num_layers: int, documents: Documents) -> int:
-    """CUDA's memory-efficient kernel, which takes fp32 and masks, leaves its output of several query groups in another order than the next
-    linear takes it: it is kept twice."""
-    sizes, model, recompute = local_sizes(plan), plan.config.model, plan.config.recompute
-    is_masked = bool(documents.attention_mask or shared_mask_bytes(model, sizes, documents))
-    shares = sizes.heads > sizes.groups > 1 and not (documents.attention_mask and sizes.batch > 1)
-    is_made_again = recompute.recompute_granularity == "full" or (
-        recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
-    )
-    is_efficient = (
-        runs_on_cuda(plan) and not is_explicit(model) and (plan.config.precision.dtype == "fp32" or is_masked)
-    )
-    return num_layers * sizes.query if is_efficient and shares and not is_made_again else 0
-
-
-def local_sizes(plan: RunPlan) -> LocalSizes:
-    """Sizes of one microbatch on any rank of the plan."""
-    config = plan.config
-    sliced, size = config.parallel.sequence_parallel, config.training.micro_batch_size
-    return LocalSizes.asked(config, config.model, plan.topology.tp, sliced, size)
+    layers = plan.partition.stages[stage]
+    found = stage_bytes(plan.model, plan.shape, layers)
+    copies = [layer.attention.output_copy(plan.shape) for layer in layers_of(plan.model, layers)]
+    copied = total_bytes(copy for copy in copies if copy is not None)
+    return found | {"attention output copied": copied} if copied else found
 
 
 def peak_of_row(
@@ -238,17 +199,6 @@ def peak_of_row(
     return peak
 
 
-def _backward(plan: RunPlan, stage: int) -> Backward:
-    config = plan.config
-    gathers = config.parallel.sequence_parallel and plan.topology.tp > 1
-    layers, documents = plan.partition.stages[stage], Documents.of(config.data)
-    chunks, is_cuda = comm_chunks(config.parallel).gather, runs_on_cuda(plan)
-    fp8 = LinearBytes.of(config, layers, is_cuda)
-    return Backward(
-        config.model, local_sizes(plan), layers, config.recompute, documents, is_cuda, gathers, chunks, fp8=fp8
-    )
-
-
 def _offloaded(
     plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
 ) -> tuple[Residence | None, dict[str, int]]:
@@ -263,30 +213,37 @@ def _offloaded(
     away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups)
     inside = {}
     for stage in held:
-        sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
-        inside[stage, Op.F] = Inside(_backward(plan, stage).loss_blocks)
-        for op in (Op.B, Op.I):
-            inside[stage, op] = inside_of_backward(_backward(plan, stage), sizes, splits=op is Op.I)
+        layers = plan.partition.stages[stage]
+        sizes = group_sizes(plan.config.recompute, layers.num_layers)
+        inside[stage, Op.F] = Inside(plan.model.head.loss_block_bytes(plan.shape) if layers.has_head else 0)
+        for op, shape in ((Op.B, plan.shape), (Op.I, split(plan.shape))):
+            inside[stage, op] = inside_of_backward(plan.model, shape, layers, sizes)
     return Residence(stages, groups, kept, away.at, inside), {"activations": away.host_bytes}
 
 
 def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
     """What each group of a stage's layers keeps and moves for one microbatch. layers: other ones than the plan's."""
     layers = layers or plan.partition.stages[stage]
-    config, documents, sizes = plan.config, Documents.of(plan.config.data), local_sizes(plan)
-    storages = group_storages(config.model, sizes, config.recompute, layers.num_layers, documents)
-    if _attention_copies(plan, 1, documents):
-        copy = Storage(sizes.query, sizes.element)
-        storages = [[*group, copy] for group in storages]
-    return stage_group_bytes(
-        storages, groups_of(config, layers).num_moved, config.offload.min_offloaded_tensor_size, layers.has_embedding
-    )
+    kept: list[tuple[Kept, ...]] = []
+    for group in layer_groups(layers_of(plan.model, layers), plan.config.recompute):
+        copy = group.layers[0].attention.output_copy(plan.shape)
+        kept.append(group_keeps(group, plan.shape) + (() if copy is None else (copy,)))
+    offload = plan.config.offload
+    num_moved = groups_of(plan.config, layers).num_moved
+    return stage_group_bytes(kept, num_moved, offload.min_offloaded_tensor_size, layers.has_embedding)
+
+
+def _fp8_copies(plan: RunPlan, stages: Iterable[int]) -> int:
+    """Return the bytes of the 8-bit copies of the linears' weights; Transformer Engine's are not known."""
+    if plan.shape.transformer_impl != "local":
+        return 0
+    layers = [layer for stage in stages for layer in layers_of(plan.model, plan.partition.stages[stage])]
+    return sum(COPIES * gemm.num_weights for layer in layers if layer.is_fp8 for gemm in layer.gemms(plan.topology.tp))
 
 
 def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:
     """Masters and moments of this rank's shard, wherever they lie."""
-    optimizer, element = plan.config.optimizer, ELEMENT_BYTES[plan.config.precision.dtype]
-    wide = max(element, 4)
+    optimizer, element, wide = plan.config.optimizer, plan.shape.element, plan.shape.wide
     moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
     has_own_master = element != wide or num_versions > 1
     return _shard(plan, stages) * (moments + has_own_master) * wide
@@ -299,8 +256,7 @@ def _shard(plan: RunPlan, stages: Iterable[int]) -> int:
 
 def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:
     """Weights, gradients, optimizer."""
-    element = ELEMENT_BYTES[plan.config.precision.dtype]
-    wide = max(element, 4)
+    element, wide = plan.shape.element, plan.shape.wide
     optimizer = plan.config.optimizer
     moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
     layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
@@ -323,12 +279,11 @@ def _reduction(plan: RunPlan, stages: Iterable[int], beside: int) -> int:
     return copies + (beside if plan.config.parallel.overlap_grad_reduce else 0)
 
 
-def _tables(plan: RunPlan, sizes: LocalSizes, documents: Documents) -> int:
-    """Of one stage."""
-    model = plan.config.model
-    return shared_mask_bytes(model, sizes, documents) + (
-        0 if documents.position_ids else rotary_table_bytes(model, sizes)
-    )
+def _tables(plan: RunPlan) -> int:
+    """Return the bytes of the mask and the rotary tables that all microbatches of one stage share."""
+    attention, shape = plan.model.layers[0].attention, plan.shape
+    rotary = 0 if shape.documents.position_ids else attention.rotary_table_bytes(shape)
+    return attention.shared_mask_bytes(shape) + rotary
 
 
 def _token_bytes(documents: Documents) -> int:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megapipe.plan.activations import Documents, deferred_bytes, stage_bytes
-from megapipe.plan.memory import RankMemory, local_sizes, offloaded_groups, rank_memory
+from megapipe.layers.model import stage_parameters
+from megapipe.plan.activations import deferred_bytes, stage_bytes
+from megapipe.plan.memory import RankMemory, offloaded_groups, rank_memory
 from megapipe.plan.offload import USUAL_UNITS_ON_DEVICE, GroupBytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.buffers import layout_buffers
-from megapipe.sharding.model_specs import specs_of_stage
 
 STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
 FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")  # hardly another with another cut
@@ -50,17 +50,11 @@ class RankBytes:
         """(kept from F to B, kept from I to W) of a stage with so many layers."""
         if (stage, count) not in self._stages:
             plan, last = self._draft, self._draft.placement.num_stages - 1
-            model, recompute, documents, sizes = (
-                plan.config.model,
-                plan.config.recompute,
-                Documents.of(plan.config.data),
-                local_sizes(plan),
-            )
             layers = StageLayers(0, count, stage == 0, stage == last)
             moved = sum(group.moved for group in self._groups(stage, count))
             self._stages[stage, count] = (
-                sum(stage_bytes(model, sizes, layers, recompute, documents).values()) - moved,
-                deferred_bytes(model, sizes, layers, recompute),
+                sum(stage_bytes(plan.model, plan.shape, layers).values()) - moved,
+                deferred_bytes(plan.model, plan.shape, layers),
             )
         return self._stages[stage, count]
 
@@ -96,7 +90,7 @@ class RankBytes:
             assert bucket is not None
             counts = []
             for count in (1, 2):
-                specs = specs_of_stage(plan.specs, range(count), stage == 0, stage == last, plan.tied_across_ranks)
+                specs = stage_parameters(plan.specs, range(count), stage == 0, stage == last, plan.tied_across_ranks)
                 layouts = layout_buffers(specs, 0, plan.topology.tp, plan.num_optimizer_shards, bucket, plan.tied_kind)
                 counts.append(sum(layout.numel for layout in layouts))
             self._elements[stage] = counts[0], counts[1]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
-from megapipe.plan.activations import deferred_bytes
+from megapipe.layers.model import ModelSpec
+from megapipe.layers.shape import RankShape
+from megapipe.plan.activations import deferred_bytes, layers_of
 from megapipe.plan.offload import GroupBytes
-from megapipe.plan.temporaries import Backward
+from megapipe.plan.temporaries import backward_peak
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.moves import Moment, StageGroups, moments_of
 from megapipe.schedule.partition import StageLayers
@@ -67,22 +69,22 @@ class Residence:
         return above + of_head - waiting, inside.lower
 
 
-def inside_of_backward(backward: Backward, sizes: tuple[int, ...], splits: bool) -> Inside:
-    """backward: of the whole stage. sizes: layers of each of its groups."""
-    first, last = backward.layers.first_layer, backward.layers.last_layer_exclusive
-    group = sizes[-1] if sizes else 0
-    top = dataclasses.replace(
-        backward, layers=StageLayers(last - group, last, False, backward.layers.has_head), splits=splits
-    )
-    lower = dataclasses.replace(top, layers=StageLayers(first, first + (sizes[0] if sizes else 0), False, False))
-    in_head, in_top = top.most_in_parts()
+def inside_of_backward(model: ModelSpec, shape: RankShape, stage: StageLayers, sizes: tuple[int, ...]) -> Inside:
+    """Return what a stage's B makes and frees, or its I if the shape splits the backward. sizes: layers in each of its groups."""
+    first, last = stage.first_layer, stage.last_layer_exclusive
+    kinds = layers_of(model, stage)
+    top = StageLayers(last - (sizes[-1] if sizes else 0), last, False, stage.has_head)
+    lower = StageLayers(first, first + (sizes[0] if sizes else 0), False, False)
+    in_head, in_top = backward_peak(model, shape, top, kinds)
+    in_lower = max(backward_peak(model, shape, lower, kinds)) + shape.hidden_bytes(model.embedding.hidden)
     waits: tuple[int, ...] = ()
     head_waits = 0
-    if splits:
-        model, recompute = backward.model, backward.recompute
+    if shape.splits_backward:
+        starts = accumulate(sizes, initial=first)
         waits = tuple(
-            deferred_bytes(model, backward.sizes, StageLayers(0, size, False, False), recompute) for size in sizes
+            deferred_bytes(model, shape, StageLayers(start, start + size, False, False))
+            for start, size in zip(starts, sizes, strict=False)
         )
-        if backward.layers.has_head:
-            head_waits = deferred_bytes(model, backward.sizes, StageLayers(0, 0, False, True), recompute)
-    return Inside(in_head, in_top, lower.most() + backward.sizes.hidden_states, waits, head_waits)
+        if stage.has_head:
+            head_waits = model.head.table(shape).deferred_bytes
+    return Inside(in_head, in_top, in_lower, waits, head_waits)

@@ -26,6 +26,7 @@ from megapipe.config.rules.wording import divisors
 from megapipe.config.training import TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
+from megapipe.layers.model import model_parameters
 from megapipe.plan.balance import balanced_cut
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.chunks import group_size, memory_limit, schedule_and_chunks
@@ -35,7 +36,6 @@ from megapipe.plan.shelf import Shelf
 from megapipe.schedule.build import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
-from megapipe.sharding.model_specs import model_specs
 from megapipe.topology import Topology
 
 
@@ -54,7 +54,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     parallel = _parallel(config.parallel, topology, schedule_name, chunks)
     shelf = shelf or Shelf()
     partition = shelf.once(("cut", placement, model, cut_key(parallel)), lambda: cut_layers(model, parallel, placement))
-    specs = model_specs(model, parallel.sequence_parallel)
+    specs = model_parameters(model, parallel.sequence_parallel)
     optimizer = _optimizer(config.optimizer, training, batch)
     data = config.data
     if data.data_path is not None and data.split is None:

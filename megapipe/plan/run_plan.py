@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megapipe.config.resolved import ResolvedConfig
+from megapipe.layers.model import ModelSpec, model_spec, stage_parameters
+from megapipe.layers.shape import RankShape
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.costs import stage_costs
 from megapipe.plan.layer_costs import LayerCosts, flop_costs
@@ -25,7 +27,6 @@ from megapipe.schedule.simulate import Costs, unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.schedule.weight_versions import WeightVersions, weight_versions
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
-from megapipe.sharding.model_specs import specs_of_stage
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology
 
@@ -47,6 +48,17 @@ class RunPlan:
     schedule_name: str
     shelf: Shelf = field(default_factory=Shelf, compare=False, repr=False)
 
+    @cached_property
+    def model(self) -> ModelSpec:
+        """The parts of the model."""
+        return model_spec(self.config.model, self.config.precision)
+
+    @cached_property
+    def shape(self) -> RankShape:
+        """One microbatch of the run on any of its ranks."""
+        config, tp = self.config, self.topology.tp
+        return RankShape.of(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
+
     @property
     def num_chunks(self) -> int:
         """Stages on each pipeline rank; with two directions those of one."""
@@ -59,7 +71,7 @@ class RunPlan:
 
     def _make_stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
         return tuple(
-            specs_of_stage(
+            stage_parameters(
                 self.specs,
                 range(s.first_layer, s.last_layer_exclusive),
                 s.has_embedding,
@@ -98,7 +110,7 @@ class RunPlan:
     @property
     def flop_costs(self) -> LayerCosts:
         """The same, from FLOPs."""
-        return flop_costs(self.config.model, self.config.recompute)
+        return flop_costs(self.model, self.config.model.seq_length, self.config.recompute)
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from megapipe.config.precision import PrecisionConfig
+from megapipe.layers.fp8 import casts
+from megapipe.layers.model import model_spec
+from megapipe.layers.table import ALL_REDUCE
+from megapipe.plan.activations import group_sizes, layers_of
 from megapipe.plan.flops import step_flops
-from megapipe.plan.fp8 import Casts, num_fp8_layers
 from megapipe.plan.hardware import Hardware, Link
-from megapipe.plan.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
-from megapipe.plan.linears import linear_elements
-from megapipe.plan.memory import local_sizes, offloaded_groups
-from megapipe.plan.offload import group_sizes
+from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
+from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traffic import ALL_REDUCE, gather_bytes, message_bytes, reduction_bytes
+from megapipe.plan.traffic import gather_bytes, message_bytes, reduction_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.simulate import Costs, Timeline, simulate
 
@@ -89,20 +91,23 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     """Of each stage, for one microbatch."""
-    config, t = plan.config, plan.topology
+    config, model, shape = plan.config, plan.model, plan.shape
     tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
-    sliced, size = config.parallel.sequence_parallel and t.tp > 1, config.training.micro_batch_size
-    tensors = Tensors.asked(config, config.model, t.tp, sliced, size)
-    layer, head = layer_seconds(tensors, config.recompute, hardware, tp_link), head_seconds(tensors, hardware, tp_link)
-    casts = Casts.of(config)
-    in_fp8 = (
-        layer if casts is None else layer_seconds(replace(tensors, casts=casts), config.recompute, hardware, tp_link)
-    )
-    counts = [(stage.num_layers, num_fp8_layers(config, stage)) for stage in plan.partition.stages]
-    made = {(whole, few): layer * (whole - few) + in_fp8 * few for whole, few in set(counts)}
-    stages = (*(made[count] for count in counts[:-1]), made[counts[-1]] + head)
+    of_kind = {kind: layer_seconds(kind, shape, hardware, tp_link) for kind in model.kinds}
+    found: dict[tuple[int, ...], OpSeconds] = {}  # by the number of layers of each kind
+    stages = []
+    for layers in plan.partition.stages:
+        counted = Counter(layers_of(model, layers))
+        counts = tuple(counted[kind] for kind in model.kinds)
+        if counts not in found:
+            terms = [of_kind[kind] * count for kind, count in zip(model.kinds, counts, strict=True)]
+            found[counts] = sum(terms[1:], terms[0])
+        stages.append(found[counts])
+    stages[-1] += head_seconds(model, shape, hardware, tp_link)
     if not config.offload.cpu_offloading_num_layers:
-        return stages
+        return tuple(stages)
+    # copies are taken to hide behind layers in the model's dtype
+    layer = layer_seconds(model_spec(config.model, PrecisionConfig()).layers[0], shape, hardware, tp_link)
     return tuple(seconds + offload_seconds(plan, hardware, stage, layer) for stage, seconds in enumerate(stages))
 
 
@@ -197,9 +202,9 @@ def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSecond
     """'optimizer', 'gather': of the rank that takes longest over each, for all wait for the norm and for the next step's first stage."""
     ranks = range(plan.topology.pp)
     shards = max(_shard_elements(plan, rank) for rank in ranks)
-    casts = max(_weight_cast_seconds(plan, hardware, rank) for rank in ranks)
+    cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in ranks)
     return {
-        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second + casts,
+        "optimizer": shards * (OPTIMIZER_BYTES + NORM_BYTES) / hardware.memory_bytes_per_second + cast,
         "gather": max(_exposed_gather(plan, hardware, rank, stages) for rank in ranks),
     }
 
@@ -248,14 +253,10 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
 
 def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
     """Of the linears' weights to fp8, once a step."""
-    casts = Casts.of(plan.config)
-    if casts is None:
-        return 0.0
-    layers = sum(
-        num_fp8_layers(plan.config, plan.partition.stages[stage]) for stage in plan.placement.stages_of(pp_rank)
-    )
-    elements = layers * linear_elements(plan.config.model, local_sizes(plan))
-    return casts.weight_once * elements / hardware.pointwise_bytes_per_second
+    held = [plan.partition.stages[stage] for stage in plan.placement.stages_of(pp_rank)]
+    layers = [layer for stage in held for layer in layers_of(plan.model, stage) if layer.is_fp8]
+    elements = sum(gemm.num_weights for layer in layers for gemm in layer.gemms(plan.topology.tp))
+    return casts(plan.shape).weight_once * elements / hardware.pointwise_bytes_per_second if layers else 0.0
 
 
 def _shard_elements(plan: RunPlan, pp_rank: int) -> float:

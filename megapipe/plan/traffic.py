@@ -8,71 +8,26 @@ what goes between replicas. Left out are sums of a few numbers a token or a step
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-from megapipe.config.recompute import RecomputeConfig
-from megapipe.plan.activations import LocalSizes
-from megapipe.plan.memory import local_sizes
+from megapipe.layers.model import LayerSpec, layer_table
+from megapipe.layers.shape import RankShape
+from megapipe.layers.table import ALL_REDUCE, Collectives
+from megapipe.plan.activations import layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.schedule import Schedule
 
-ALL_REDUCE = 2  # collectives that it counts as
 MESSAGES = {Op.SEND_F: 1, Op.SEND_B: -1}  # and how many stages further they go
 
 
-@dataclass(frozen=True)
-class Collectives:
-    """All-gathers and reduce-scatters of hidden states over tp for one microbatch, by the part of the computation that they belong to."""
-
-    forward: int
-    inputs: int  # input gradients, and what is computed again for them
-    weights: int
-
-    def __add__(self, other: Collectives) -> Collectives:
-        return Collectives(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
-
-    def __mul__(self, count: int) -> Collectives:
-        return Collectives(self.forward * count, self.inputs * count, self.weights * count)
-
-    @property
-    def total(self) -> int:
-        return self.forward + self.inputs + self.weights
-
-
-def layer_collectives(sequence_parallel: bool, recompute: RecomputeConfig) -> Collectives:
-    """Of one transformer layer: an all-reduce after attention and MLP, forward and backward; under sequence parallelism an all-gather
-    before and a reduce-scatter after, and the gather of two inputs again for the weights' gradients."""
-    return Collectives(4, 4 + repeated_collectives(sequence_parallel, recompute), 2 if sequence_parallel else 0)
-
-
-def repeated_collectives(sequence_parallel: bool, recompute: RecomputeConfig) -> int:
-    """Of a layer's forward, the collectives that a backward with recomputation does again."""
-    if recompute.recompute_granularity is None:
-        return 0
-    if recompute.recompute_granularity == "full":
-        return 4
-    return 1 if sequence_parallel and "mlp" in recompute.recompute_modules else 0
-
-
-def head_collectives(sequence_parallel: bool) -> Collectives:
-    """Of the output layer."""
-    return Collectives(1, 1, 1) if sequence_parallel else Collectives(0, ALL_REDUCE, 0)
-
-
-def embedding_collectives(sequence_parallel: bool) -> Collectives:
-    """Of the word embedding, whose rows lie on different ranks."""
-    return Collectives(1, 0, 1) if sequence_parallel else Collectives(ALL_REDUCE, 0, 0)
-
-
-def collective_bytes(sizes: LocalSizes, tp: int) -> float:
-    """Of one all-gather or reduce-scatter of hidden states over tp."""
-    return ring_bytes(sizes.tokens * sizes.hidden * sizes.element, tp)
+def collective_bytes(shape: RankShape, hidden_size: int) -> float:
+    """Return the bytes of one all-gather or reduce-scatter of hidden states over tp."""
+    return ring_bytes(shape.tokens * hidden_size * shape.element, shape.tp)
 
 
 def message_bytes(plan: RunPlan) -> int:
-    """Of one activation or gradient from a stage to its neighbour."""
-    return local_sizes(plan).hidden_states
+    """Return the bytes of one activation or gradient from a stage to its neighbour."""
+    return plan.shape.hidden_bytes(plan.config.model.hidden_size)
 
 
 def reduction_bytes(plan: RunPlan, stage: int) -> float:
@@ -85,18 +40,18 @@ def gather_bytes(plan: RunPlan, stage: int) -> float:
     """Of a stage's updated parameters over its replicas; 0 without the distributed optimizer."""
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
-    return ring_bytes(_elements(plan, stage) * local_sizes(plan).element, plan.topology.num_replicas)
+    return ring_bytes(_elements(plan, stage) * plan.shape.element, plan.topology.num_replicas)
 
 
 def tied_bytes(plan: RunPlan, stage: int) -> float:
     """Of the tied embedding's gradients between the first rank and the last, all-reduced where each has summed its own over replicas."""
     shards = [layout.numel // layout.num_shards for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
-    return ALL_REDUCE * ring_bytes(sum(shards) * max(local_sizes(plan).element, 4), 2)
+    return ALL_REDUCE * ring_bytes(sum(shards) * max(plan.shape.element, 4), 2)
 
 
 def gradient_bytes(plan: RunPlan) -> int:
     """Of one gradient as it travels between replicas."""
-    return 2 if plan.config.parallel.grad_reduce_in_bf16 else max(local_sizes(plan).element, 4)
+    return 2 if plan.config.parallel.grad_reduce_in_bf16 else max(plan.shape.element, 4)
 
 
 def ring_bytes(num_bytes: float, ranks: int) -> float:
@@ -105,12 +60,27 @@ def ring_bytes(num_bytes: float, ranks: int) -> float:
 
 
 def stage_collectives(plan: RunPlan, stage: int) -> Collectives:
-    """Over tp, of a stage and one microbatch."""
-    layers, sequence_parallel = plan.partition.stages[stage], plan.config.parallel.sequence_parallel
-    found = layer_collectives(sequence_parallel, plan.config.recompute) * layers.num_layers
-    if layers.has_embedding:
-        found += embedding_collectives(sequence_parallel)
-    return found + head_collectives(sequence_parallel) if layers.has_head else found
+    """Return the collectives over tp of a stage for one microbatch, recomputed ones included."""
+    model, shape, layers = plan.model, plan.shape, plan.partition.stages[stage]
+    found = Collectives()
+    for layer, count in Counter(layers_of(model, layers)).items():
+        found += (layer_table(layer, shape).collectives + _recomputed_collectives(layer, shape)) * count
+    ends = [model.embedding.table(shape)] * layers.has_embedding + [model.head.table(shape)] * layers.has_head
+    return sum((operation.collectives for table in ends for operation in table.operations), found)
+
+
+def _recomputed_collectives(layer: LayerSpec, shape: RankShape) -> Collectives:
+    """Return the collectives of a layer's forward that a backward with recomputation does again."""
+    table = layer_table(layer, shape)
+    if shape.recompute.recompute_granularity == "full":
+        return Collectives(inputs=table.collectives.forward)
+    again = [
+        operation.collectives.forward
+        for part in table.parts
+        for operation in part.operations
+        if operation.recompute_module is not None and shape.recomputes(operation.recompute_module)
+    ]
+    return Collectives(inputs=sum(again))
 
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
@@ -123,7 +93,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     )  # more than one where a step has several updates
     return {
         "tp": sum(collectives[stage] for stage, op, _ in row if op is Op.F)
-        * collective_bytes(local_sizes(plan), plan.topology.tp),
+        * collective_bytes(plan.shape, plan.config.model.hidden_size),
         "pp": float(sum(op in MESSAGES for _, op, _ in row) * message_bytes(plan)),
         "replicas": sum(
             reductions[stage] * (reduction_bytes(plan, stage) + gather_bytes(plan, stage)) for stage in held

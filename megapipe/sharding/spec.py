@@ -8,6 +8,8 @@ from typing import Literal
 
 from megapipe.sharding.slicing import Interval, Replicated, Slicing
 
+Owner = int | Literal["embedding", "head"]
+
 
 @dataclass(frozen=True)
 class Init:
@@ -27,7 +29,7 @@ class ParamSpec:
 
     name: str
     shape: tuple[int, ...]
-    owner: int | Literal["embedding", "head"]
+    owner: Owner
     slicing: Slicing = Replicated()  # noqa: RUF009 - frozen and stateless
     init: Init = Init("zeros")
     weight_decay: bool = True  # none on 1-D tensors and biases

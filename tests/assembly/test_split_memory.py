@@ -13,7 +13,7 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import deferred_bytes
-from megapipe.plan.memory import local_sizes, peak_of_row, stage_activation_bytes
+from megapipe.plan.memory import peak_of_row, stage_activation_bytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.train.step import TrainStep
@@ -72,12 +72,9 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
 
 def planned_bytes(plan: RunPlan, pp_rank: int) -> tuple[list[int], int]:
     """The same from the plan, and its peak."""
-    stages, sizes = plan.placement.stages_of(pp_rank), local_sizes(plan)
+    stages = plan.placement.stages_of(pp_rank)
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
-    waiting = {
-        stage: deferred_bytes(plan.config.model, sizes, plan.partition.stages[stage], plan.config.recompute)
-        for stage in stages
-    }
+    waiting = {stage: deferred_bytes(plan.model, plan.shape, plan.partition.stages[stage]) for stage in stages}
     row = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch).rows[pp_rank]
     levels, level = [], 0
     for stage, op, _ in row:

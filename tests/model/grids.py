@@ -16,11 +16,11 @@ from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.gpu.kernels import TORCH, Kernels
+from megapipe.layers.model import model_parameters
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
-from megapipe.sharding.model_specs import model_specs
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from megapipe.tensor_parallel.weight_gradient import WeightQueue
@@ -99,7 +99,7 @@ def make_stage(
         weight_queue=queue,
         kernels=kernels,
     )
-    specs = {spec.name: spec for spec in model_specs(config, sequence_parallel)}
+    specs = {spec.name: spec for spec in model_parameters(config, sequence_parallel)}
     for name, parameter in list(stage.named_parameters()):
         local = local_slice(specs[name], weights[name].detach(), tp.rank, tp.size)
         assert local.shape == parameter.shape, (name, local.shape, parameter.shape)

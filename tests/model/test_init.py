@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from megapipe.comm.groups import Group
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.layers.model import model_parameters
 from megapipe.model import init
 from megapipe.model.init import draw, draw_box_into, replace_parameter
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.model_specs import model_specs
 from megapipe.sharding.spec import Init, ParamSpec
 from tests.model.grids import GPT2, LLAMA, local_slice, model_config
 
@@ -32,7 +32,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("options", [GPT2, LLAMA, LLAMA | {"num_query_groups": 1}], ids=["gpt2", "llama", "mqa"])
 def test_slices_of_any_grid_are_slices_of_one_tensor(options: dict, tp: int) -> None:
-    for spec in model_specs(model_config(**options), False):
+    for spec in model_parameters(model_config(**options), False):
         whole = draw(spec, 0, 1, SEED)
         assert whole.shape == spec.shape
         for tp_rank in range(tp):
@@ -57,7 +57,7 @@ def test_any_rectangle_is_that_of_the_whole(data: st.DataObject) -> None:
 @pytest.mark.parametrize("cut", [[(0, 3)], [(0, 1), (1, 3)], [(0, 1), (1, 2), (2, 3)]], ids=["pp1", "pp2", "pp3"])
 def test_stages_of_any_cut_draw_the_same_weights(cut: list[tuple[int, int]]) -> None:
     config = model_config(**GPT2, num_layers=3)
-    specs = model_specs(config, False)
+    specs = model_parameters(config, False)
     held: dict[str, torch.Tensor] = {}
     for start, stop in cut:
         layers = StageLayers(start, stop, start == 0, stop == 3)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.layers.shape import Documents
 from megapipe.model.recompute import layer_groups
-from megapipe.plan.activations import Documents, LocalSizes
-from megapipe.plan.offload import group_sizes, group_storages
+from megapipe.plan.activations import group_keeps, group_sizes
+from megapipe.plan.activations import layer_groups as planned_groups
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import BATCH, LLAMA, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes
-from tests.model.test_planned_bytes import DTYPES, RECOMPUTES, SHAPES, weights_of
+from tests.model.test_planned_bytes import DTYPES, RECOMPUTES, SHAPES, shape_of, spec_of, weights_of
 
 CASES = [(shape, recompute) for shape in SHAPES for recompute in ("none", "core_attn-layernorm-mlp", "activation")]
 CASES += [
@@ -38,9 +39,10 @@ def test_groups_keep_the_storages_in_the_plan(shape: str, name: str, dtype: str)
     with SavedBytes(stage, [] if context.mask is None else [context.mask]) as saved:
         stage.run_layers(hidden, context)
     seen = sorted((size, saved._shapes[address][1].itemsize) for address, size in saved._sizes.items())
-    sizes = LocalSizes.of(config, 1, False, BATCH, dtype)
-    planned = [storage for group in group_storages(config, sizes, recompute, 3, documents) for storage in group]
-    assert sorted((storage.num_bytes, storage.element) for storage in planned) == seen
+    shape = shape_of(config, dtype, recompute, documents=documents)
+    groups = planned_groups(spec_of(config).layers, recompute)
+    planned = [tensor for group in groups for tensor in group_keeps(group, shape)]
+    assert sorted((tensor.num_bytes, tensor.element_bytes) for tensor in planned) == seen
 
 
 @pytest.mark.parametrize(

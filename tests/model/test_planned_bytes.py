@@ -15,21 +15,15 @@ import torch.distributed as dist
 
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
+from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.layers.attention import is_explicit
+from megapipe.layers.model import ModelSpec, model_parameters, model_spec
+from megapipe.layers.shape import Documents, RankShape
 from megapipe.model.microbatch import Microbatch
-from megapipe.plan.activations import (
-    Documents,
-    LocalSizes,
-    deferred_bytes,
-    is_explicit,
-    replay_bytes,
-    rotary_table_bytes,
-    shared_mask_bytes,
-    stage_bytes,
-)
+from megapipe.plan.activations import deferred_bytes, replay_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers
-from megapipe.sharding.model_specs import model_specs
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
@@ -99,7 +93,7 @@ class Count:
 
 @cache
 def weights_of(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {spec.name: torch.randn(spec.shape, dtype=dtype) * 0.1 for spec in model_specs(config, False)}
+    return {spec.name: torch.randn(spec.shape, dtype=dtype) * 0.1 for spec in model_parameters(config, False)}
 
 
 def counted(
@@ -142,6 +136,23 @@ def counted(
     return Count(forward, saved.total - forward, storages)
 
 
+def spec_of(config: ModelConfig) -> ModelSpec:
+    return model_spec(config, PrecisionConfig())
+
+
+def shape_of(
+    config: ModelConfig,
+    dtype: str,
+    recompute: RecomputeConfig,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    documents: Documents | None = None,
+) -> RankShape:
+    return RankShape(
+        BATCH, config.seq_length, dtype, tp, sequence_parallel, recompute, documents or Documents(), is_cuda=False
+    )
+
+
 def planned(
     config: ModelConfig,
     part: StageLayers,
@@ -150,7 +161,7 @@ def planned(
     tp: int = 1,
     sequence_parallel: bool = False,
 ) -> dict[str, int]:
-    return stage_bytes(config, LocalSizes.of(config, tp, sequence_parallel, BATCH, dtype), part, recompute)
+    return stage_bytes(spec_of(config), shape_of(config, dtype, recompute, tp, sequence_parallel), part)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -201,9 +212,8 @@ def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute
     count = counted(
         config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=make_microbatch(config, documents=True)
     )
-    plan = stage_bytes(
-        config, LocalSizes.of(config, 1, False, BATCH, "fp64"), PARTS["whole"], RECOMPUTES[recompute], documents
-    )
+    shape = shape_of(config, "fp64", RECOMPUTES[recompute], documents=documents)
+    plan = stage_bytes(spec_of(config), shape, PARTS["whole"])
     unseen = plan["rotary tables"]  # autograd's context holds it as an attribute
     if recompute in (
         "core_attn",
@@ -233,20 +243,20 @@ def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_la
     config = model_config(num_layers=num_layers, **SHAPES[shape])
     part = StageLayers(0, num_layers, True, True)
     count = counted(config, part, RECOMPUTES[recompute], DTYPES[dtype], backward=True)
-    sizes = LocalSizes.of(config, 1, False, BATCH, dtype)
+    shape = shape_of(config, dtype, RECOMPUTES[recompute])
     unseen = 0  # the replay's output is handed to the linear behind it; hooks see it only where the backward of what made it needs it
     if "mlp" in recompute:
-        unseen = sizes.tokens * sizes.ffn * sizes.element
+        unseen = shape.tokens * config.feed_forward_size() * shape.element
     elif recompute == "core_attn" and is_explicit(config):
-        unseen = sizes.query
-    assert count.replayed + unseen == replay_bytes(config, sizes, num_layers, RECOMPUTES[recompute])
+        unseen = shape.tokens * config.num_attention_heads * config.head_size() * shape.element
+    assert count.replayed + unseen == replay_bytes(spec_of(config).layers, shape)
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_qk_norm_layernorm"])
 def test_a_replay_that_keeps_attention_makes_the_bytes_in_the_plan(shape: str) -> None:
     config, recompute = model_config(num_layers=2, **SHAPES[shape]), RECOMPUTES["uniform2_kept"]
     count = counted(config, StageLayers(0, 2, True, True), recompute, torch.bfloat16, backward=True)
-    assert count.replayed == replay_bytes(config, LocalSizes.of(config, 1, False, BATCH, "bf16"), 2, recompute)
+    assert count.replayed == replay_bytes(spec_of(config).layers, shape_of(config, "bf16", recompute))
 
 
 @pytest.mark.parametrize(
@@ -276,9 +286,8 @@ def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str
         }
         known = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), microbatch.tokens)}
         counted_bytes = sum(size for address, size in held.items() if address not in known)
-        assert counted_bytes == deferred_bytes(
-            config, LocalSizes.of(config, 1, False, BATCH, dtype), part, RECOMPUTES[recompute]
-        )
+        shape = shape_of(config, dtype, RECOMPUTES[recompute])
+        assert counted_bytes == deferred_bytes(spec_of(config), shape, part)
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
@@ -307,8 +316,12 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 @pytest.mark.parametrize("shape", ["gpt2", "llama", "llama_tied_window", "squared_relu_half_rotary", "llama_soft_caps"])
 def test_tables_shared_by_microbatches_have_the_bytes_in_the_plan(shape: str) -> None:
     config = model_config(**SHAPES[shape])
-    sizes = LocalSizes.of(config, 1, False, BATCH, "bf16")
-    weights = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in model_specs(config, False)}
+    shape, attention = shape_of(config, "bf16", RecomputeConfig()), spec_of(config).layers[0].attention
+    weights = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in model_parameters(config, False)}
     context = make_stage(config, weights).make_context(make_microbatch(config), torch.bfloat16)
-    assert rotary_table_bytes(config, sizes) == sum(table.untyped_storage().nbytes() for table in context.rotary or ())
-    assert shared_mask_bytes(config, sizes) == (0 if context.mask is None else context.mask.untyped_storage().nbytes())
+    assert attention.rotary_table_bytes(shape) == sum(
+        table.untyped_storage().nbytes() for table in context.rotary or ()
+    )
+    assert attention.shared_mask_bytes(shape) == (
+        0 if context.mask is None else context.mask.untyped_storage().nbytes()
+    )

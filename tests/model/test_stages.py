@@ -11,11 +11,11 @@ from torch import Tensor
 from megapipe.comm.groups import Group
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
-from megapipe.sharding.model_specs import model_specs, specs_of_stage
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
@@ -55,7 +55,7 @@ def test_parameters_are_those_that_the_specs_declare(name: str, cut: str, tp_ran
             config, layers, tp, sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()
         )
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
-        specs = specs_of_stage(model_specs(config, False), numbers, layers.has_embedding, layers.has_head)
+        specs = stage_parameters(model_parameters(config, False), numbers, layers.has_embedding, layers.has_head)
         declared = {spec.name: spec.local_shape(tp_rank, 4) for spec in specs}
         assert {key: tuple(p.shape) for key, p in stage.named_parameters()} == declared
         assert all(parameter.is_meta for parameter in stage.parameters())

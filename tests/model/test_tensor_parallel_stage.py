@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.layers.model import model_parameters
 from megapipe.model.stage import GPTStage
-from megapipe.sharding.model_specs import model_specs
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.harness import RankPool
 from tests.model.grids import (
@@ -77,7 +77,7 @@ def assert_gradients(
 ) -> int:
     """Every gradient of this rank's slices, partial ones summed, is the reference's. Returns the number of tensors."""
     grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
-    specs = {spec.name: spec for spec in model_specs(config, sequence_parallel)}
+    specs = {spec.name: spec for spec in model_parameters(config, sequence_parallel)}
     assert grads.keys() == specs.keys()
     for name, grad in grads.items():
         spec, parts = (

@@ -6,31 +6,29 @@ from dataclasses import replace
 
 import pytest
 
+from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.extras.search.published import gpt
-from megapipe.plan.comm_chunks import WHOLE, CommChunks
+from megapipe.layers.model import model_spec
+from megapipe.layers.shape import WHOLE, CommChunks, RankShape
 from megapipe.plan.hardware import Link, hardware_named
-from megapipe.plan.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
+from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op
 
 TP, LATENCY = 8, 1e-6
 FULL = RecomputeConfig("full", "uniform", 1)
 SMOOTH = replace(hardware_named("h100"), gemm_shares=((1, 0.5), (8192, 0.5)), memory_bytes_per_second=1e18)
-MODEL = resolve_model(gpt(48, 6144, 64), TP)
+MODEL = model_spec(resolve_model(gpt(48, 6144, 64), TP), PrecisionConfig())
 
 
 def of(
     chunks: CommChunks, rate: float, sequence_parallel: bool = True, recompute: RecomputeConfig | None = None
 ) -> tuple[OpSeconds, OpSeconds, float]:
     """(a layer, the head, seconds on the wire of one collective of hidden states)"""
-    tensors, link = replace(Tensors.of(MODEL, TP, sequence_parallel, 1, "bf16"), chunks=chunks), Link(rate, LATENCY)
-    wire = tensors.sizes.tokens * tensors.sizes.hidden * 2 * (TP - 1) / TP / rate
-    return (
-        layer_seconds(tensors, recompute or RecomputeConfig(), SMOOTH, link),
-        head_seconds(tensors, SMOOTH, link),
-        wire,
-    )
+    shape = RankShape(1, 2048, "bf16", TP, sequence_parallel, recompute or RecomputeConfig(), chunks=chunks)
+    wire, link = shape.tokens * 6144 * 2 * (TP - 1) / TP / rate, Link(rate, LATENCY)
+    return layer_seconds(MODEL.layers[0], shape, SMOOTH, link), head_seconds(MODEL, shape, SMOOTH, link), wire
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -71,8 +69,7 @@ def test_a_forward_that_is_computed_again_gains_again() -> None:
 
 def test_many_chunks_cost_what_small_gemms_and_latencies_do() -> None:
     """At the shares of a real card, a chunk of some tokens wastes more than it hides."""
-    tensors = [replace(Tensors.of(MODEL, TP, True, 1, "bf16"), chunks=CommChunks(count, count)) for count in (4, 256)]
-    few, many = (
-        layer_seconds(each, RecomputeConfig(), hardware_named("h100"), hardware_named("h100").node) for each in tensors
-    )
+    hardware = hardware_named("h100")
+    shapes = [RankShape(1, 2048, "bf16", TP, True, chunks=CommChunks(count, count)) for count in (4, 256)]
+    few, many = (layer_seconds(MODEL.layers[0], shape, hardware, hardware.node) for shape in shapes)
     assert few.of(Op.F) < many.of(Op.F)

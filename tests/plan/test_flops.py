@@ -5,14 +5,21 @@ from __future__ import annotations
 import pytest
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.plan.flops import head_forward_flops, layer_forward_flops, mean_keys, recomputed_flops, step_flops
+from megapipe.layers.attention import mean_keys
+from megapipe.layers.model import ModelSpec, model_spec
+from megapipe.plan.flops import head_flops, layer_flops, recomputed_flops, step_flops
 from megapipe.plan.layer_costs import flop_costs
 from megapipe.plan.resolve import resolve_model
 
 
 def gpt(**changes: object) -> ModelConfig:
     return resolve_model(ModelConfig(**changes), tp=1)  # type: ignore[arg-type]
+
+
+def spec_of(model: ModelConfig) -> ModelSpec:
+    return model_spec(model, PrecisionConfig())
 
 
 def test_a_gpt2_shaped_step_is_the_formula_of_narayanan_2021() -> None:
@@ -24,7 +31,8 @@ def test_a_gpt2_shaped_step_is_the_formula_of_narayanan_2021() -> None:
 
 def test_the_head_of_the_small_benchmark_model_weighs_2_3_layers() -> None:
     model = gpt(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256, vocab_size=8192)
-    assert head_forward_flops(model) / layer_forward_flops(model, causal=False) == pytest.approx(2.29, abs=0.01)
+    spec = spec_of(model)
+    assert head_flops(spec) / layer_flops(spec.layers[0], 256, causal=False) == pytest.approx(2.29, abs=0.01)
 
 
 def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again() -> None:
@@ -33,9 +41,8 @@ def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again
     attention = 4.0 * 512 * 256  # q k^T and the product with v, a token
     spared = recomputed_flops(model, full, 3, causal=False) - recomputed_flops(model, kept, 3, causal=False)
     assert spared == pytest.approx(3 * 512 * 2 * attention)
-    assert flop_costs(model, full).layers[0].replay - flop_costs(model, kept).layers[0].replay == pytest.approx(
-        attention
-    )
+    replays = [flop_costs(spec_of(model), 512, each).layers[0].replay for each in (full, kept)]
+    assert replays[0] - replays[1] == pytest.approx(attention)
 
 
 def test_causal_attention_counts_half_and_a_window_less() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megapipe.config.precision import PrecisionConfig
 from megapipe.errors import ConfigError
-from megapipe.plan.fp8 import Casts, fp8_layers
+from megapipe.layers.fp8 import Casts, casts, fp8_layers
+from megapipe.plan import layer_time
 from megapipe.plan.hardware import HARDWARE, hardware_named
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.report import plan_text
@@ -60,7 +61,7 @@ def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.Mon
     hardware = dataclasses.replace(hardware, flops=dict(hardware.flops) | {"fp8": 2 * hardware.flops["bf16"]})
     pp2: dict[str, Any] = {"world_size": 2, "pipeline_model_parallel_size": 2}
     plain = stage_seconds(plan_of(**pp2), hardware)
-    monkeypatch.setattr(Casts, "of", lambda config: FREE_CASTS)
+    monkeypatch.setattr(layer_time, "casts", lambda shape: FREE_CASTS)
     found = stage_seconds(plan_of(**pp2, fp8_format="e4m3"), hardware)
     assert found[0].forward["gemm"] == pytest.approx(plain[0].forward["gemm"] / 2)
     assert found[0].weights["gemm"] == pytest.approx(plain[0].weights["gemm"] / 2)
@@ -76,9 +77,8 @@ def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("compiles", "moved"), [(False, 2 + 27), (True, 2 + 3)], ids=["as_written", "one_kernel"])
 def test_a_cast_moves_what_its_kernels_read_and_write(compiles: bool, moved: float) -> None:
     """bf16: one pass for the largest element; read, raised, scaled, clamped, rounded, or read and rounded."""
-    config = plan_of(fp8_format="e4m3", compile_pointwise=compiles).config
-    casts = Casts.of(config)
-    assert casts is not None and casts.inputs == casts.gradients == moved
+    cast = casts(plan_of(fp8_format="e4m3", compile_pointwise=compiles).shape)
+    assert cast.inputs == cast.gradients == moved
     found, plain = (
         stage_seconds(plan_of(**changes), H100)[0]
         for changes in ({"fp8_format": "e4m3", "compile_pointwise": compiles}, {})

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.plan.activations import LocalSizes, layer_activation_bytes, replay_bytes
-from megapipe.plan.memory import all_rank_memory, local_sizes, peak_of_row, rank_memory, stage_activation_bytes
+from megapipe.layers.model import layer_table, model_spec
+from megapipe.layers.shape import RankShape
+from megapipe.plan.activations import bytes_by_name, replay_bytes
+from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve, resolve_model
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.schedule.build import SCHEDULES, build_lowered
@@ -180,23 +184,26 @@ def test_more_recompute_keeps_less() -> None:
 def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel: bool, expected: float) -> None:
     """Table 2, without core attention. Theirs keeps q, k, v (6) and no norm statistics; an output of GELU (8) as ours."""
     model = resolve_model(wish(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
-    sizes = LocalSizes.of(model, tp, sequence_parallel, micro_batch_size=2, dtype="bf16")
-    kept = dict(layer_activation_bytes(model, sizes))
+    shape = RankShape(2, model.seq_length, "bf16", tp, sequence_parallel)
+    kept = bytes_by_name(layer_table(model_spec(model, PrecisionConfig()).layers[0], shape).keeps)
     for small in ("norm statistics", "attention statistics"):  # a few numbers a token
-        assert kept.pop(small) * tp < 0.5 * expected * sizes.tokens * model.hidden_size
+        assert kept.pop(small) * tp < 0.5 * expected * shape.tokens * model.hidden_size
     assert sum(kept.values()) == expected * 2 * model.seq_length * model.hidden_size
 
 
 def test_a_layer_is_replayed_at_a_time_and_uniform_groups_whole() -> None:
     model = resolve_model(wish(attention_dropout=0.0).model, 1)
-    sizes = LocalSizes.of(model, 1, False, 1, "bf16")
-    layer = sum(layer_activation_bytes(model, sizes).values())
-    for method, size, layers in (("uniform", 1, 1), ("uniform", 3, 3), ("uniform", 9, 8), ("block", 3, 1)):
-        assert (
-            replay_bytes(model, sizes, 8, RecomputeConfig("full", method, size)) == layers * layer - sizes.hidden_states
-        )
-    assert replay_bytes(model, sizes, 8, RecomputeConfig()) == 0
-    assert replay_bytes(model, sizes, 0, RecomputeConfig("full", "uniform", 1)) == 0
+    layers, shape = model_spec(model, PrecisionConfig()).layers, RankShape(1, model.seq_length, "bf16")
+    assert len(layers) == 8
+    layer, hidden = layer_table(layers[0], shape).kept_bytes, shape.hidden_bytes(model.hidden_size)
+
+    def replayed(num_layers: int, *recompute: Any) -> int:
+        return replay_bytes(layers[:num_layers], dataclasses.replace(shape, recompute=RecomputeConfig(*recompute)))
+
+    for method, size, count in (("uniform", 1, 1), ("uniform", 3, 3), ("uniform", 9, 8), ("block", 3, 1)):
+        assert replayed(8, "full", method, size) == count * layer - hidden
+    assert replayed(8) == 0
+    assert replayed(0, "full", "uniform", 1) == 0
 
 
 def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
@@ -214,7 +221,7 @@ def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
 
 def test_sequence_parallelism_sends_smaller_messages() -> None:
     plans = [resolve(wish(**GRID, sequence_parallel=on), 4) for on in (False, True)]
-    whole, sliced = (local_sizes(plan).hidden_states for plan in plans)
+    whole, sliced = (plan.shape.hidden_bytes(plan.config.model.hidden_size) for plan in plans)
     assert whole == 2 * sliced == 2 * 32 * 64 * 4
     one, other = (dataclasses.asdict(rank_memory(plan, 0))["items"]["messages"] for plan in plans)
     assert one == 2 * other > 0
@@ -229,7 +236,7 @@ def test_graphs_hold_a_microbatch_a_slot_for_the_whole_run(schedule: str) -> Non
         for impl in ("none", "local")
     )
     plan = resolve(wish(**grid, cuda_graph_impl="local", micro_batch_size=1, global_batch_size=8), 4)
-    hidden = local_sizes(plan).hidden_states
+    hidden = plan.shape.hidden_bytes(plan.config.model.hidden_size)
     for pp_rank, (before, after) in enumerate(zip(without, with_graphs, strict=True)):
         (slots,) = plan.num_slots(pp_rank).values()
         kept = sum(stage_activation_bytes(plan, pp_rank).values())

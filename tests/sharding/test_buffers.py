@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.layers.model import model_parameters
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.buffers import ALIGNMENT, BufferKind, layout_buffers, shard_pieces
-from megapipe.sharding.model_specs import model_specs
 from tests.sharding.test_slicing import resolved_model
 
 
@@ -24,7 +24,9 @@ from tests.sharding.test_slicing import resolved_model
 def test_shards_of_all_ranks_cover_every_local_element_once(
     tp: int, num_shards: int, bucket_size: int, groups: int, sequence_parallel: bool, tied_kind: BufferKind
 ) -> None:
-    specs = model_specs(resolved_model(num_layers=2, num_query_groups=groups, qk_layernorm=True), sequence_parallel)
+    specs = model_parameters(
+        resolved_model(num_layers=2, num_query_groups=groups, qk_layernorm=True), sequence_parallel
+    )
     tp_rank = tp - 1
     layouts = layout_buffers(specs, tp_rank, tp, num_shards, bucket_size, tied_kind)
     audit_buffers(specs, layouts, tp_rank, tp)
@@ -47,7 +49,7 @@ def test_shards_of_all_ranks_cover_every_local_element_once(
 
 
 def test_buckets_fill_from_the_last_layer_back() -> None:
-    specs = model_specs(resolved_model(num_layers=4), False)
+    specs = model_parameters(resolved_model(num_layers=4), False)
     (plain,) = layout_buffers(specs, 0, 1, 1, 2000)
     position = {spec.name: index for index, spec in enumerate(specs)}
     buckets = [[position[slot.spec.name] for slot in bucket.slots] for bucket in plain.buckets]

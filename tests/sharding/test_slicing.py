@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
+from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.sharding.boxes import Box, pieces
-from megapipe.sharding.model_specs import model_specs, specs_of_stage
 from megapipe.sharding.slicing import Fused, QueryGroups
 from megapipe.sharding.spec import ParamSpec
 
@@ -85,7 +85,7 @@ def test_fewer_key_value_heads_than_ranks_are_replicas_whose_gradients_are_summe
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
 def test_partial_gradients_are_declared(sequence_parallel: bool) -> None:
-    specs = {s.name: s for s in model_specs(resolved_model(qk_layernorm=True), sequence_parallel)}
+    specs = {s.name: s for s in model_parameters(resolved_model(qk_layernorm=True), sequence_parallel)}
     for name, spec in specs.items():
         summed = bool(spec.summed_over_replicas(0, 2))
         if "q_layernorm" in name or "k_layernorm" in name:
@@ -97,32 +97,32 @@ def test_partial_gradients_are_declared(sequence_parallel: bool) -> None:
 
 
 def test_no_weight_decay_on_vectors() -> None:
-    for spec in model_specs(resolved_model(add_qkv_bias=True, qk_layernorm=True), False):
+    for spec in model_parameters(resolved_model(add_qkv_bias=True, qk_layernorm=True), False):
         assert spec.weight_decay == (len(spec.shape) == 2), spec.name
 
 
 def test_stages_hold_every_parameter_once_and_the_tied_embedding_twice() -> None:
-    specs = model_specs(resolved_model(), False)
+    specs = model_parameters(resolved_model(), False)
     stages = {
-        0: specs_of_stage(specs, range(1), True, False),
-        1: specs_of_stage(specs, range(1, 3), False, False),
-        2: specs_of_stage(specs, range(3, 3), False, True),
+        0: stage_parameters(specs, range(1), True, False),
+        1: stage_parameters(specs, range(1, 3), False, False),
+        2: stage_parameters(specs, range(3, 3), False, True),
     }
     audit_stages(specs, stages)
     held = [spec.name for stage in stages.values() for spec in stage]
     assert held.count("embedding.word_embeddings.weight") == 2
     assert len(held) == len(specs) + 1
-    on_the_first_stages_rank = stages | {2: specs_of_stage(specs, range(3, 3), False, True, has_tied_copy=False)}
+    on_the_first_stages_rank = stages | {2: stage_parameters(specs, range(3, 3), False, True, has_tied_copy=False)}
     audit_stages(specs, on_the_first_stages_rank)
     assert [spec.name for stage in on_the_first_stages_rank.values() for spec in stage] == [spec.name for spec in specs]
 
 
 def test_a_dropped_layer_and_a_doubled_layer_are_named() -> None:
-    specs = model_specs(resolved_model(), False)
-    first, last = specs_of_stage(specs, range(1), True, False), specs_of_stage(specs, range(2, 3), False, True)
+    specs = model_parameters(resolved_model(), False)
+    first, last = stage_parameters(specs, range(1), True, False), stage_parameters(specs, range(2, 3), False, True)
     with pytest.raises(ConfigError, match=r"no stage holds decoder\.layers\.1\.input_layernorm\.weight"):
         audit_stages(specs, {0: first, 1: last})
-    middle = specs_of_stage(specs, range(1, 3), False, False)
+    middle = stage_parameters(specs, range(1, 3), False, False)
     with pytest.raises(ConfigError, match=r"decoder\.layers\.2\..* is held by stages \[1, 2\]"):
         audit_stages(specs, {0: first, 1: middle, 2: last})
 

@@ -27,8 +27,9 @@ from megapipe.extras.convert.megatron_dist import COMMON
 from megapipe.extras.convert.megatron_optimizer import HEAD, one_step
 from megapipe.extras.convert.new_folder import new_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
+from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.model_specs import WORD_EMBEDDING, model_specs
 from megapipe.sharding.spec import ParamSpec
 
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}  # our key -> torch.optim's
@@ -113,7 +114,7 @@ def read(root: Path, step: int | None = None, config_file: Path | None = None, w
     stored, values = read_folder(folder)
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""
     config = _config(folder, config_file, stored, prefix)
-    specs = model_specs(unpadded(config.model), sequence_parallel=False)
+    specs = model_parameters(unpadded(config.model), sequence_parallel=False)
     keys = {} if weights_only else {ours: theirs for ours, theirs in MOMENTS.items() if _has_moment(stored, theirs)}
     tensors: dict[str, LazyTensor] = {}
     placed: set[str] = set()

@@ -18,8 +18,9 @@ from megapipe.extras.convert.megatron_run import run_snapshot
 from megapipe.extras.convert.megatron_settings import read_config
 from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, unpadded
+from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.model_specs import WORD_EMBEDDING, model_specs
 from megapipe.sharding.spec import ParamSpec
 
 COMMON = "common.pt"
@@ -47,7 +48,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     config = read_config(args, vocab_size)
     optimizer = None if weights_only else _optimizer(folder, common, stored, others)
     keys = {MASTER: ""} if optimizer is None else _optimizer_keys(stored)
-    specs = model_specs(unpadded(config.model), sequence_parallel=False)
+    specs = model_parameters(unpadded(config.model), sequence_parallel=False)
     tensors = {
         f"{key}/{spec.name}": _lazy(folder, stored, prefix, spec) for spec in specs for key, prefix in keys.items()
     }

@@ -17,8 +17,9 @@ from torch import Tensor
 from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert.snapshot import LazyTensor, unpadded
+from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.model import model_parameters
 from megapipe.plan.resolve import resolve_model
-from megapipe.sharding.model_specs import WORD_EMBEDDING, model_specs
 from megapipe.sharding.spec import ParamSpec
 
 # Transformer Engine keeps a norm's weights in the linear that follows it
@@ -70,9 +71,9 @@ class Ranks:
         """
         padded = resolve_model(_with_rows(model, padded_vocab_size), self.tp)
         located = self._locate(padded.num_layers)
-        true_shapes = {spec.name: spec.shape for spec in model_specs(unpadded(model), sequence_parallel=False)}
+        true_shapes = {spec.name: spec.shape for spec in model_parameters(unpadded(model), sequence_parallel=False)}
         found: dict[str, LazyTensor] = {}
-        for spec in model_specs(padded, sequence_parallel=False):
+        for spec in model_parameters(padded, sequence_parallel=False):
             if spec.name not in located:
                 raise CheckpointError(
                     f"{self.chunks[0][0].path.parent.parent} lacks the tensor {spec.name}, which its args ask for"

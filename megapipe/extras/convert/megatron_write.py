@@ -17,8 +17,9 @@ from megapipe.extras.convert.megatron_ranks import FUSED_NORMS, HEAD, cut
 from megapipe.extras.convert.megatron_settings import write_args
 from megapipe.extras.convert.new_folder import new_folder
 from megapipe.extras.convert.snapshot import Snapshot
+from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.plan.resolve import resolve_model
-from megapipe.sharding.model_specs import WORD_EMBEDDING, model_specs, specs_of_stage
 from megapipe.sharding.spec import ParamSpec
 
 CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
@@ -60,7 +61,7 @@ def write(snapshot: Snapshot, root: Path, grid: Grid) -> Path:
     args["transformer_impl"] = "transformer_engine" if grid.transformer_engine else "local"
     folder = f"iter_{snapshot.step:07d}"
     with new_folder(root) as (disk, temporary):
-        _write_ranks(disk, temporary / folder, snapshot, model_specs(model, sequence_parallel=False), args, grid)
+        _write_ranks(disk, temporary / folder, snapshot, model_parameters(model, sequence_parallel=False), args, grid)
         disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
     return root / folder
 
@@ -81,7 +82,7 @@ def _write_ranks(
     per_stage = args["num_layers"] // grid.pp
     for pp_rank in range(grid.pp):
         layers = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
-        held = specs_of_stage(specs, layers, pp_rank == 0, pp_rank == grid.pp - 1)
+        held = stage_parameters(specs, layers, pp_rank == 0, pp_rank == grid.pp - 1)
         for tp_rank in range(grid.tp):
             weights = _weights(snapshot, held, layers.start, tp_rank, grid)
             content = {

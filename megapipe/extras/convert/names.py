@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.layouts import Layout, fused_qkv, gate_and_up, same, separate_qkv, transposed
-from megapipe.sharding.model_specs import model_specs
+from megapipe.layers.model import model_parameters
 from megapipe.sharding.spec import ParamSpec
 
 MakeLayout = Callable[[ModelConfig], Layout]
@@ -33,14 +34,14 @@ class Placed:
     layout: Layout
 
 
-def place(rows: Sequence[Row], model: ModelConfig, architecture: str) -> tuple[Placed, ...]:
+def place(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[Placed, ...]:
     """Every parameter of a model (as `snapshot.unpadded` gives it), in model order.
 
     Raises ConfigError where the table has no row for one.
     """
     by_ours = {row.ours: row for row in rows}
     placed = []
-    for spec in model_specs(model, sequence_parallel=False):
+    for spec in model_parameters(model, sequence_parallel=False):
         layer = str(spec.owner)
         pattern = spec.name.replace(f".{layer}.", f".{LAYER}.", 1) if isinstance(spec.owner, int) else spec.name
         row = by_ours.get(pattern)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.rules.check import check
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.plan.resolve import resolve_model
@@ -95,7 +96,7 @@ class Snapshot:
         return dataclasses.replace(self, config=config)
 
 
-def unpadded(model: ModelConfig) -> ModelConfig:
+def unpadded(model: ModelConfig) -> ResolvedModelConfig:
     """The model with all derived sizes and no vocabulary padding: the shapes of a Snapshot's tensors."""
     return resolve_model(dataclasses.replace(model, padded_vocab_size=model.vocab_size), 1)
 

@@ -13,7 +13,6 @@ from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks
 from megapipe.extras.dry_run.rank import RankCount, count_rank
 from megapipe.extras.dry_run.report import audited_line, counted_text, not_looked_at
-from megapipe.plan.memory import runs_on_cuda
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.schedules import Schedules
 
@@ -56,7 +55,7 @@ def without_graphs(plan: RunPlan) -> RunPlan:
 
 def device_of(plan: RunPlan) -> str:
     """Whose kernels are counted: 'cpu' with --device cpu, else 'cuda'. Raises ConfigError for a backend that CPUs do not have."""
-    if runs_on_cuda(plan):
+    if plan.shape.is_cuda:
         return "cuda"
     choose_backend(plan.config.parallel.distributed_backend, "cpu", 0)
     return "cpu"

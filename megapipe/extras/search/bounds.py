@@ -15,11 +15,12 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
+from megapipe.layers.model import model_parameters, model_spec
+from megapipe.layers.shape import Documents, RankShape
 from megapipe.plan.activations import stage_bytes
 from megapipe.plan.cut import cut_key, cut_layers
-from megapipe.plan.fp8 import Casts, fp8_layers
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.layer_time import OpSeconds, Tensors, head_seconds, layer_seconds
+from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.plan.shelf import Shelf
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
@@ -27,7 +28,6 @@ from megapipe.schedule.action import Action, Op
 from megapipe.schedule.build import SCHEDULES
 from megapipe.schedule.generate.shape import Shape
 from megapipe.schedule.partition import StageLayers
-from megapipe.sharding.model_specs import model_specs
 
 SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
 FILLS = 2  # of the pipeline: after as many microbatches a schedule keeps about all that it ever keeps
@@ -170,7 +170,7 @@ class Bounds:
         except ConfigError:
             return None
         elements: Counter[str | int] = Counter()
-        for spec in model_specs(model, tp > 1):
+        for spec in model_parameters(model, tp > 1):
             elements[spec.owner] += math.prod(spec.shape)
         return _Model(model, elements[0] / tp, elements["embedding"] / tp, elements["head"] / tp)
 
@@ -205,29 +205,25 @@ class Bounds:
         tp_link = dataclasses.replace(
             fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds)
         )
-        tensors = Tensors.asked(self._config, model, tp, sliced, size)
-        head = head_seconds(tensors, hardware, tp_link)
-        kinds = [layer_seconds(each, recompute, hardware, tp_link) for each in self._kinds_of_layers(tensors)]
+        shape = dataclasses.replace(
+            RankShape.of(self._config, tp, sliced, size), recompute=recompute, documents=Documents()
+        )
+        spec = model_spec(model, self._config.precision)
+        head = head_seconds(spec, shape, hardware, tp_link)
+        kinds = [layer_seconds(kind, shape, hardware, tp_link) for kind in spec.kinds]
         kept = [
-            sum(stage_bytes(model, tensors.sizes, stage, recompute).values())
+            sum(stage_bytes(spec, shape, stage).values())
             for stage in (StageLayers(0, 1, False, False), StageLayers(0, 1, False, True))
         ]
 
         def both(each: OpSeconds) -> float:
             return each.of(Op.I) + each.of(Op.W) if split else each.of(Op.B)
 
-        message = tensors.sizes.hidden_states / tp_link.bytes_per_second + tp_link.latency_seconds
+        message = shape.hidden_bytes(model.hidden_size) / tp_link.bytes_per_second + tp_link.latency_seconds
         forward, inputs, backward = (min(map(of, kinds)) for of in (lambda k: k.of(Op.F), lambda k: k.of(Op.I), both))
         return _Times(
             forward, inputs, backward, head.of(Op.F), head.of(Op.I), both(head), kept[0], kept[1] - kept[0], message
         )
-
-    def _kinds_of_layers(self, tensors: Tensors) -> list[Tensors]:
-        """In fp8, without, or both."""
-        casts, num_layers = Casts.of(self._config), self._config.model.num_layers
-        in_fp8 = len(fp8_layers(self._config.precision, num_layers))
-        kinds = [] if casts is None or not in_fp8 else [dataclasses.replace(tensors, casts=casts)]
-        return [*kinds, tensors] if in_fp8 < num_layers else kinds
 
 
 def _waits(cut: Cut) -> list[_Waits]:

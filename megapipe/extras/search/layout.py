@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megapipe.config.config import Config
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.rules.wording import divisors
-from megapipe.plan.activations import is_explicit
+from megapipe.layers.attention import is_explicit
 from megapipe.plan.hardware import Hardware
 
 # schedules a search tries: (name, chunks a rank); chunks of 0: every number that divides the layers among all stages

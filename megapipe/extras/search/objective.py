@@ -10,9 +10,9 @@ from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
 from megapipe.extras.search.search import Found, search
+from megapipe.layers.model import model_parameters
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.resolve import resolve_model
-from megapipe.sharding.model_specs import model_specs
 
 OBJECTIVES = ("time", "gpus", "cost")
 LEAST_BYTES = 4  # of a parameter on some rank: weight and gradient, at 2 bytes each
@@ -108,7 +108,7 @@ class Sizes:
         return [n for n in numbers if n >= self._least()] or [self.most]
 
     def _least(self) -> int:
-        elements = sum(math.prod(spec.shape) for spec in model_specs(resolve_model(self._config.model, 1), False))
+        elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(self._config.model, 1), False))
         return math.ceil(elements * LEAST_BYTES / self._hardware.usable_bytes)
 
     def _cost(self, num_gpus: int, found: Found) -> float | None:

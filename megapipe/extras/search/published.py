@@ -24,9 +24,11 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.layers.model import model_spec
+from megapipe.layers.shape import RankShape
 from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import TERA, Hardware, hardware_named
-from megapipe.plan.layer_time import OpSeconds, Tensors, layer_seconds
+from megapipe.plan.layer_time import OpSeconds, layer_seconds
 from megapipe.plan.resolve import resolve, resolve_model
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
@@ -196,4 +198,5 @@ LAYER_OF_22B: dict[str, tuple[RecomputeConfig, bool, float, float]] = {
 def layer_of_22b(recompute: RecomputeConfig, sliced: bool, hardware: Hardware) -> OpSeconds:
     """The prediction for a row of table 4."""
     model = resolve_model(gpt(48, 6144, 64), 8)
-    return layer_seconds(Tensors.of(model, 8, sliced, 4, "fp16"), recompute, hardware, hardware.node)
+    shape = RankShape(4, model.seq_length, "fp16", tp=8, sequence_parallel=sliced, recompute=recompute)
+    return layer_seconds(model_spec(model, PrecisionConfig()).layers[0], shape, hardware, hardware.node)

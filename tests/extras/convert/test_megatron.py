@@ -28,7 +28,7 @@ from megapipe.extras.convert.megatron_settings import read_config
 from megapipe.extras.convert.megatron_write import Grid
 from megapipe.extras.convert.pickled import StandIn, load_pickled
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
-from megapipe.sharding.model_specs import model_specs
+from megapipe.layers.model import model_parameters
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
@@ -70,7 +70,7 @@ def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, 
     }
     snapshot = formats.READERS["megatron"](real / case / kind, Wishes(vocab_size=VOCAB))
     assert differing(snapshot, truth) == []
-    assert len(snapshot.tensors) == 3 * len(model_specs(unpadded(snapshot.config.model), sequence_parallel=False))
+    assert len(snapshot.tensors) == 3 * len(model_parameters(unpadded(snapshot.config.model), sequence_parallel=False))
 
 
 def test_the_flat_buffers_of_the_distributed_optimizer_are_its_reshardable_state(real: Path) -> None:
@@ -161,7 +161,7 @@ MODELS = {
 def drawn(model: ModelConfig) -> Snapshot:
     generator = torch.Generator().manual_seed(4)
     tensors = {}
-    for spec in model_specs(unpadded(model), sequence_parallel=False):
+    for spec in model_parameters(unpadded(model), sequence_parallel=False):
         values = torch.randn(spec.shape, generator=generator).bfloat16()
         tensors[f"master/{spec.name}"] = LazyTensor(spec.shape, torch.bfloat16, lambda values=values: values)  # type: ignore[misc]
     return Snapshot(Config(model, precision=PrecisionConfig("bf16")), tensors, fresh_state("bf16"))

@@ -17,7 +17,7 @@ from megapipe.extras.convert.inert_settings import INERT
 from megapipe.extras.convert.layouts import FusedQKV, Layout, Same, SeparateQKV, Stacked, Transposed
 from megapipe.extras.convert.names import place
 from megapipe.extras.convert.snapshot import unpadded
-from megapipe.sharding.model_specs import model_specs
+from megapipe.layers.model import model_parameters
 
 
 @st.composite
@@ -130,7 +130,9 @@ def test_every_model_comes_back_from_its_settings_and_they_from_it(architecture:
 def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataObject) -> None:
     model = unpadded(data.draw(models(architecture)))
     placed = place(FAMILIES[architecture].rows, model, architecture)
-    assert [entry.spec.name for entry in placed] == [spec.name for spec in model_specs(model, sequence_parallel=False)]
+    assert [entry.spec.name for entry in placed] == [
+        spec.name for spec in model_parameters(model, sequence_parallel=False)
+    ]
     theirs = [name for entry in placed for name in entry.theirs]
     assert len(set(theirs)) == len(theirs)
     for entry in placed:

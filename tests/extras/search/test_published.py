@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megapipe.config.precision import PrecisionConfig
 from megapipe.extras.search.layout import RECOMPUTES
 from megapipe.extras.search.published import (
     LAYER_OF_22B,
@@ -16,7 +17,8 @@ from megapipe.extras.search.published import (
     narayanan_flops,
     published_runs,
 )
-from megapipe.plan.activations import LocalSizes, layer_activation_bytes
+from megapipe.layers.model import layer_table, model_spec
+from megapipe.layers.shape import RankShape
 from megapipe.plan.hardware import TERA, hardware_named
 from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op
@@ -69,9 +71,9 @@ def test_activations_are_those_of_korthikanti_table_2(name: str) -> None:
     run = next(run for run in published_runs() if run.name == f"{name} full")
     model = resolve_model(run.config.model, 8)
     for sliced, formula in ((False, 10 + 24 / 8), (True, 34 / 8)):
-        sizes = LocalSizes.of(model, 8, sliced, 1, "fp16")
-        kept = sum(layer_activation_bytes(model, sizes, RECOMPUTES[1].recompute_modules).values())
-        assert kept / (sizes.tokens * sizes.hidden) == pytest.approx(formula - 2 / 8, rel=0.01)
+        shape = RankShape(1, model.seq_length, "fp16", 8, sliced, RECOMPUTES[1])
+        kept = layer_table(model_spec(model, PrecisionConfig()).layers[0], shape).kept_bytes
+        assert kept / (shape.tokens * model.hidden_size) == pytest.approx(formula - 2 / 8, rel=0.01)
 
 
 def test_recompute_costs_what_it_was_measured_to_cost() -> None:

@@ -15,8 +15,8 @@ from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
+from megapipe.layers.norm import Norm
 from megapipe.pipeline.engine import Engine
-from megapipe.sharding import model_specs
 from megapipe.sharding.slicing import Interval
 from megapipe.sharding.spec import ParamSpec
 
@@ -34,12 +34,12 @@ def qk_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def _forget_partial_gradient(patch: pytest.MonkeyPatch, which: str) -> None:
-    make = model_specs._norm
+    make = Norm.parameters
 
-    def planted(model: Any, name: str, size: int, owner: Any, partial: bool) -> Any:
-        return make(model, name, size, owner, partial and not name.endswith(which))
+    def planted(self: Norm, prefix: str, owner: Any, partial_gradient: bool) -> Any:
+        return make(self, prefix, owner, partial_gradient and not self.name.endswith(which))
 
-    patch.setattr(model_specs, "_norm", planted)
+    patch.setattr(Norm, "parameters", planted)
 
 
 def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:

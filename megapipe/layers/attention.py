@@ -1,0 +1,268 @@
+"""Self-attention: x + proj(core_attention(qkv(norm(x)))), with grouped queries, rotary positions, qk-norm, a sliding window, a soft-cap.
+
+Core attention is one fused kernel, or written out ("explicit") where fused kernels lack an option; written out it keeps [s, s] matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes
+from megapipe.layers.norm import Norm
+from megapipe.layers.shape import MASK_BYTES, RankShape
+from megapipe.layers.table import Backward, CoreAttention, Gemm, Kept, Operation, Table
+from megapipe.sharding.slicing import Fused, QueryGroups
+from megapipe.sharding.spec import ParamSpec
+
+
+def is_explicit(model: ModelConfig) -> bool:
+    """Return True if training writes attention out: torch's fused kernels have no soft-cap, no keyed dropout, no softmax in a chosen dtype."""
+    return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
+
+
+def mean_keys(seq_length: int, window_size: int | None) -> float:
+    """Return the keys a causal query sees, on average: half the sequence (the diagonal is not counted apart), at most the window."""
+    if window_size is None or window_size >= seq_length:
+        return seq_length / 2
+    full_rows = seq_length - window_size
+    return (window_size * window_size / 2 + full_rows * window_size) / seq_length
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention branch of one transformer layer, its input norm included."""
+
+    norm: Norm
+    qkv: Linear
+    qk_norms: tuple[Norm, ...]  # of q and of k; none without --qk-layernorm
+    projection: Linear
+    heads: int
+    groups: int  # key/value heads
+    channels: int  # of one head
+    rotated_channels: int  # 0 without rotary positions
+    window_size: int | None
+    is_explicit: bool
+    has_soft_cap: bool
+    has_dropout: bool  # of the attention probabilities
+    has_hidden_dropout: bool
+    is_fp8: bool
+
+    @classmethod
+    def of(cls, model: ResolvedModelConfig, output_std: float, is_fp8: bool) -> Attention:
+        """Return the attention of a resolved model. output_std: of the projection's initial weights."""
+        heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
+        hidden = model.hidden_size
+        bias, std, name = model.add_bias_linear, model.init_method_std, "self_attention"
+        query_groups = QueryGroups(heads, groups, channels)
+        qk_norms = tuple(Norm.of(model, f"{name}.{each}_layernorm", channels) for each in "qk")
+        qkv_rows = (heads + 2 * groups) * channels
+        return cls(
+            norm=Norm.of(model, "input_layernorm"),
+            qkv=Linear(f"{name}.linear_qkv", qkv_rows, hidden, query_groups, bias or model.add_qkv_bias, std),
+            qk_norms=qk_norms if model.qk_layernorm else (),
+            projection=Linear(f"{name}.linear_proj", hidden, heads * channels, Fused(1), bias, output_std),
+            heads=heads,
+            groups=groups,
+            channels=channels,
+            rotated_channels=int(channels * model.rotary_percent) if model.position_embedding_type == "rope" else 0,
+            window_size=model.window_size,
+            is_explicit=is_explicit(model),
+            has_soft_cap=model.attn_logit_softcapping is not None,
+            has_dropout=model.attention_dropout > 0,
+            has_hidden_dropout=model.hidden_dropout > 0,
+            is_fp8=is_fp8,
+        )
+
+    def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
+        """Yield the parameters of layer number `layer`, in model order."""
+        yield from self.norm.parameters(prefix, layer, sequence_parallel)
+        yield from self.qkv.parameters(prefix, layer, sequence_parallel)
+        for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
+            yield from norm.parameters(prefix, layer, partial_gradient=True)
+        yield from self.projection.parameters(prefix, layer, sequence_parallel)
+
+    def gemms(self, tp: int) -> tuple[Gemm, Gemm]:
+        """Return linear_qkv and linear_proj on one of tp ranks."""
+        query, key = self.heads // tp * self.channels, max(1, self.groups // tp) * self.channels
+        hidden = self.norm.size
+        return Gemm(hidden, query + 2 * key, True, self.is_fp8), Gemm(query, hidden, False, self.is_fp8)
+
+    def flops_per_token(self, keys: float) -> float:
+        """Return the forward FLOPs of core attention for one token whose query sees so many keys."""
+        return 4.0 * keys * self.heads * self.channels
+
+    def table(self, shape: RankShape) -> Table:
+        """Return what one microbatch does on one rank."""
+        qkv, projection = self.gemms(shape.tp)
+        hidden, query = shape.hidden_bytes(self.norm.size), self._query(shape) * shape.element
+        dropout = Kept("dropout masks", shape.own_tokens * self.norm.size, MASK_BYTES)
+        # the gradient behind the projection's dropout stays until the branch is done
+        behind = hidden if self.has_hidden_dropout else 0
+        qkv_bytes = shape.tokens * qkv.outputs * shape.element
+        again = self.norm.output_again_bytes(shape)
+        operations = (
+            self.norm.operation(shape),  # its backward holds less than the one of linear_qkv
+            Operation(
+                "linear_qkv",
+                tuple(self._qkv_kept(shape)),
+                gemm=qkv,
+                collectives=collectives(qkv, shape),
+                deferred_bytes=hidden + qkv_bytes,
+                backward=Backward(behind + qkv_bytes + again + column_gradient_bytes(qkv, shape)),
+            ),
+            Operation(
+                "core_attention",
+                () if shape.recomputes("core_attn") else tuple(self._core_kept(shape)),
+                attention=self._core(shape),
+                recompute_module="core_attn",
+                backward=Backward(behind + query + self._core_gradient_bytes(shape), self._freed_by_core(shape)),
+            ),
+            Operation(
+                "linear_proj",
+                (dropout,) if self.has_hidden_dropout else (),
+                gemm=projection,
+                collectives=collectives(projection, shape),
+                deferred_bytes=query + hidden,
+                backward=Backward(behind + query + row_gradient_bytes(projection, shape)),
+            ),
+        )
+        return Table(operations, left_bytes=hidden)
+
+    def rotary_table_bytes(self, shape: RankShape) -> int:
+        """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
+        return 2 * shape.seq * (self.rotated_channels // 2) * shape.wide
+
+    def shared_mask_bytes(self, shape: RankShape) -> int:
+        """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where attention is written out.
+
+        Documents have a mask for each microbatch instead.
+        """
+        is_windowed = self.window_size is not None and self.window_size < shape.seq
+        is_needed = (is_windowed or self.is_explicit) and shape.attention_impl == "sdpa"
+        return shape.seq * shape.seq * shape.element if is_needed and not shape.documents.attention_mask else 0
+
+    def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
+        """Return the bytes of a microbatch's mask [b, 1, s, s]; attention written out needs it in forwards alone, so that only a replay
+        keeps it."""
+        if not shape.documents.attention_mask or (self.is_explicit and not is_replayed):
+            return 0
+        return shape.batch * shape.seq * shape.seq * shape.element
+
+    def output_copy(self, shape: RankShape) -> Kept | None:
+        """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None where another kernel runs.
+
+        The kernel takes fp32 and masks. With several query groups it leaves its output in another order than linear_proj reads.
+        """
+        is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
+        shares_keys = self._heads(shape) > self._groups(shape) > 1
+        repeats_keys = shape.documents.attention_mask and shape.batch > 1
+        is_recomputed = shape.recompute.recompute_granularity == "full" or shape.recomputes("core_attn")
+        is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
+        if not is_efficient or not shares_keys or repeats_keys or is_recomputed:
+            return None
+        return Kept("attention output copied", self._query(shape), shape.element)
+
+    def _heads(self, shape: RankShape) -> int:
+        return self.heads // shape.tp
+
+    def _groups(self, shape: RankShape) -> int:
+        return max(1, self.groups // shape.tp)
+
+    def _query(self, shape: RankShape) -> int:
+        """Return the elements of q, and of attention's output."""
+        return shape.tokens * self._heads(shape) * self.channels
+
+    def _key(self, shape: RankShape) -> int:
+        """Return the elements of k, and of v."""
+        return shape.tokens * self._groups(shape) * self.channels
+
+    def _squares(self, shape: RankShape) -> int:
+        """Return the elements of a matrix of all queries and keys."""
+        return shape.batch * self._heads(shape) * shape.seq * shape.seq
+
+    def _runs_fused(self, shape: RankShape) -> bool:
+        return shape.attention_impl != "sdpa" or not self.is_explicit
+
+    def _repeats_keys(self, shape: RankShape) -> bool:
+        """Return True if k and v are repeated for each query head: with one mask a sequence, query groups cannot join the batch."""
+        shares_keys = self._heads(shape) > self._groups(shape) > 1
+        return (
+            shares_keys
+            and self._runs_fused(shape)
+            and shape.documents.attention_mask
+            and shape.batch > 1
+            and not shape.recomputes("core_attn")
+        )
+
+    def _qkv_kept(self, shape: RankShape) -> Iterator[Kept]:
+        """Yield q, k and v as one tensor; with qk-norm the normed q and k besides; with repeated keys three tensors of q's size."""
+        name, element, query, key = "q, k, v", shape.element, self._query(shape), self._key(shape)
+        repeats = self._repeats_keys(shape)
+        if not repeats or self.qk_norms:
+            yield Kept(name, query + 2 * key, element)
+        for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
+            yield from norm.statistics(shape.tokens * heads, shape)
+        if self.qk_norms:
+            yield Kept(name, query, element)
+            if not repeats:
+                yield Kept(name, key, element)
+        if repeats:
+            if not self.qk_norms:
+                yield Kept(name, query, element)
+            yield from [Kept("q, k, v repeated", query, element)] * 2
+
+    def _core_kept(self, shape: RankShape) -> Iterator[Kept]:
+        """Yield the output, and the log-sum-exp of the logits or, written out, what softmax and dropout keep."""
+        element, wide, query, squares = shape.element, shape.wide, self._query(shape), self._squares(shape)
+        if self._runs_fused(shape):
+            yield Kept("attention output", query, element, with_replay=True)
+            yield Kept("attention statistics", shape.tokens * self._heads(shape), wide, with_replay=True)
+            return
+        yield Kept("attention output", query, element)
+        if self._heads(shape) > self._groups(shape):
+            yield Kept("attention output", query, element)  # q in the order of its batched GEMM
+        matrices = [wide] * (1 + self.has_soft_cap)  # the probabilities; tanh
+        if self.has_dropout:
+            matrices += [MASK_BYTES, element]
+        elif element != wide:
+            matrices.append(element)
+        for element_bytes in matrices:
+            yield Kept("attention probabilities", squares, element_bytes, in_attention_time=True)
+
+    def _core(self, shape: RankShape) -> CoreAttention:
+        """Fused kernels skip what a causal mask hides, and make the probabilities again in the backward: five products for two. Written out,
+        all is computed, probabilities are moved, and the backward has four products."""
+        heads = self._heads(shape)
+        if not self.is_explicit:
+            keys = mean_keys(shape.seq, self.window_size)
+            return CoreAttention(4.0 * shape.tokens * keys * heads * self.channels, 0.0, 2.5)
+        squares = float(self._squares(shape))
+        dropped = 2.0 * shape.element + 1.0 if self.has_dropout else 0.0  # read, write, and the mask
+        return CoreAttention(4.0 * squares * self.channels, squares * (4.0 * shape.element + dropped), 2.0)
+
+    def _core_gradient_bytes(self, shape: RankShape) -> int:
+        """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side; written out, those of the
+        probabilities. Recomputed results come on top."""
+        element, wide = shape.element, shape.wide
+        if not self.is_explicit:
+            output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
+            qkv = (self._query(shape) + 2 * self._key(shape)) * element
+            return (output if shape.recomputes("core_attn") else 0) + 2 * qkv
+        again = sum(tensor.num_bytes for tensor in self._core_kept(shape)) if shape.recomputes("core_attn") else 0
+        casts = 2 if element != wide else 1
+        dropped = element if self.has_dropout else 0
+        capped = wide if self.has_soft_cap else 0
+        return again + self._squares(shape) * (element + dropped + casts * wide + capped)
+
+    def _freed_by_core(self, shape: RankShape) -> int:
+        """Return the kept bytes that are free after core attention's backward: all but its output, which linear_proj keeps, and what a
+        checkpoint holds until its own backward is done."""
+        freed = [tensor for tensor in self._qkv_kept(shape) if tensor.name != "norm statistics"]
+        if not shape.recomputes("core_attn"):
+            freed += [tensor for tensor in self._core_kept(shape) if tensor.name != "attention output"]
+        if shape.recompute.recompute_keep_attention:
+            freed = [tensor for tensor in freed if not tensor.with_replay]
+        return sum(tensor.num_bytes for tensor in freed)

@@ -1,0 +1,100 @@
+"""The head: final norm, output layer over the padded vocabulary, cross entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.layers.linear import collectives, column_gradient_bytes, weight_gradient_bytes
+from megapipe.layers.norm import Norm
+from megapipe.layers.shape import RankShape
+from megapipe.layers.table import Backward, Gemm, Kept, Operation, Table
+from megapipe.sharding.slicing import Fused
+from megapipe.sharding.spec import Init, ParamSpec
+
+LOSS_BLOCK_BYTES = 1 << 23  # half types: logits are raised to fp32 in blocks of this size, two at a time
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last part of a model. is_tied: the output layer uses the word embedding's table instead of its own."""
+
+    norm: Norm
+    vocab: int  # padded
+    true_vocab: int
+    is_tied: bool
+    has_soft_cap: bool
+    std: float
+
+    @classmethod
+    def of(cls, model: ResolvedModelConfig) -> Head:
+        """Return the head of a resolved model."""
+        return cls(
+            norm=Norm.of(model, "decoder.final_layernorm"),
+            vocab=model.padded_vocab_size,
+            true_vocab=model.vocab_size,
+            is_tied=not model.untie_embeddings_and_output_weights,
+            has_soft_cap=model.final_logit_softcapping is not None,
+            std=model.init_method_std,
+        )
+
+    def parameters(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
+        """Yield the final norm and, untied, the output layer's weight."""
+        yield from self.norm.parameters("", "head", sequence_parallel)
+        if not self.is_tied:
+            yield ParamSpec(
+                "output_layer.weight",
+                (self.vocab, self.norm.size),
+                owner="head",
+                slicing=Fused(0),
+                init=Init("normal", self.std),
+                decoupled_lr=True,
+                true_rows=self.true_vocab,
+            )
+
+    def gemm(self, tp: int) -> Gemm:
+        """Return the output layer on one of tp ranks; never in 8 bits."""
+        return Gemm(self.norm.size, self.vocab // tp, is_column=True)
+
+    def logits(self, shape: RankShape) -> int:
+        """Return the elements of the logits on one rank."""
+        return shape.tokens * (self.vocab // shape.tp)
+
+    def loss_block_bytes(self, shape: RankShape) -> int:
+        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward as in the backward."""
+        if shape.element == shape.wide:
+            return 0
+        return min(2 * LOSS_BLOCK_BYTES, self.logits(shape) * shape.wide)
+
+    def table(self, shape: RankShape) -> Table:
+        """Return what one microbatch does on one rank. In chunks (--cross-entropy-chunk-size) the logits are made again in the backward."""
+        gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
+        own, hidden = shape.own_tokens * self.norm.size, shape.hidden_bytes(self.norm.size)
+        final_norm = (
+            *(Kept("final norm", own, element),) * 2,  # its input and its output
+            *self.norm.statistics(shape.own_tokens, shape, "final norm"),
+        )
+        loss = [Kept("loss", shape.tokens, wide)] * (1 if shape.chunks_loss else 2)
+        if shape.documents.loss_mask and wide > 4:  # in fp32 as it comes, else a copy
+            loss.append(Kept("loss", shape.tokens, wide))
+        kept_logits = Kept("logits", logits, 2 * wide if self.has_soft_cap else element)
+        keeps_logits = () if shape.chunks_loss else (kept_logits,)
+        frees = sum(tensor.num_bytes for tensor in (*final_norm, *keeps_logits, *loss))
+        if shape.splits_backward:  # the gradient of the logits waits, in their place, and the input of the output layer
+            frees -= hidden + logits * element
+        logits_gradient = 2 * shape.tokens * wide if shape.chunks_loss else logits * element
+        operations = (
+            Operation("final_layernorm", final_norm),
+            Operation(
+                "output_layer",
+                keeps_logits,
+                gemm=gemm,
+                collectives=collectives(gemm, shape),
+                deferred_bytes=hidden + logits_gradient,
+                backward=Backward(column_gradient_bytes(gemm, shape), frees),
+            ),
+            Operation("soft_cap", backward=Backward(2 * logits * wide) if self.has_soft_cap else None),
+            Operation("cross_entropy", tuple(loss), backward=Backward(self.loss_block_bytes(shape))),
+        )
+        return Table(operations, left_bytes=hidden, weight_gradient_bytes=weight_gradient_bytes(gemm, shape))

@@ -1,0 +1,133 @@
+"""The dense MLP: x + fc2(activation(fc1(norm(x)))), gated (SwiGLU, GeGLU) or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapipe.config.model import GATED_ACTIVATIONS
+from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes, weight_gradient_bytes
+from megapipe.layers.norm import Norm
+from megapipe.layers.shape import MASK_BYTES, RankShape
+from megapipe.layers.table import Backward, Gemm, Kept, Operation, Table
+from megapipe.sharding.slicing import Fused
+from megapipe.sharding.spec import ParamSpec
+
+
+@dataclass(frozen=True)
+class DenseMLP:
+    """The MLP branch of one transformer layer, its norm included. gates: 2 where linear_fc1 makes gate and up, else 1."""
+
+    norm: Norm
+    fc1: Linear
+    fc2: Linear
+    ffn: int
+    gates: int
+    activation: str
+    has_hidden_dropout: bool
+    is_fp8: bool
+
+    @classmethod
+    def of(cls, model: ResolvedModelConfig, output_std: float, is_fp8: bool) -> DenseMLP:
+        """Return the MLP of a resolved model. output_std: of linear_fc2's initial weights."""
+        gates = 2 if model.activation in GATED_ACTIVATIONS else 1
+        ffn, hidden, bias = model.ffn_hidden_size, model.hidden_size, model.add_bias_linear
+        return cls(
+            norm=Norm.of(model, "pre_mlp_layernorm"),
+            fc1=Linear("mlp.linear_fc1", gates * ffn, hidden, Fused(0, gates), bias, model.init_method_std),
+            fc2=Linear("mlp.linear_fc2", hidden, ffn, Fused(1), bias, output_std),
+            ffn=ffn,
+            gates=gates,
+            activation=model.activation,
+            has_hidden_dropout=model.hidden_dropout > 0,
+            is_fp8=is_fp8,
+        )
+
+    def parameters(self, prefix: str, layer: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
+        """Yield the parameters of layer number `layer`, in model order."""
+        for each in (self.norm, self.fc1, self.fc2):
+            yield from each.parameters(prefix, layer, sequence_parallel)
+
+    def gemms(self, tp: int) -> tuple[Gemm, Gemm]:
+        """Return linear_fc1 and linear_fc2 on one of tp ranks."""
+        hidden, ffn = self.norm.size, self.ffn // tp
+        return Gemm(hidden, self.gates * ffn, True, self.is_fp8), Gemm(ffn, hidden, False, self.is_fp8)
+
+    def flops_per_token(self, keys: float) -> float:
+        """Return the forward FLOPs beside the GEMMs' that count as the model's: none."""
+        return 0.0
+
+    def table(self, shape: RankShape) -> Table:
+        """Return what one microbatch does on one rank.
+
+        ReLU's backward needs its output alone. Recompute of the activation makes linear_fc2's input again from linear_fc1's output;
+        recompute of the MLP makes both again from the input of linear_fc1, or with the norm's from the residual stream.
+        """
+        fc1, fc2 = self.gemms(shape.tp)
+        hidden = shape.hidden_bytes(self.norm.size)
+        width = shape.tokens * fc2.inputs  # elements between the linears, one gate
+        wide, inner = width * shape.element, self.gates * width * shape.element
+        is_relu, redoes_mlp, redoes_norm = (
+            self.activation == "relu",
+            shape.recomputes("mlp"),
+            shape.recomputes("layernorm"),
+        )
+        redoes_activation = shape.recomputes("activation") and not is_relu
+        keeps_inner, keeps_activation = not is_relu and not redoes_mlp, not redoes_activation and not redoes_mlp
+        inner_again = inner if redoes_mlp else 0
+        activation_again = wide if redoes_mlp or redoes_activation else 0
+        replayed = wide if redoes_mlp else 0  # the replay holds its activation until its own backward is done
+        dropout = Kept("dropout masks", shape.own_tokens * self.norm.size, MASK_BYTES)
+        behind = hidden if self.has_hidden_dropout else 0  # the gradient behind the dropout
+        fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
+        splits = shape.splits_backward
+        operations = (
+            self.norm.operation(
+                shape,
+                keeps_statistics=not (redoes_mlp and redoes_norm),
+                backward=Backward(
+                    replayed + (inner + hidden if splits else 0) + hidden + self.norm.gradient_bytes(shape),
+                    (0 if splits or redoes_norm else hidden) + hidden,
+                ),
+            ),
+            Operation(
+                "linear_fc1",
+                gemm=fc1,
+                collectives=collectives(fc1, shape),
+                recompute_module="mlp",
+                deferred_bytes=hidden + inner,
+                backward=Backward(
+                    replayed + inner + self.norm.output_again_bytes(shape) + column_gradient_bytes(fc1, shape)
+                ),
+            ),
+            Operation(
+                "activation",
+                (Kept("mlp hidden", self.gates * width, shape.element),) if keeps_inner else (),
+                backward=Backward(
+                    behind + wide + inner + inner_again + replayed + self._activation_gradient_bytes(wide),
+                    inner if keeps_inner else 0,
+                ),
+            ),
+            Operation(
+                "linear_fc2",
+                (
+                    *([Kept("mlp activation", width, shape.element)] if keeps_activation else ()),
+                    *([dropout] if self.has_hidden_dropout else ()),
+                ),
+                gemm=fc2,
+                collectives=collectives(fc2, shape),
+                deferred_bytes=fc2_input + hidden,
+                backward=Backward(
+                    behind + wide + inner_again + activation_again + row_gradient_bytes(fc2, shape),
+                    wide if keeps_activation and not splits else 0,
+                ),
+            ),
+        )
+        left = hidden + (inner + hidden if splits else 0)
+        return Table(operations, left, weight_gradient_bytes(fc1, shape))
+
+    def _activation_gradient_bytes(self, width: int) -> int:
+        """Return what the activation's backward makes beside its input's gradient: gated, the other gate's product and its gradient;
+        squared ReLU, the ReLU made again."""
+        return 2 * width if self.gates == 2 else width if self.activation == "squared_relu" else 0
