@@ -1,6 +1,6 @@
-"""What a microbatch's loss contributes: per-microbatch means by default, sums under --calculate-per-token-loss.
+"""Averaging the loss: per-microbatch means by default, over tokens with --calculate-per-token-loss.
 
-Gradients are raw sums over microbatches and replicas; `LossAverage.denominator` is what the optimizer divides them by.
+Gradients are raw sums over microbatches and replicas; the optimizer divides them by `PendingLoss.denominator`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.collectives import Work, all_reduce
-from megapipe.comm.groups import Group
 from megapipe.model.microbatch import StageLoss
 
 
@@ -24,15 +24,10 @@ class LossReport:
     loss_sum: Tensor
     num_tokens: Tensor
 
-    @property
-    def mean(self) -> Tensor:
-        """Over the microbatch's tokens; 0 where all are masked out."""
-        return self.loss_sum / self.num_tokens.clamp(min=1)
-
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of a global batch, the same on every rank, and what raw gradient sums are to be divided by."""
+    """The loss of a global batch, the same on every rank, and the divisor of the raw gradient sums."""
 
     loss: float
     num_tokens: float
@@ -41,7 +36,7 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class PendingLoss:
-    """A `StepLoss` on its way. totals: loss sum, tokens, sum of the microbatches' means."""
+    """A `StepLoss` whose all-reduce is in flight. totals: loss sum, tokens, sum of the microbatches' means."""
 
     totals: Tensor
     work: Work
@@ -50,11 +45,11 @@ class PendingLoss:
 
     @property
     def denominator(self) -> float:
-        """Known at once, but for tokens: those are waited for."""
+        """The divisor of the gradients. Waits for the all-reduce only if it is the number of tokens."""
         return self.wait().denominator if self.per_token else self.num_microbatches
 
     def wait(self) -> StepLoss:
-        """The loss, once it is there."""
+        """Wait for the all-reduce and return the loss."""
         self.work.wait()
         loss_sum, num_tokens, means = self.totals.tolist()
         if self.per_token:
@@ -64,40 +59,32 @@ class PendingLoss:
 
 @dataclass(frozen=True)
 class LossAverage:
-    """per_token: average over the tokens of the global batch, instead of over each microbatch's tokens and then over microbatches."""
+    """The rule of the average. per_token: over the tokens of the global batch; else over each microbatch's tokens, then over microbatches."""
 
     per_token: bool
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
-        """The engine's `loss`: StageLoss -> (what is differentiated, LossReport). loss_scale: asked at every microbatch."""
+        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, LossReport). loss_scale: called for every microbatch."""
 
-        def of(output: StageLoss, payload: Any) -> tuple[Tensor, LossReport]:
+        def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, LossReport]:
             report = LossReport(output.loss_sum.detach(), output.num_tokens)
             objective = output.loss_sum if self.per_token else output.loss_sum / output.num_tokens.clamp(min=1)
             scale = loss_scale()
             return (objective if scale == 1.0 else objective * scale), report
 
-        return of
+        return scaled
 
-    def start(
-        self,
-        reports: list[LossReport],
-        counts: bool,
-        num_microbatches: int,
-        num_replicas: int,
-        world: Group,
-        device: torch.device,
-    ) -> PendingLoss:
-        """Start to average over all replicas. reports: this rank's; counts: of the ranks with reports of these microbatches, this one's are
-        summed.
+    def start(self, reports: list[LossReport], runtime: InferenceRuntime, num_microbatches: int) -> PendingLoss:
+        """Start to average this rank's reports with those of all replicas.
 
-        One all-reduce of three numbers over the world, so that every rank, whatever its stage, knows the loss.
+        One all-reduce of three numbers over the world, so that every rank, whatever its stage, learns the loss.
         """
-        totals = torch.zeros(3, dtype=torch.float64, device=device)
-        if reports and counts:
+        totals = torch.zeros(3, dtype=torch.float64, device=runtime.device)
+        if reports and runtime.reports_loss:
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
             totals[1] = torch.stack([report.num_tokens for report in reports]).double().sum()
-            totals[2] = torch.stack([report.mean for report in reports]).double().sum()
-        return PendingLoss(
-            totals, all_reduce(totals, world, async_op=True), self.per_token, float(num_microbatches * num_replicas)
-        )
+            # a microbatch whose tokens are all masked out counts 0
+            means = [report.loss_sum / report.num_tokens.clamp(min=1) for report in reports]
+            totals[2] = torch.stack(means).double().sum()
+        work = all_reduce(totals, runtime.groups.world, async_op=True)
+        return PendingLoss(totals, work, self.per_token, float(num_microbatches * runtime.groups.dp_cp.size))

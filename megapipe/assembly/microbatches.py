@@ -10,14 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.data.batch import Batch
+from megapipe.data.loader import Loader
 from megapipe.model.microbatch import Microbatch
+from megapipe.monitor.heartbeat import READING
 from megapipe.tensor_parallel.random import DropoutKey
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a step's dropout streams come from; microbatch k of dp rank d is number k x dp + d of the global batch."""
+    """The source of a step's dropout streams; microbatch k of dp rank d is number k x dp + d of the global batch."""
 
     seed: int
     step: int
@@ -29,7 +32,10 @@ class Keys:
 
 
 class Microbatches(Sequence[Microbatch]):
-    """read: microbatch number -> Batch. keys: None for evaluation, without dropout. All stages of a rank share what is read."""
+    """A rank's microbatches of a global batch, shared by all of its stages.
+
+    read: microbatch number -> Batch. keys: None for evaluation, without dropout.
+    """
 
     def __init__(self, count: int, read: Callable[[int], Batch], keys: Keys | None, device: torch.device) -> None:
         self._count = count
@@ -56,8 +62,25 @@ class Microbatches(Sequence[Microbatch]):
         return self._made[index]
 
 
+def read_microbatches(
+    runtime: InferenceRuntime, loader: Loader, consumed: int, count: int, step: int | None
+) -> Microbatches:
+    """Return this rank's `count` microbatches after `consumed` samples of all ranks. step: None for evaluation, without dropout.
+
+    Each is read when it is first asked for; the heartbeat counts the time as reading data.
+    """
+    training, dp_rank, dp = runtime.plan.config.training, runtime.coordinates.dp_rank, runtime.plan.topology.dp
+
+    def read(k: int) -> Batch:
+        with runtime.heartbeat.phase(READING):
+            return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
+
+    keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
+    return Microbatches(count, read, keys, runtime.device)
+
+
 def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) -> Microbatch:
-    """Arrays -> tensors on the device. A mask of ones and positions 0 .. s-1 stay implicit."""
+    """Move the arrays of a batch to the device. A mask of ones and positions 0 .. s-1 stay implicit."""
 
     def tensor(array: np.ndarray) -> Tensor:
         made = torch.from_numpy(array)

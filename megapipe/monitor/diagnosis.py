@@ -1,8 +1,8 @@
-"""From what the ranks do to the one that the others wait for.
+"""From what the ranks do to the one that the others wait for, and the report of it.
 
-A rank that stands still in a wait points at those it waits for: the peer of a message, the members of its group that have not launched the
-collective. Whoever is pointed at and points at nobody is missing. A rank whose process is gone, stopped or silent is missing whatever its
-last record says. If all pointers run in circles, the ranks are in different operations, and none of them will end.
+A rank that is stuck in a wait points at those it waits for: the peer of a message, or the members of its group that have not launched
+the collective. A rank that others point at and that points at nobody is missing. A rank whose process is dead, stopped or silent is
+missing whatever its last record says. If all pointers form circles, the ranks are in different operations, and none of them will end.
 """
 
 from __future__ import annotations
@@ -11,49 +11,51 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megapipe.monitor.record import Wait
-from megapipe.monitor.roster import Roster
-from megapipe.monitor.sighting import Sighting
+from megapipe.formatting import duration_text, text_table
+from megapipe.monitor.record import Record, Wait
+from megapipe.monitor.roster import LEFT, Roster, Sighting, is_unreachable
 
-Edges = Mapping[int, tuple[int, ...]]  # rank -> those it waits for; only of ranks that wait
+Edges = Mapping[int, tuple[int, ...]]  # waiting rank -> the ranks it waits for
+MOST_WAITS = 8  # listed one by one
+MOST_CULPRITS = 4  # whose stacks are shown
 
 
 class Fault(enum.Enum):
-    """What keeps a run from going on."""
+    """The kinds of hangs, worst first."""
 
-    GONE = "its process has ended without a word"
-    STOPPED = "its process is stopped"
-    LEFT = "it has left the run"
-    SILENT = "it does not answer"  # its host is down or cut off, or native code holds Python's lock
-    STUCK = "it does not get on"  # and waits for no other rank
-    MISMATCH = "they wait for each other"
-    NO_END = "all have come, and it does not end"  # a link, or the backend
+    GONE = "the process died without an error message"
+    STOPPED = "the process is stopped"
+    LEFT = "the rank has left the run"
+    SILENT = "the rank does not answer"  # its host is down or cut off, or native code holds Python's lock
+    STUCK = "the rank makes no progress"  # and waits for no other rank
+    MISMATCH = "ranks wait for each other"
+    NO_END = "all ranks have joined a collective that does not end"  # a link, or the backend
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """fault: what is wrong with `culprits`, global ranks. edges: who waits for whom."""
+    """The cause of a hang. culprits: global ranks. edges: who waits for whom."""
 
     fault: Fault
     culprits: tuple[int, ...]
     edges: Edges
 
     def chain(self, rank: int) -> tuple[int, ...]:
-        """From a rank to a culprit, along those each waits for; the shortest, (rank,) where none leads there."""
-        trails: list[tuple[int, ...]] = [(rank,)]
+        """Return the shortest chain of waits from a rank to a culprit, (rank,) if there is none."""
+        chains: list[tuple[int, ...]] = [(rank,)]
         seen = {rank}
-        for trail in trails:
-            if trail[-1] in self.culprits and (len(trail) > 1 or rank in self.culprits):
-                return trail
-            for following in self.edges.get(trail[-1], ()):
+        for chain in chains:
+            if chain[-1] in self.culprits and (len(chain) > 1 or rank in self.culprits):
+                return chain
+            for following in self.edges.get(chain[-1], ()):
                 if following not in seen:
                     seen.add(following)
-                    trails.append((*trail, following))
+                    chains.append((*chain, following))
         return (rank,)
 
 
 def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster) -> tuple[int, ...]:
-    """The ranks without which this one's wait cannot end; empty if it does not wait, or if all have come and can take part."""
+    """Return the ranks without which this one's wait cannot end, () if it does not wait or if all have joined and can take part."""
     record = sighting.record
     if record is None or record.wait is Wait.NOTHING:
         return ()
@@ -62,9 +64,8 @@ def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster)
     place = roster.place_of(record.group)
     if place is None:
         return ()
-    partners = [
-        sightings[rank] for rank in roster.partners(sighting.member.rank, record.group) if rank != sighting.member.rank
-    ]
+    rank = sighting.member.rank
+    partners = [sightings[other] for other in roster.partners(rank, record.group) if other != rank]
     absent = tuple(
         other.member.rank
         for other in partners
@@ -76,40 +77,35 @@ def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster)
 
 
 def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float) -> Diagnosis | None:
-    """Who is missing; None while nobody is, or while those that are waited for still get on. sightings: by global rank."""
-    still = {sighting.member.rank for sighting in sightings if sighting.is_still(limit_seconds)}
+    """Return who is missing, or None if nobody is or the awaited ranks still make progress. sightings: by global rank."""
+    stuck = {sighting.member.rank for sighting in sightings if sighting.is_stuck(limit_seconds)}
     edges = {s.member.rank: waits_for(s, sightings, roster) for s in sightings if s.waits}
-    for fault, found in _missing(sightings, still, edges).items():
-        if found:
-            return Diagnosis(fault, found, edges)
-    of_still = {rank: followers for rank, followers in edges.items() if rank in still}
-    if any(follower not in still for followers in of_still.values() for follower in followers):
-        return None  # somebody that others wait for gets on: slow, not stuck
-    without_end = tuple(sorted(rank for rank, followers in of_still.items() if not followers))
-    if without_end:
-        return Diagnosis(Fault.NO_END, without_end, edges)
-    return Diagnosis(Fault.MISMATCH, _circle(of_still), edges) if of_still else None
-
-
-def _missing(sightings: Sequence[Sighting], still: set[int], edges: Edges) -> dict[Fault, tuple[int, ...]]:
-    """Ranks that wait for nobody and yet do not get on, worst first. One that is gone need not have been still for the limit: it never
-    comes back."""
-    waited_for = {follower for rank, followers in edges.items() if rank in still for follower in followers}
-    found: dict[Fault, list[int]] = {fault: [] for fault in Fault}
+    awaited = {target for rank, targets in edges.items() if rank in stuck for target in targets}
+    found: dict[Fault, list[int]] = {}
     for sighting in sightings:
         rank = sighting.member.rank
-        fault = _fault_of(sighting, rank in still, rank in waited_for)
+        fault = _fault_of(sighting, rank in stuck, rank in awaited)
         if fault is not None:
-            found[fault].append(rank)
-    return {fault: tuple(ranks) for fault, ranks in found.items()}
+            found.setdefault(fault, []).append(rank)
+    for fault in Fault:  # worst first
+        if fault in found:
+            return Diagnosis(fault, tuple(found[fault]), edges)
+    if any(target not in stuck for target in awaited):
+        return None  # a rank that others wait for makes progress: slow, not stuck
+    without_end = tuple(sorted(rank for rank, targets in edges.items() if rank in stuck and not targets))
+    if without_end:
+        return Diagnosis(Fault.NO_END, without_end, edges)
+    stuck_edges = {rank: targets for rank, targets in edges.items() if rank in stuck}
+    return Diagnosis(Fault.MISMATCH, _circle(stuck_edges), edges) if stuck_edges else None
 
 
-def _fault_of(sighting: Sighting, is_still: bool, is_waited_for: bool) -> Fault | None:
+def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | None:
+    """Return why a rank that waits for nobody makes no progress. A dead one need not be stuck for the limit: it never comes back."""
     if sighting.is_gone:
         return Fault.GONE
     if sighting.has_left:
-        return Fault.LEFT if is_waited_for else None
-    if not is_still:
+        return Fault.LEFT if is_awaited else None
+    if not is_stuck:
         return None
     if sighting.is_stopped:
         return Fault.STOPPED
@@ -119,8 +115,164 @@ def _fault_of(sighting: Sighting, is_still: bool, is_waited_for: bool) -> Fault 
 
 
 def _circle(edges: Edges) -> tuple[int, ...]:
-    """Ranks that wait for each other in a circle, in its order. Every rank in edges waits for some other that is in edges too."""
-    trail = [min(edges)]
-    while (following := min(edges[trail[-1]])) not in trail:
-        trail.append(following)
-    return tuple(trail[trail.index(following) :])
+    """Return ranks that wait for each other in a circle, in its order. Every rank in edges waits for some other rank in edges."""
+    chain = [min(edges)]
+    while (following := min(edges[chain[-1]])) not in chain:
+        chain.append(following)
+    return tuple(chain[chain.index(following) :])
+
+
+def doing(record: Record) -> str:
+    """Return what a rank does apart from waiting, as in 'in 3F3, reading data'; "" if that has no name."""
+    if record.phase in LEFT:
+        return "has left" if record.phase == "ended" else "has left after an error of its own"
+    action = f"in {record.action}" if record.action else ""
+    phase = record.phase if record.phase and (record.phase != "forward-backward" or not action) else ""
+    return ", ".join(part for part in (action, phase) if part)
+
+
+def _waiting(record: Record, missing: Sequence[int]) -> str:
+    """Return what a rank waits for, "" if for nothing. missing: those of its group."""
+    if record.wait is Wait.RECEIVE:
+        return f"for the {record.what} from rank {record.peer}"
+    if record.wait is Wait.SEND:
+        return f"until rank {record.peer} receives the {record.what}"
+    if record.wait is Wait.COLLECTIVE:
+        who = (
+            f"{_ranks(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else "all ranks have joined"
+        )
+        return f"in {record.what}, number {record.number} of this group, where {who}"
+    return ""
+
+
+def report_text(
+    diagnosis: Diagnosis, sightings: Sequence[Sighting], stacks: Mapping[int, str], limit_seconds: float
+) -> str:
+    """Return the whole message: who is missing, who waits for whom, stacks or what is known instead."""
+    step = max((s.record.step for s in sightings if s.record is not None), default=-1)
+    culprits = [sightings[rank] for rank in diagnosis.culprits]
+    lines = [f"{_headline(diagnosis, culprits, sightings)} (step {step})", *_wait_lines(diagnosis, sightings)]
+    for culprit in culprits[:MOST_CULPRITS]:
+        if not is_unreachable(culprit):
+            lines += _stack_lines(culprit, stacks.get(culprit.member.rank, ""))
+    if more := [culprit.member.rank for culprit in culprits[MOST_CULPRITS:]]:
+        lines.append(f"  and {len(more)} more ranks: {_ranks(more)}")
+    lines.append(f"All ranks were terminated; saved checkpoints are intact. (--hang-timeout-seconds {limit_seconds:g})")
+    return "\n".join(lines)
+
+
+def silent_hosts(sightings: Sequence[Sighting]) -> str:
+    """Name the hosts none of whose ranks answer, and who says so; "" if some of their ranks answer."""
+    silent = [s.member for s in sightings if is_unreachable(s)]
+    answering = [s.member for s in sightings if not is_unreachable(s)]
+    hosts, others = (list(dict.fromkeys(member.host for member in some)) for some in (silent, answering))
+    if not hosts or set(hosts) & set(others):
+        return ""
+    ranks = _ranks([member.rank for member in silent])
+    seen_from = _listed(others) if len(others) <= MOST_CULPRITS else f"{len(others)} other hosts"
+    if len(hosts) == 1:
+        return (
+            f"host {hosts[0]} ({ranks}) no longer answers {seen_from}: it is down or cut off, or its ranks are stopped"
+        )
+    if len(others) == 1:
+        return (
+            f"no other host ({_listed(hosts)}; {ranks}) answers {seen_from} any more: the network of {others[0]} is cut, "
+            "or they are down"
+        )
+    return (
+        f"hosts {_listed(hosts)} ({ranks}) no longer answer {seen_from}: they are down or cut off, or their ranks are "
+        "stopped"
+    )
+
+
+def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting], sightings: Sequence[Sighting]) -> str:
+    names = "; ".join(f"{c.member} on {c.member.host}, process {c.member.pid}" for c in culprits[:MOST_CULPRITS])
+    if diagnosis.fault is Fault.MISMATCH:
+        return f"training hangs: ranks wait for each other in operations that do not match: {names}"
+    if diagnosis.fault is Fault.NO_END:
+        return (
+            "training hangs: all ranks of a group have joined a collective and it does not end (the network, or the "
+            f"backend): {names}"
+        )
+    if diagnosis.fault is Fault.SILENT and (hosts := silent_hosts(sightings)):
+        return f"training hangs: {hosts}"
+    first = culprits[0]
+    state = {
+        Fault.GONE: f"{Fault.GONE.value} (kill -9, or the system ran out of memory)",
+        Fault.SILENT: f"{Fault.SILENT.value}: native code holds Python's lock, or its host is down or cut off",
+        Fault.LEFT: Fault.LEFT.value,
+        Fault.STOPPED: f"{first.process}",
+    }.get(diagnosis.fault, "")
+    what = "" if first.record is None else f"{doing(first.record) or 'between phases'} for {first.age_seconds:.1f} s"
+    return f"training hangs on {names}: {', '.join(part for part in (what, state) if part)}"
+
+
+def _wait_lines(diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> list[str]:
+    """Return one line per waiting rank, those first that wait for a culprit directly, then those that wait for these."""
+    left_out = diagnosis.culprits if diagnosis.fault not in (Fault.MISMATCH, Fault.NO_END) else ()
+    ranks = [rank for rank in diagnosis.edges if rank not in left_out]
+    ranks.sort(key=lambda rank: (len(diagnosis.chain(rank)) == 1, len(diagnosis.chain(rank)), rank))
+    lines = []
+    for rank in ranks[:MOST_WAITS]:
+        sighting = sightings[rank]
+        assert sighting.record is not None
+        waits = _waiting(sighting.record, diagnosis.edges[rank])
+        where = f", {what}," if (what := doing(sighting.record)) else ""
+        lines.append(f"  {sighting.member}{where} waits {sighting.age_seconds:.1f} s {waits}")
+    if len(ranks) > MOST_WAITS:
+        lines.append(f"  and {len(ranks) - MOST_WAITS} more ranks wait for these, directly or indirectly")
+    return lines
+
+
+def _stack_lines(culprit: Sighting, stack: str) -> list[str]:
+    rank = culprit.member.rank
+    if stack:
+        return [f"  stack of rank {rank}, innermost last:", *(f"    {line}" for line in stack.splitlines())]
+    why = f"{culprit.member.host} does not answer" if culprit.process is None else f"{culprit.process}"
+    return [f"  no stack of rank {rank}: {why}"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed([str(rank) for rank in ranks])}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 6 else [*names[:5], f"... ({len(names)} in all)"])
+
+
+def summary(name: str, sightings: Sequence[Sighting]) -> str:
+    """Return the line above the table of `megapipe status`."""
+    counts = {
+        "alive": sum(s.process is not None and not s.process.has_ended and not s.has_left for s in sightings),
+        "stopped": sum(s.is_stopped for s in sightings),
+        "gone": sum(s.is_gone for s in sightings),
+        "left": sum(s.has_left for s in sightings),
+        "on other hosts": sum(s.process is None and not s.has_left for s in sightings),
+    }
+    listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    return f"{name}: {len(sightings)} rank{'s' if len(sightings) > 1 else ''}, {listed}"
+
+
+def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> list[str]:
+    """Return the table of `megapipe status`, one line per rank.
+
+    computes: seconds of the last whole step in which the rank neither waited nor read data. for: since when it does what it does.
+    """
+    rows = [("rank", "where", "step", "computes", "for", "does")]
+    for sighting in sightings:
+        member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
+        if record is None or snapshot is None:
+            nothing = f"nothing is known of it (process {member.pid} on {member.host})"
+            rows.append((str(member.rank), member.place, "", "", "", nothing))
+            continue
+        waits = _waiting(record, edges.get(member.rank, ()))
+        does = ", ".join(part for part in (doing(record), f"waits {waits}" if waits else "") if part)
+        does = does or "between phases"
+        if sighting.is_gone or sighting.is_stopped:
+            does += f"; {sighting.process}"
+        computes = ""
+        if snapshot.elapsed_ns:
+            computes = f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
+        step = str(record.step) if record.step >= 0 else ""
+        rows.append((str(member.rank), member.place, step, computes, duration_text(sighting.age_seconds), does))
+    return list(text_table(rows, left=(1, 5), indent=0))

@@ -1,6 +1,6 @@
-"""Where the records of a run lie: live ones in shared memory of each host, and in the run's folder who writes them and a copy for later.
+"""The files of a run's records: live ones in the shared memory of each host, the roster and a copy in the run's folder.
 
-/dev/shm/megapipe-USER-TOKEN/   live: rank_00000 and so on, rank_00000.stack of a rank that hangs, roster.json
+/dev/shm/megapipe-USER-TOKEN/   live: rank_00000 and so on, rank_00000.stack of a stuck rank, roster.json
 RUN/heartbeats/roster.json      the ranks, their hosts and processes, the folder of the live records
 RUN/heartbeats/host_NAME.bin    a copy of the records of one host, a second or so old while the run lives
 """
@@ -21,33 +21,32 @@ from typing import Any
 from megapipe.errors import ConfigError, DataError
 from megapipe.monitor.process import host, process_space, process_state
 from megapipe.monitor.record import FILE_BYTES, Snapshot, read_snapshot
-from megapipe.monitor.roster import Member, Roster
-from megapipe.monitor.sighting import Sighting
+from megapipe.monitor.roster import Member, Roster, Sighting
 
 NAME, ROSTER = "heartbeats", "roster.json"
 SHARED_MEMORY = Path("/dev/shm")
-SILENCE_SECONDS = 2.0  # without a pulse: several turns of a watchdog
+SILENCE_SECONDS = 2.0  # without a pulse, several intervals of a watchdog: the rank does not answer
 
 
 def base_folder() -> Path:
-    """Where live folders are."""
+    """Return the parent of live folders."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def live_folder(token: str) -> Path:
-    """The folder of a run's live records on this host, made for this user alone. token: the same on all ranks, of no other run.
+    """Create and return the folder of a run's live records on this host, private to this user.
 
-    Raises OSError where it cannot be made.
+    token: the same on all ranks, unique to the run. Raises OSError.
     """
     folder = base_folder() / f"megapipe-{os.getuid()}-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
     return folder
 
 
 def sweep(base: Path) -> None:
-    """Remove what crashed runs of this user left on this host."""
+    """Remove the live folders of this user's crashed runs on this host."""
     for folder in base.glob(f"megapipe-{os.getuid()}-*"):
         with suppress(OSError, ValueError, KeyError, TypeError):
             roster = Roster.from_dict(json.loads((folder / ROSTER).read_text(encoding="utf-8")))
@@ -61,12 +60,12 @@ def record_path(live: Path, rank: int) -> Path:
 
 
 def stack_path(live: Path, rank: int) -> Path:
-    """Where a rank that stands still writes what its main thread does."""
+    """Return the file to which a stuck rank writes the stack of its main thread."""
     return live / f"rank_{rank:05d}.stack"
 
 
 def sight(member: Member, live: Path, now_ns: int | None = None) -> Sighting:
-    """A rank of this host. now_ns: Unix nanoseconds."""
+    """Look at a rank of this host. now_ns: Unix nanoseconds."""
     now_ns = time.time_ns() if now_ns is None else now_ns
     snapshot = _live_snapshot(live, member.rank)
     is_here = member.space == process_space()
@@ -78,7 +77,7 @@ def sight(member: Member, live: Path, now_ns: int | None = None) -> Sighting:
 
 
 def write_roster(run: Path, roster: Roster, live: Path) -> None:
-    """Begin a run's records in its folder: the copies of an earlier start go. Raises OSError."""
+    """Write roster.json to a run's folder, and remove the copies of an earlier start. Raises OSError."""
     folder = run / NAME
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("host_*.bin"):
@@ -87,7 +86,7 @@ def write_roster(run: Path, roster: Roster, live: Path) -> None:
 
 
 def write_live_roster(folder: Path, roster: Roster, live: Path) -> None:
-    """roster.json alone. Raises OSError."""
+    """Write roster.json. Raises OSError."""
     _replace(folder / ROSTER, json.dumps({"live": str(live), **roster.to_dict()}).encode())
 
 
@@ -104,24 +103,27 @@ def write_copies(run: Path, roster: Roster, live: Path) -> None:
 
 
 def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
-    """The ranks of a run and what they do, or last did. Raises ConfigError where no run left records, DataError where they are damaged."""
+    """Return the ranks of a run and what they do, or last did.
+
+    Raises ConfigError if the folder has no records, DataError if they are damaged.
+    """
     path = run / NAME / ROSTER
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         roster, live = Roster.from_dict(values), Path(values["live"])
     except FileNotFoundError:
         raise ConfigError(
-            f"{run} holds no {NAME}/{ROSTER}: give the folder that a run has as --save (or that of its --metrics-file)"
+            f"{run} holds no {NAME}/{ROSTER}: give the folder of the run's --save (or the one of its --metrics-file)"
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}") from None
     copies = dict(_copies(run / NAME))
-    return roster, [_of_folder(member, live, copies.get(member.rank)) for member in roster.members]
+    return roster, [_sighting(member, live, copies.get(member.rank)) for member in roster.members]
 
 
-def _of_folder(member: Member, live: Path, copied: tuple[Snapshot, float] | None) -> Sighting:
+def _sighting(member: Member, live: Path, copied: tuple[Snapshot, float] | None) -> Sighting:
     if member.space == process_space():
         sighting = sight(member, live)
         if sighting.snapshot is not None or copied is None:
@@ -134,7 +136,7 @@ def _of_folder(member: Member, live: Path, copied: tuple[Snapshot, float] | None
 
 
 def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
-    """(rank, (snapshot, seconds since it was copied))."""
+    """Yield (rank, (snapshot, seconds since it was copied))."""
     for path in sorted(folder.glob("host_*.bin")):
         data, age = _read(path), max(0.0, time.time() - path.stat().st_mtime)
         for start in range(0, len(data) - 8 - FILE_BYTES + 1, 8 + FILE_BYTES):
@@ -144,7 +146,7 @@ def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
 
 
 def _live_snapshot(live: Path, rank: int) -> Snapshot | None:
-    """A slot can be torn in both halves only while the writer overtakes the reader: then it is read again."""
+    """Read a live record; again if the writer overtook the reader, as then both slots can be torn."""
     for _ in range(3):
         snapshot = read_snapshot(_read(record_path(live, rank)))
         if snapshot is not None:

@@ -1,14 +1,14 @@
-"""`Heartbeat`: this rank says what it does now. A record costs about a microsecond and no system call."""
+"""`Heartbeat`: the record of what this rank does now. Writing one costs about a microsecond and no system call."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megapipe.monitor.record import (
     CELLS,
@@ -24,13 +24,67 @@ from megapipe.monitor.record import (
     pack_slot,
     read_snapshot,
 )
-from megapipe.monitor.wait_clock import READING, Cause, StepTimes, WaitClock
 
-PATIENCE = 5  # of phases in which a rank may rightly stand still for long: the first step, saving, loading
+PATIENCE = 5  # factor on the time limit in phases that may take long: the first step, saving, loading
+READING = "reading data"  # a phase whose time is neither computing nor waiting
+Cause = tuple[Wait, int | str]  # a peer's global rank, or a kind of group
+
+
+class StepTimes(NamedTuple):
+    """The times of one step of one rank, in nanoseconds of its clock. waits: by cause. reading: data, without waits."""
+
+    elapsed: int
+    waits: Mapping[Cause, int]
+    reading: int
+
+    @property
+    def waiting(self) -> int:
+        return sum(self.waits.values())
+
+    @property
+    def computing(self) -> int:
+        return max(0, self.elapsed - self.waiting - self.reading)
+
+
+class WaitClock:
+    """The sums of one thread's waits, in nanoseconds of one clock. The two ends of a wait cost about 0.2 us together."""
+
+    __slots__ = ("_cause", "_reading", "_reading_since", "_since", "_step_began", "_waits")
+
+    def __init__(self, now: int) -> None:
+        self._step_began = now
+        self._waits: dict[Cause, int] = {}
+        self._cause: Cause | None = None
+        self._since = 0
+        self._reading = self._reading_since = 0
+
+    def wait(self, cause: Cause, now: int) -> None:
+        """Begin a wait."""
+        self._cause, self._since = cause, now
+
+    def go_on(self, now: int) -> None:
+        """End a wait."""
+        cause, self._cause = self._cause, None
+        if cause is not None:
+            self._waits[cause] = self._waits.get(cause, 0) + now - self._since
+
+    def read(self, now: int) -> None:
+        """Begin to read data."""
+        self._reading_since = now
+
+    def has_read(self, now: int) -> None:
+        """End reading."""
+        self._reading += now - self._reading_since
+
+    def turn(self, now: int) -> StepTimes:
+        """End a step, begin the next one, and return the times of the first."""
+        times = StepTimes(now - self._step_began, self._waits, self._reading)
+        self._step_began, self._waits, self._reading = now, {}, 0
+        return times
 
 
 class WaitObserver(Protocol):
-    """Told of every wait and of every reading of data as they begin and end: for times that are not the host's."""
+    """An observer of the beginning and end of every wait and of reading data, for times on another clock than the host's."""
 
     def wait(self, cause: Cause) -> None: ...
     def go_on(self) -> None: ...
@@ -39,10 +93,10 @@ class WaitObserver(Protocol):
 
 
 class Heartbeat:
-    """The record of one rank, in this process's memory until `share` puts it where others see it.
+    """The record of one rank, in this process's memory until `share` puts it where others can read it.
 
-    groups: the kinds of groups whose collectives are counted. Written by the rank's own threads; two that write at one moment cost one of
-    their records, not its integrity.
+    groups: the kinds of groups whose collectives are counted. Written by the rank's own threads; if two write at the same moment, one of
+    the two records is lost, but the file stays valid.
     """
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
@@ -54,18 +108,17 @@ class Heartbeat:
         self._patience = 1
         self._phase = self._action = b""
         self._clock = WaitClock(time.time_ns())
-        self.last_step: StepTimes | None = None  # from the beginning of the step before to that of this one
+        self.last_step: StepTimes | None = None  # of the step before the current one
         self.observer: WaitObserver | None = None
         self._map()
         self._write(0, -1, 0, b"")
 
     def share(self, path: Path) -> None:
-        """From here on in this file, which is made anew. Raises OSError where it cannot be."""
+        """Write to this file from here on, and create it anew. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(
-                descriptor, 0, FILE_BYTES
-            )  # a write to a page that a full disk refuses would kill the process
+            # without this, writing to a page that a full disk has no room for would kill the process
+            os.posix_fallocate(descriptor, 0, FILE_BYTES)
             shared = mmap.mmap(descriptor, FILE_BYTES)
         finally:
             os.close(descriptor)
@@ -74,7 +127,7 @@ class Heartbeat:
         self._map()
 
     def step(self, step: int) -> None:
-        """Step number `step` begins."""
+        """Note that step number `step` begins."""
         is_first, self._step = self._step < 0, step
         times = self._clock.turn(self._write(0, -1, 0, b""))
         if not is_first:
@@ -82,36 +135,36 @@ class Heartbeat:
             self._cells[ELAPSED_CELL], self._cells[COMPUTING_CELL] = max(0, times.elapsed), times.computing
 
     def act(self, action: bytes) -> None:
-        """An action of the pipeline's row begins; b"" after the last."""
+        """Note that an action of the pipeline's row begins; b"" after the last one."""
         self._action = action
         self._write(0, -1, 0, b"")
 
     def wait_for_peer(self, wait: Wait, channel: bytes, peer: int) -> None:
-        """This rank stands still until global rank `peer` has sent or taken a message of a channel."""
+        """Begin to wait until global rank `peer` has sent or received a message of a channel."""
         self._wait((wait, peer), self._write(wait, peer, 0, channel))
 
     def joins(self, group: str) -> int:
-        """A collective of this kind of group is launched; its number, from 1, the same on all members."""
+        """Count the launch of a collective of this kind of group; returns its number, from 1, the same on all members."""
         place = 1 + self._place[group]
         self._cells[place] += 1
         return self._cells[place]
 
     def wait_for_all(self, group: str, operation: str, number: int) -> None:
-        """This rank stands still until a collective is done."""
+        """Begin to wait for the end of a collective."""
         word = self._words.get((group, operation))
         if word is None:
             word = self._words[group, operation] = f"{group} {operation}".encode()
         self._wait((Wait.COLLECTIVE, group), self._write(Wait.COLLECTIVE, -1, number, word))
 
     def goes_on(self) -> None:
-        """A wait is over."""
+        """End a wait."""
         self._clock.go_on(self._write(0, -1, 0, b""))
         if self.observer is not None:
             self.observer.go_on()
 
     @contextmanager
     def phase(self, name: str, patience: int = 1) -> Iterator[None]:
-        """Inside the block the rank is in this phase. Phases nest; the longest patience holds."""
+        """Put the rank in a phase inside the block. Phases nest; the largest patience holds."""
         before = self._phase, self._patience
         self._phase, self._patience = name.encode(), max(patience, self._patience)
         began = self._write(0, -1, 0, b"")
@@ -131,7 +184,7 @@ class Heartbeat:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Inside the block every phase has PATIENCE."""
+        """Give every phase inside the block PATIENCE."""
         before, self._patience = self._patience, PATIENCE
         try:
             yield
@@ -139,24 +192,22 @@ class Heartbeat:
             self._patience = before
 
     def leave(self, phase: str) -> None:
-        """The last word of this rank: "ended" or "failed"."""
+        """Write the last record of this rank. phase: "ended" or "failed"."""
         self._phase, self._action, self._patience = phase.encode(), b"", PATIENCE
         self._write(0, -1, 0, b"")
 
     def pulse(self) -> None:
-        """The rank's watchdog runs."""
+        """Note that the rank's watchdog is alive."""
         self._cells[0] = time.time_ns()
 
     def snapshot(self) -> Snapshot:
-        """What others would read."""
+        """Return what other processes read."""
         found = read_snapshot(self.as_bytes())
-        assert found is not None, (
-            "every Heartbeat has written one record, and the other slot is whole while one is written"
-        )
+        assert found is not None  # one record is always written, and at most one of the two slots is being written
         return found
 
     def as_bytes(self) -> bytes:
-        """The whole record, as `record.read_snapshot` takes it."""
+        """Return the whole file, for `record.read_snapshot`."""
         return bytes(self._memory)
 
     def _wait(self, cause: Cause, now: int) -> None:
@@ -169,7 +220,7 @@ class Heartbeat:
         self._cells = memoryview(self._memory)[CELLS_AT : CELLS_AT + 8 * CELLS].cast("Q")
 
     def _write(self, wait: int, peer: int, number: int, what: bytes) -> int:
-        """Returns when it was, in Unix nanoseconds."""
+        """Write a record and return its time in Unix nanoseconds."""
         self._beat = beat = self._beat + 1
         now = time.time_ns()
         slot = pack_slot(beat, now, self._step, self._patience, wait, peer, number, self._phase, self._action, what)

@@ -1,4 +1,4 @@
-"""What the kernel says of a process of this host, from /proc."""
+"""What the kernel knows of a process of this host, from /proc."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STATES = {
 }
 ENDED = "ZX"
 STOPPED = "Tt"
-POLL_SECONDS = 1.0  # where the system has no process handles
+POLL_SECONDS = 1.0  # on systems without process handles
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """state: the kernel's letter, "" if the process has ended. kernel_function: in which it sleeps, "" where that is hidden."""
+    """The state of a process. state: the kernel's letter, "" if it has ended. kernel_function: in which it sleeps, "" if hidden."""
 
     state: str
     kernel_function: str = ""
@@ -45,12 +45,12 @@ class ProcessState:
 
 
 def host() -> str:
-    """Name of this host."""
+    """Return the name of this host."""
     return socket.gethostname()
 
 
 def process_space() -> str:
-    """Within which process ids mean something: the host's, or a container's. "" where the system does not tell."""
+    """Return the namespace in which process ids are valid: the host's or a container's; "" if the system does not say."""
     boot, space = "", ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -59,13 +59,13 @@ def process_space() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot: with its id it names one process for good. None where there is none."""
+    """Return the start of a process in clock ticks since boot, which with its id identifies it uniquely; None without such a process."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 
 
 def process_state(pid: int, started: int | None) -> ProcessState:
-    """Of the process that began at tick `started`; another one that got its id since does not count."""
+    """Return the state of the process that started at tick `started`; a later one with the same id does not count."""
     fields = _stat(pid)
     if fields is None or fields[0] in ENDED or (started is not None and int(fields[19]) != started):
         return ProcessState("")
@@ -76,7 +76,7 @@ def process_state(pid: int, started: int | None) -> ProcessState:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on; None without such a process."""
+    """Return the fields of /proc/PID/stat from the state on; None without such a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -84,7 +84,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def wait_for_end(process: int) -> None:
-    """Return when a process of this host has ended; at once if it has already. For a thread that watches over another process."""
+    """Block until a process of this host has ended."""
     try:
         handle = os.pidfd_open(process)
     except AttributeError:  # not Linux

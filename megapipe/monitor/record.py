@@ -1,8 +1,8 @@
-"""What a rank does now, as bytes of a fixed size that one process writes and others read, without locks.
+"""The record of what a rank does now: bytes of a fixed size that one process writes and others read, without locks.
 
-A file of FILE_BYTES holds a pulse, the number of collectives this rank has launched in each kind of group, and two slots. The writer
-fills the slots in turn; each carries its checksum, so that a slot read while it was written, or left half written by a killed process,
-is noticed and the other one counts.
+A file of FILE_BYTES holds a pulse, the number of collectives that this rank has launched in each kind of group, and two slots. The writer
+fills the slots in turn; each carries a checksum, so that a slot that was read while it was written, or left half written by a killed
+process, is noticed and the other one is used.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 MAGIC = b"MPBEAT01"
 MOST_GROUPS = 28  # kinds of groups that are counted
-CELLS_AT, CELLS = (
-    8,
-    1 + MOST_GROUPS + 2,
-)  # after the magic: the pulse, the counts, the last step's times; 8 bytes each, native order
+# Cells of 8 bytes in native order follow the magic: the pulse, the counts, elapsed and computing time of the last step.
+CELLS_AT, CELLS = 8, 1 + MOST_GROUPS + 2
 ELAPSED_CELL, COMPUTING_CELL = CELLS - 2, CELLS - 1
 SLOT_AT, SLOT_BYTES = 256, 192
 FILE_BYTES = SLOT_AT + 2 * SLOT_BYTES
@@ -28,19 +26,19 @@ assert CELLS_AT + _CELLS.size <= SLOT_AT and _SLOT.size + _CHECKSUM.size <= SLOT
 
 
 class Wait(enum.IntEnum):
-    """What a rank stands still for."""
+    """The cause of a wait."""
 
     NOTHING = 0
-    RECEIVE = 1  # a message of `peer`
-    SEND = 2  # `peer` to take a message
+    RECEIVE = 1  # a message from `peer`
+    SEND = 2  # `peer` to receive a message
     COLLECTIVE = 3  # the `number`-th collective of a group
 
 
 class Record(NamedTuple):
-    """One rank at one moment.
+    """What one rank does at one moment.
 
-    beat: how many records were written. since_ns: Unix nanoseconds of this one. step: -1 before the first. patience: how many times the
-    usual limit this rank may stay as it is. what: channel ("gradient from stage 2 to 1"), or group and operation ("tp all_reduce").
+    beat: number of records written so far. since_ns: Unix nanoseconds of this one. step: -1 before the first. patience: factor on the
+    limit for how long the record may stay unchanged. what: channel ("gradient from stage 2 to 1"), or group and operation ("tp all_reduce").
     phase: "forward-backward", "saving", ... action: of the pipeline's row, "3B7", else "".
     """
 
@@ -57,14 +55,14 @@ class Record(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The kind of group of a collective that is waited for."""
+        """The kind of group of the awaited collective."""
         return self.what.partition(" ")[0]
 
 
 class Snapshot(NamedTuple):
-    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by the place of the kind of group.
+    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by index of the kind of group.
 
-    elapsed_ns, computing_ns: of the last whole step, 0 before there is one; the rest of it the rank waited or read data.
+    elapsed_ns, computing_ns: of the last whole step, 0 before there is one; in the rest of it the rank waited or read data.
     """
 
     pulse_ns: int
@@ -75,13 +73,13 @@ class Snapshot(NamedTuple):
 
 
 def pack_slot(*fields: int | bytes) -> bytes:
-    """The bytes of a slot from the fields of a Record, texts encoded; longer ones are cut."""
+    """Return the bytes of a slot from the fields of a Record, with encoded texts, which are cut to the size of their fields."""
     body = _SLOT.pack(*fields)
     return _CHECKSUM.pack(zlib.crc32(body)) + body
 
 
 def read_slot(data: bytes) -> Record | None:
-    """None where the checksum does not fit: torn, or never written."""
+    """Return the record of a slot, None if its checksum does not match: torn, or never written."""
     (checksum,) = _CHECKSUM.unpack_from(data)
     body = data[_CHECKSUM.size : _CHECKSUM.size + _SLOT.size]
     if zlib.crc32(body) != checksum:
@@ -92,7 +90,7 @@ def read_slot(data: bytes) -> Record | None:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """The newest whole record of a file; None for what is no such file, or holds none yet."""
+    """Return the newest whole record of a file, None if there is none or the file is of another kind."""
     if len(data) < FILE_BYTES or not data.startswith(MAGIC):
         return None
     slots = [read_slot(data[start : start + SLOT_BYTES]) for start in (SLOT_AT, SLOT_AT + SLOT_BYTES)]

@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: from the times of all ranks to the slow rank, the slow link, the slow group. Pure."""
+"""From the times of all ranks to the slow rank, link or group that keeps the others waiting. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-PEERS_RATIO = 1.3  # times as long as ranks that do the same work
+from megapipe.formatting import seconds_text
+
+# A rank, link or group is slow if it takes more than so many times as long
+PEERS_RATIO = 1.3  # as ranks that do the same work
 WORK_RATIO = 2.0  # as ranks that do other work, by the plan's estimate of it
-LINK_RATIO = 3.0  # as the median of the other links; of the other groups of that kind
-LEAST_SHARE = 0.1  # of a step that is lost by it
+LINK_RATIO = 3.0  # as the median of the other links, or of the other groups of that kind
+LEAST_SHARE = 0.1  # and if at least this share of a step is lost by it
 
 
 @dataclass(frozen=True)
 class RankPace:
-    """One rank's step, medians over some steps, in seconds. waits: by kind of group, "messages" for those of the pipeline. work: what the
-    plan gives it to compute, on any scale. peers: the other ranks that have exactly that to do. link, link_seconds: the neighbour up the
-    pipeline to whom messages there and back take longest, and how long; -1 and 0 where that is not known."""
+    """One rank's step, medians over some steps, in seconds.
+
+    waits: by kind of group, "messages" for those of the pipeline. work: its computation by the plan, on any scale. peers: the other
+    ranks with exactly the same work. link, link_seconds: the neighbour up the pipeline to whom messages there and back take longest,
+    and how long; -1 and 0 if unknown.
+    """
 
     rank: int
     step: float
@@ -35,7 +41,7 @@ class RankPace:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """seconds: in which it computes, or reads data; expected: what the others need for that. same_work: these have the same to do."""
+    """A slow rank. seconds: for computing or reading data; expected: of the others. same_work: the others do the same work."""
 
     rank: int
     what: str  # "computes" or "reads data"
@@ -46,7 +52,7 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """seconds: of a message there and one back, expected: on the other links, None where there is no other."""
+    """A slow link. seconds: for a message there and one back; expected: on the other links, None if there is no other."""
 
     ranks: tuple[int, int]
     seconds: float
@@ -55,7 +61,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class SlowGroup:
-    """A group whose collectives take this long even for the rank that comes last to them; expected: in the other groups of that kind."""
+    """A group with slow collectives. seconds: for the rank that joins them last; expected: in the other groups of that kind."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -66,15 +72,15 @@ class SlowGroup:
 Straggler = SlowRank | SlowLink | SlowGroup
 
 
-def stragglers(paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Straggler]:
-    """What is slow, the worst first. paces: by global rank. groups: all groups of more than one rank, by kind."""
+def find_stragglers(paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Straggler]:
+    """Return what is slow, the worst first. paces: by global rank. groups: all groups of more than one rank, by kind."""
     step = max(pace.step for pace in paces)
     found = [*_slow_ranks(paces, step), *_slow_links(paces, step), *_slow_groups(paces, groups, step)]
     return [straggler for _, straggler in sorted(found, key=lambda one: -one[0])]
 
 
 def _slow_ranks(paces: Sequence[RankPace], step: float) -> list[tuple[float, Straggler]]:
-    """(seconds lost, rank)."""
+    """Return (seconds lost, slow rank)."""
     found: list[tuple[float, Straggler]] = []
     for pace in paces:
         expected, ratio, same_work = _expected(pace, paces)
@@ -89,7 +95,7 @@ def _slow_ranks(paces: Sequence[RankPace], step: float) -> list[tuple[float, Str
 
 
 def _expected(pace: RankPace, paces: Sequence[RankPace]) -> tuple[float, float, bool]:
-    """(seconds it should compute, from which ratio on it is slow, whether ranks of the same work say so)."""
+    """Return (seconds it should compute, the ratio from which on it is slow, True if that is known from ranks with the same work)."""
     peers = [paces[rank].computing for rank in pace.peers]
     if peers:
         return median(peers), PEERS_RATIO, True
@@ -111,7 +117,7 @@ def _slow_links(paces: Sequence[RankPace], step: float) -> list[tuple[float, Str
 def _slow_groups(
     paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], step: float
 ) -> list[tuple[float, Straggler]]:
-    """Whoever comes last to a collective does not wait for others: the least wait of a group is the operation itself."""
+    """Compare groups by their least waits: the rank that joins a collective last waits for the operation itself only."""
     found: list[tuple[float, Straggler]] = []
     for kind, members in groups.items():
         least = [min(paces[rank].waits.get(kind, 0.0) for rank in ranks) for ranks in members]
@@ -126,38 +132,38 @@ def _slow_groups(
     return found
 
 
-def sentence(straggler: Straggler, paces: Sequence[RankPace], names: Sequence[str]) -> str:
-    """For a person. names: of the ranks, with place and host."""
+def straggler_text(straggler: Straggler, paces: Sequence[RankPace], names: Sequence[str]) -> str:
+    """Describe a straggler in one sentence. names: of the ranks, with place and host."""
     if isinstance(straggler, SlowLink):
         other = (
             "there is no other link to compare with"
             if straggler.expected is None
-            else f"the others {_milli(straggler.expected)}"
+            else f"the others {seconds_text(straggler.expected)}"
         )
         share = straggler.seconds / max(paces[straggler.ranks[0]].step, 1e-9)
         return (
             f"the link between {names[straggler.ranks[0]]} and {names[straggler.ranks[1]]} is slow: a message there and one back take "
-            f"{_milli(straggler.seconds)}, {share:.0%} of a step; {other}"
+            f"{seconds_text(straggler.seconds)}, {share:.0%} of a step; {other}"
         )
     if isinstance(straggler, SlowGroup):
         ranks = " ".join(map(str, straggler.ranks[:8])) + (" ..." if len(straggler.ranks) > 8 else "")
         return (
-            f"collectives of the {straggler.kind} group of ranks {ranks} are slow: {_milli(straggler.seconds)} a step even for the rank "
-            f"that comes last, {_milli(straggler.expected)} in the other {straggler.kind} groups"
+            f"collectives of the {straggler.kind} group of ranks {ranks} are slow: {seconds_text(straggler.seconds)} a step even for the rank "
+            f"that joins last, {seconds_text(straggler.expected)} in the other {straggler.kind} groups"
         )
     pace = paces[straggler.rank]
     ratio = straggler.seconds / straggler.expected if straggler.expected > 0 else float("inf")
     whom = "ranks with the same work" if straggler.same_work else "the others, for the work that the plan gives it"
     times = (
-        f"{ratio:.1f} times the {_milli(straggler.expected)} of {whom}"
+        f"{ratio:.1f} times the {seconds_text(straggler.expected)} of {whom}"
         if ratio < 100
-        else f"{whom}: {_milli(straggler.expected)}"
+        else f"{whom}: {seconds_text(straggler.expected)}"
     )
-    return f"{names[straggler.rank]} is slow: it {straggler.what} {_milli(straggler.seconds)} a step, {times}; it waits {_milli(pace.waiting)}"
+    return f"{names[straggler.rank]} is slow: it {straggler.what} {seconds_text(straggler.seconds)} a step, {times}; it waits {seconds_text(pace.waiting)}"
 
 
-def extremes(paces: Sequence[RankPace], count: int) -> str:
-    """The ranks that compute longest and shortest, `count` of each."""
+def extremes_text(paces: Sequence[RankPace], count: int) -> str:
+    """Name the ranks that compute longest and shortest, `count` of each."""
     ordered = sorted(paces, key=lambda pace: (-pace.computing, pace.rank))
     count = min(count, max(1, len(ordered) // 2))
     longest, shortest = ordered[:count], ordered[-count:][::-1]
@@ -165,8 +171,6 @@ def extremes(paces: Sequence[RankPace], count: int) -> str:
 
 
 def _listed(paces: Sequence[RankPace]) -> str:
-    return ", ".join(f"rank {pace.rank} {_milli(pace.computing)} (waits {_milli(pace.waiting)})" for pace in paces)
-
-
-def _milli(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    return ", ".join(
+        f"rank {pace.rank} {seconds_text(pace.computing)} (waits {seconds_text(pace.waiting)})" for pace in paces
+    )

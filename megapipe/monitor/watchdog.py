@@ -1,7 +1,7 @@
-"""`Watchdog`: one thread a rank that notices when the run hangs. One rank tells who is missing, then all ranks end.
+"""`Watchdog`: a thread of every rank that notices when the run hangs. One rank reports who is missing, then all ranks end.
 
-Each rank looks at its own record. When that has stood still for the limit, the rank writes down its stack and looks at the others. The
-lowest rank that stands still and can speak reports; a file made exclusively, and a claim between hosts, keep it to one.
+Each rank looks at its own record. When that has not changed for the limit, the rank writes its stack to a file and looks at the others.
+The lowest stuck rank that can report does; a file created exclusively, and a claim between hosts, keep it to one report.
 """
 
 from __future__ import annotations
@@ -17,51 +17,49 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose
+from megapipe.monitor.diagnosis import MOST_CULPRITS, Diagnosis, Fault, diagnose, report_text
 from megapipe.monitor.folder import sight, stack_path
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import process_space
 from megapipe.monitor.record import Snapshot, read_snapshot
-from megapipe.monitor.roster import Member, Roster
-from megapipe.monitor.sighting import Sighting, is_unreachable
-from megapipe.monitor.words import MOST_CULPRITS, report_text
+from megapipe.monitor.roster import Member, Roster, Sighting, is_unreachable
 
 MOST_INTERVAL_SECONDS = 0.5
-GONE_SECONDS = 3.0  # a launcher that lives ends all ranks sooner, and tells itself who was killed
-STACK_SECONDS = 1.0  # in which a culprit that answers writes its stack
-TURN_SECONDS = 3.0  # after which any rank reports: the one whose turn it is does not
-TOLD_SECONDS = 8.0  # after which nobody waits any longer for a report that was begun
-JUMP_SECONDS = 2.0  # by which a turn may come late
-SKEW_TURNS = 3
-SKEW_SECONDS = 1.5  # between two looks at a rank of another host, whose pulse goes on in between if it answers
+GONE_SECONDS = 3.0  # after which a dead rank is reported; a living launcher ends all ranks sooner and reports it itself
+STACK_SECONDS = 1.0  # for a culprit that answers to write its stack
+TURN_SECONDS = 3.0  # after which any rank reports, as the one whose turn it is does not
+REPORT_SECONDS = 8.0  # after which nobody waits any longer for a report that was begun
+JUMP_SECONDS = 2.0  # by which an interval may be late
+PULSE_SECONDS = 1.5  # between two looks at a rank of another host; if it answers, its pulse changes in between
+PULSE_CHECKS = 3  # own pulses meanwhile
 
 
 class Exchange(Protocol):
-    """Records and stacks between hosts."""
+    """The exchange of records and stacks between hosts."""
 
-    is_told: bool  # the report has been made, on whatever host
+    is_told: bool  # a rank of any host has reported
 
     def fetch(self, ranks: Sequence[int]) -> dict[int, bytes]:
-        """The records last published by some ranks; those that published none are left out."""
+        """Return the records last published by some ranks; those that published none are left out."""
 
     def stack(self, rank: int) -> str:
-        """What a rank published of its stack, or ""."""
+        """Return the stack that a rank published, or ""."""
 
     def publish_stack(self, text: str) -> None: ...
 
     def claim(self) -> bool:
-        """Whether the report is this rank's to make."""
+        """Return True for the one rank that may report."""
 
     def tell(self) -> None:
-        """The report has been made."""
+        """Note that the report has been made."""
 
 
 class Watchdog:
-    """Watches from `start` to `stop`.
+    """A thread that watches from `start` to `stop`.
 
-    limit_seconds: how long a record may stand still. live: folder of this host's records. say: takes the report, on the one rank that
-    makes it. end: ends this process. Both are called in the watchdog's thread. exchange: with other hosts, None on one. kills: end the
-    ranks of this host that cannot end themselves, where no launcher does.
+    limit_seconds: how long a record may stay unchanged. live: folder of this host's records. say: takes the report, on the one rank that
+    makes it. end: ends this process. Both are called in the watchdog's thread. exchange: with other hosts, None if there is one host.
+    kills: also end the ranks of this host that cannot end themselves, for runs whose launcher does not.
     """
 
     def __init__(
@@ -77,35 +75,30 @@ class Watchdog:
         kills: bool = False,
     ) -> None:
         self._heartbeat, self._roster, self._rank, self._live = heartbeat, roster, rank, live
-        self._limit_seconds, self._say, self._end, self._exchange, self._kills = (
-            limit_seconds,
-            say,
-            end,
-            exchange,
-            kills,
-        )
+        self._limit_seconds, self._say, self._end = limit_seconds, say, end
+        self._exchange, self._kills = exchange, kills
         self._here = [member for member in roster.members if member.space == process_space()]
         self._watched = threading.get_ident()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._told_stack_of = -1  # beat
-        self._suspects_since: float | None = None
+        self._stack_beat = -1  # the record at which the stack was last written
+        self._suspects_since: float | None = None  # when this rank first found a culprit
         self._gone: dict[int, float] = {}  # rank -> when it was first seen gone
-        self._not_before = 0.0  # Unix seconds
+        self._not_before = 0.0  # Unix seconds before which records are not judged
 
     def start(self) -> None:
-        """Begin; the calling thread is the one whose stack is told."""
+        """Begin to watch the calling thread."""
         self._watched = threading.get_ident()
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """End the thread."""
         self._stopped.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * MOST_INTERVAL_SECONDS)
 
     def unreachable(self) -> list[Sighting]:
-        """All ranks, if some of other hosts do not answer and have not said that they leave; else none. Takes SKEW_SECONDS."""
+        """Return the sightings of all ranks if some of other hosts do not answer and have not left, else []. Takes PULSE_SECONDS."""
         if self._exchange is None:
             return []
         sightings = self._sightings()
@@ -117,27 +110,26 @@ class Watchdog:
         before = time.time()
         while not self._stopped.wait(interval):
             now = time.time()
-            if (
-                now - before > interval + JUMP_SECONDS
-            ):  # stopped and continued, or a clock that was set: all records look old, none is
+            if now - before > interval + JUMP_SECONDS:
+                # the process was stopped and continued, or the clock was set: all records look old, and none is
                 self._not_before = now + self._limit_seconds
             before = now
             self._heartbeat.pulse()
-            if self.is_told:
+            if self.is_reported:
                 self._leave(())
-            elif now >= self._not_before and (self._stands_still() or self._somebody_is_gone()):
+            elif now >= self._not_before and (self._is_stuck() or self._has_dead_rank()):
                 self._look()
                 before = time.time()
             else:
                 self._suspects_since = None
 
-    def _stands_still(self) -> bool:
-        """This rank does. Its stack is then written down, once."""
+    def _is_stuck(self) -> bool:
+        """Return True if this rank's record has not changed for the limit. Then its stack is written to a file, once."""
         record = self._heartbeat.snapshot().record
         if (time.time_ns() - record.since_ns) / 1e9 < self._limit_seconds * record.patience:
             return False
-        if self._told_stack_of != record.beat:
-            self._told_stack_of = record.beat
+        if self._stack_beat != record.beat:
+            self._stack_beat = record.beat
             frame = sys._current_frames().get(self._watched)
             text = f"{record.beat}\n" + ("" if frame is None else "".join(traceback.format_stack(frame)))
             with suppress(OSError):
@@ -147,19 +139,20 @@ class Watchdog:
             self._ask(lambda exchange: exchange.publish_stack(text))
         return True
 
-    def _somebody_is_gone(self) -> bool:
-        """A rank of this host has been gone for GONE_SECONDS."""
+    def _has_dead_rank(self) -> bool:
+        """Return True if a rank of this host has been dead for GONE_SECONDS."""
         now = time.monotonic()
         gone = {member.rank for member in self._here if sight(member, self._live).is_gone}
         self._gone = {rank: self._gone.get(rank, now) for rank in gone}
         return any(now - since >= GONE_SECONDS for since in self._gone.values())
 
     def _look(self) -> None:
+        """Diagnose, and report if it is this rank's turn."""
         sightings = self._sightings()
         diagnosis = diagnose(sightings, self._roster, self._limit_seconds)
         if self._stopped.is_set():
             return
-        if diagnosis is None or (diagnosis.fault is Fault.GONE and not self._somebody_is_gone()):
+        if diagnosis is None or (diagnosis.fault is Fault.GONE and not self._has_dead_rank()):
             self._suspects_since = None
             return
         now = time.monotonic()
@@ -172,13 +165,13 @@ class Watchdog:
             self._leave(sightings)
 
     def _is_my_turn(self, sightings: Sequence[Sighting], diagnosis: Diagnosis) -> bool:
-        """The lowest rank that lives and has noticed too."""
+        """Return True for the lowest rank that is alive and stuck too."""
         lives = [
             s for s in sightings if s.answers is not False and not s.is_stopped and not s.is_gone and not s.has_left
         ]
         is_gone = diagnosis.fault is Fault.GONE
         return self._rank == min(
-            (s.member.rank for s in lives if is_gone or s.is_still(self._limit_seconds)), default=self._rank
+            (s.member.rank for s in lives if is_gone or s.is_stuck(self._limit_seconds)), default=self._rank
         )
 
     def _sightings(self) -> list[Sighting]:
@@ -190,25 +183,23 @@ class Watchdog:
         ]
 
     def _remote(self, members: Sequence[Member]) -> dict[int, Sighting]:
-        """Ranks of other hosts, whose clocks are not ours: a pulse that goes on between two looks is an answer."""
+        """Return ranks of other hosts. Their clocks are not ours: a pulse that changes between two looks is an answer."""
         ranks = [member.rank for member in members]
         before, after = self._snapshots(ranks), {}
         if before:
-            for _ in range(SKEW_TURNS):
-                time.sleep(SKEW_SECONDS / SKEW_TURNS)
+            for _ in range(PULSE_CHECKS):
+                time.sleep(PULSE_SECONDS / PULSE_CHECKS)
                 self._heartbeat.pulse()
             after = self._snapshots(ranks)
         found = {}
         for member in members:
             then, now = before.get(member.rank), after.get(member.rank)
-            if now is None:  # it has long had the time to publish one, so the store cannot be reached
+            if now is None:  # it had plenty of time to publish one, so the store cannot be reached
                 found[member.rank] = Sighting(member, None, self._limit_seconds, None, False)
                 continue
             answers = then is None or now.pulse_ns != then.pulse_ns
             age = (now.pulse_ns - now.record.since_ns) / 1e9
-            silent = (
-                self._limit_seconds * now.record.patience
-            )  # a host that is silent does not tell how old its record is
+            silent = self._limit_seconds * now.record.patience  # a silent host does not say how old its record is
             found[member.rank] = Sighting(member, now, age if answers else max(age, silent), None, answers)
         return found
 
@@ -217,7 +208,7 @@ class Watchdog:
         return {rank: read_snapshot(data) for rank, data in fetched.items()}
 
     def _ask(self, question: Callable[[Exchange], Any]) -> Any:
-        """What the exchange answers, None without one. It may take seconds, in which this rank goes on saying that it lives."""
+        """Return what the exchange answers, None without one. It may take seconds, during which this rank keeps up its pulse."""
         exchange = self._exchange
         if exchange is None:
             return None
@@ -230,7 +221,7 @@ class Watchdog:
         return answers[0] if answers else None
 
     def _stacks(self, diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> dict[int, str]:
-        """Of the culprits that answer; waits a moment for those that have not written yet."""
+        """Return the stacks of culprits that answer; waits STACK_SECONDS for those that have not written theirs yet."""
         seen = [sightings[rank] for rank in diagnosis.culprits[:MOST_CULPRITS]]
         wanted = [s.member.rank for s in seen if s.answers is not False and not s.is_stopped and not s.is_gone]
         stacks: dict[int, str] = {}
@@ -254,7 +245,7 @@ class Watchdog:
             return self._ask(lambda exchange: exchange.stack(rank)) or ""
 
     def _claim(self) -> bool:
-        """Only the first of all ranks gets it."""
+        """Claim the report; only the first of all ranks gets it."""
         try:
             os.close(os.open(self._live / "claimed", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         except OSError:
@@ -262,12 +253,12 @@ class Watchdog:
         return self._ask(lambda exchange: exchange.claim()) is not False
 
     @property
-    def is_told(self) -> bool:
-        """The report has been made, or whoever began it did not come to an end."""
+    def is_reported(self) -> bool:
+        """True if the report has been made, or whoever began it did not finish."""
         if (self._live / "told").exists() or (self._exchange is not None and self._exchange.is_told):
             return True
         try:
-            return time.time() - (self._live / "claimed").stat().st_mtime > TOLD_SECONDS
+            return time.time() - (self._live / "claimed").stat().st_mtime > REPORT_SECONDS
         except OSError:
             return False
 
@@ -283,7 +274,7 @@ class Watchdog:
         self._end()
 
     def _kill(self, sightings: Sequence[Sighting]) -> None:
-        """SIGKILL, to ranks of this host that cannot leave."""
+        """Send SIGKILL to ranks of this host that cannot leave."""
         for sighting in sightings:
             if sighting.process is not None and not sighting.process.has_ended and sighting.member.rank != self._rank:
                 with suppress(OSError):

@@ -1,81 +1,127 @@
-"""What all ranks find out together after a step, and decide alike."""
+"""Decisions that all ranks take alike after a step: stop signals, time limits, saves that are due, bad steps."""
 
 from __future__ import annotations
 
 import enum
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
-from megapipe.train.signals import StopRequest
+from megapipe.errors import CommunicationError
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Trouble(enum.IntEnum):
-    """What is wrong with a step, by weight: nothing, a spike (train.spikes), a loss or a gradient norm that is no number."""
+class StopRequest:
+    """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Agreement`)."""
 
-    NONE = 0
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. A second SIGINT restores Python's own behaviour and raises KeyboardInterrupt."""
+        if number == signal.SIGINT and self.signal is signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+
+
+@contextmanager
+def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
+    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1 too, inside the block; restore the old handlers after it."""
+    request = StopRequest()
+    handled = STOP_SIGNALS if handle_termination else (signal.SIGINT,)
+    before = {number: signal.signal(number, request.receive) for number in handled}
+    try:
+        yield request
+    except CommunicationError:
+        if request.signal is signal.SIGTERM:
+            # the launcher terminates this rank because a peer has failed: die of the signal, as only the peer's message helps
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class StepHealth(enum.IntEnum):
+    """The state of a step's numbers, by severity: fine, a spike (train.spikes), a NaN or infinite loss or gradient norm."""
+
+    FINE = 0
     SPIKE = 1
-    UNSOUND = 2
+    NONFINITE = 2
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """reason: to leave, None to go on. save_due: --save-interval-minutes are over. save_ready: the save beside the training waits for no
-    rank any more."""
+class Decision:
+    """What all ranks do after a step.
 
-    reason: str | None = None
+    stop_reason: None to go on. save_due: --save-interval-minutes have passed. save_ready: the asynchronous save can go on without
+    waiting for any rank.
+    """
+
+    stop_reason: str | None = None
     save_due: bool = False
     save_ready: bool = False
-    trouble: Trouble = Trouble.NONE
+    health: StepHealth = StepHealth.FINE
 
     @property
     def goes_on(self) -> bool:
-        """With the next step, before anything else."""
-        return self.reason is None and not self.save_due and self.trouble is Trouble.NONE
+        """True if the next step comes before anything else."""
+        return self.stop_reason is None and not self.save_due and self.health is StepHealth.FINE
 
 
 class Agreement:
-    """One reduction of what any rank's clock, signals, disk and numbers say. Called by all ranks together."""
+    """One all-reduce of what any rank's clock, signals, disk and numbers say. Called by all ranks together."""
 
     def __init__(self, runtime: TrainingRuntime, stop: StopRequest) -> None:
         self._runtime, self._stop = runtime, stop
         self._started = time.monotonic()
 
-    def after_step(self, step: int, seconds_since_save: float, is_ready: bool, trouble: Trouble) -> Agreed:
-        """seconds_since_save: on this rank's clock. is_ready: this rank's part of a save beside the training is done."""
+    def after_step(self, step: int, seconds_since_save: float, is_save_ready: bool, health: StepHealth) -> Decision:
+        """Decide what follows. seconds_since_save: on this rank's clock. is_save_ready: this rank's part of a save has been written."""
         config = self._runtime.plan.config
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
         is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
         is_due = minutes is not None and seconds_since_save >= 60.0 * minutes
-        asked, late, due, not_ready, found = self._largest(self._asked, is_late, is_due, not is_ready, trouble)
-        return Agreed(self._reason(asked, bool(late), step), bool(due), not not_ready, Trouble(found))
+        signal_number, late, due, not_ready, worst = self._maxima(
+            self._signal, is_late, is_due, not is_save_ready, health
+        )
+        if signal_number:
+            reason = _received(signal_number)
+        elif late:
+            reason = f"--exit-duration-in-mins {limit:g} is over"
+        elif config.training.exit_interval is not None and step % config.training.exit_interval == 0:
+            reason = f"--exit-interval {config.training.exit_interval}"
+        else:
+            reason = None
+        return Decision(reason, bool(due), not not_ready, StepHealth(worst))
 
-    def signal(self) -> str | None:
-        """The signal that any rank has received, where no step is due: before the first one, between the batches of an evaluation."""
-        (asked,) = self._largest(self._asked)
-        return f"{signal.Signals(asked).name} received" if asked else None
+    def stop_signal(self) -> str | None:
+        """Return the signal that any rank has received, as a reason to stop; for use where no step has ended."""
+        (signal_number,) = self._maxima(self._signal)
+        return _received(signal_number) if signal_number else None
 
     @property
-    def _asked(self) -> int:
+    def _signal(self) -> int:
         return 0 if self._stop.signal is None else int(self._stop.signal)
 
-    def _largest(self, *flags: int) -> list[int]:
-        tensor = torch.tensor([int(flag) for flag in flags], device=self._runtime.device)
+    def _maxima(self, *values: int) -> list[int]:
+        """Return the largest of each value over all ranks."""
+        tensor = torch.tensor([int(value) for value in values], device=self._runtime.device)
         all_reduce(tensor, self._runtime.groups.world, op="max")
-        values: list[int] = tensor.tolist()
-        return values
+        found: list[int] = tensor.tolist()
+        return found
 
-    def _reason(self, asked: int, late: bool, step: int) -> str | None:
-        """asked: a signal's number, or 0."""
-        training = self._runtime.plan.config.training
-        if asked:
-            return f"{signal.Signals(asked).name} received"
-        if late:
-            return f"--exit-duration-in-mins {training.exit_duration_in_mins:g} is over"
-        if training.exit_interval is not None and step % training.exit_interval == 0:
-            return f"--exit-interval {training.exit_interval}"
-        return None
+
+def _received(signal_number: int) -> str:
+    return f"{signal.Signals(signal_number).name} received"

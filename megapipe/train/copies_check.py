@@ -1,4 +1,4 @@
-"""--check-weight-hash-across-dp-replicas-interval: copies of the parameters are compared, and a run in which they part is ended."""
+"""--check-weight-hash-across-dp-replicas-interval: compare the copies of parameters, and end a run in which they differ."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
 from megapipe.data_parallel.copies import Copies, Difference
 from megapipe.errors import TrainingError
-from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
+from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.monitor.process import host
 from megapipe.topology import Topology
+from megapipe.train.watch import rank_text
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
-MOST_NAMES, MOST_DIFFERENCES = 3, 4  # told one by one
+MOST_NAMES, MOST_DIFFERENCES = 3, 4  # listed one by one
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one rank has found out. stale: parameters that are not their master weights in the parameters' dtype."""
+class _RankFindings:
+    """The findings of one rank. stale: parameters that are not their master weights in the parameters' dtype."""
 
     host: str
     differences: tuple[Difference, ...]
@@ -29,88 +30,86 @@ class _Seen:
 
 
 class CopiesCheck:
-    """Compares before the first step, every `interval` steps and before every save; never without an interval. Called by all ranks.
+    """A comparison before the first step, every `interval` steps and before every save; none without an interval.
 
-    Also compared, on each rank by itself: the parameters with the master weights of which they are rounded copies, which finds what has
-    changed since the last update.
+    Compares copies on different ranks, and on each rank the parameters with the master weights whose rounded copies they are, which
+    finds what has changed since the last update. Called by all ranks.
     """
 
-    def __init__(self, runtime: TrainingRuntime, heartbeat: Heartbeat) -> None:
+    def __init__(self, runtime: TrainingRuntime) -> None:
         self.interval = runtime.plan.config.training.check_weight_hash_across_dp_replicas_interval
-        self._runtime, self._heartbeat = runtime, heartbeat
+        self._runtime = runtime
         self._copies = Copies(runtime.buffers, runtime.groups)
         self._compared_step: int | None = None
 
     def compare(self, step: int) -> None:
-        """After a settled step, or before the first one; once a step, however often it is called.
+        """Compare after a settled step, or before the first one; once per step, however often it is called.
 
-        Raises TrainingError on all ranks, naming ranks and parameters, if any rank holds other bits than it should.
+        Raises TrainingError on all ranks, naming ranks and parameters, if the bits of any copy differ.
         """
         if self.interval is None or self._compared_step == step:
             return
-        with self._heartbeat.phase("comparing copies", PATIENCE):
-            self._runtime.gather.finish()
-            self._compare(step)
+        runtime, world = self._runtime, self._runtime.groups.world
+        with runtime.heartbeat.phase("comparing copies", PATIENCE):
+            runtime.gather.finish()
+            stale = tuple(runtime.optimizer.stale_parameters())
+            differs = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
+            all_reduce(differs, world, "max")
+            if differs:
+                mine = _RankFindings(host(), tuple(self._copies.differences()), stale)
+                raise TrainingError(_message(step, gather_objects(mine, world), runtime.plan.topology))
         self._compared_step = step
 
-    def _compare(self, step: int) -> None:
-        runtime, world = self._runtime, self._runtime.groups.world
-        stale = tuple(runtime.optimizer.stale_parameters())
-        found = torch.tensor(int(self._copies.differ() or bool(stale)), device=runtime.device)
-        all_reduce(found, world, "max")
-        if found:
-            seen = gather_objects(_Seen(host(), tuple(self._copies.differences()), stale), world)
-            raise TrainingError(text(step, seen, runtime.plan.topology))
 
-
-def text(step: int, seen: Sequence[_Seen], topology: Topology) -> str:
-    """The message. seen: by global rank."""
+def _message(step: int, findings: Sequence[_RankFindings], topology: Topology) -> str:
+    """Return the error message. findings: by global rank."""
 
     def named(ranks: Sequence[int]) -> str:
-        return ", ".join(f"rank {rank}{_place(topology, rank)} on {seen[rank].host}" for rank in ranks)
+        return ", ".join(f"{rank_text(topology, rank)} on {findings[rank].host}" for rank in ranks)
 
+    # differences that a majority decides come first
     differences = sorted(
-        {d for one in seen for d in one.differences}, key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group)
+        {d for one in findings for d in one.differences},
+        key=lambda d: (len(d.suspects) == len(d.ranks), d.ranks, d.group),
     )
-    stale = [rank for rank, one in enumerate(seen) if one.stale]
-    suspects = _common(differences)
-    parts = [_told(difference, seen) for difference in differences[:MOST_DIFFERENCES]]
+    stale = [rank for rank, one in enumerate(findings) if one.stale]
+    parts = [_difference_text(difference) for difference in differences[:MOST_DIFFERENCES]]
     if len(differences) > MOST_DIFFERENCES:
         parts.append(f"and {len(differences) - MOST_DIFFERENCES} more groups of ranks differ")
-    parts += [
-        f"on rank {rank}, {_names(seen[rank].stale)} {'is' if len(seen[rank].stale) == 1 else 'are'} not what the optimizer's master "
-        "weights round to"
-        for rank in stale[:MOST_DIFFERENCES]
-    ]
-    if suspects:
-        who = f"changed on {named(suspects)}"
+    for rank in stale[:MOST_DIFFERENCES]:
+        verb = "is" if len(findings[rank].stale) == 1 else "are"
+        names = _names(findings[rank].stale)
+        parts.append(f"on rank {rank}, {names} {verb} not what the optimizer's master weights round to")
+    if culprits := _culprits(differences):
+        who = f"on {named(culprits)}"
     elif stale:
-        who = f"changed on {named(stale[:MOST_DIFFERENCES])}"
+        who = f"on {named(stale[:MOST_DIFFERENCES])}"
     else:
         either = sorted({rank for difference in differences for rank in difference.suspects})
-        who = f"changed on one of {named(either[:MOST_DIFFERENCES])} (two copies cannot tell which)"
+        who = f"on one of {named(either[:MOST_DIFFERENCES])} (two copies cannot tell which)"
     return (
-        f"bits of the parameters have {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved since; start again to go on "
-        "from the newest checkpoint, before which all copies agreed. If it comes again on the same host, leave that host out and test its "
-        f"memory and devices; if hosts change, it is a bug in what updates the parameters ({FLAG})"
+        f"bits of the parameters have changed {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved since; "
+        "start again to go on from the newest checkpoint, when all copies still agreed. If it happens again on the same "
+        "host, leave that host out and test its memory and devices; if hosts change, it is a bug in what updates the "
+        f"parameters ({FLAG})"
     )
 
 
-def _common(differences: Sequence[Difference]) -> tuple[int, ...]:
-    """Who is to blame: the minority of a group, or who alone is in every group that differs."""
-    sure = {
+def _culprits(differences: Sequence[Difference]) -> tuple[int, ...]:
+    """Return the minority of a group, or the one rank that is in every group that differs."""
+    minorities = {
         rank
         for difference in differences
         if len(difference.suspects) < len(difference.ranks)
         for rank in difference.suspects
     }
-    if sure:
-        return tuple(sorted(sure))
+    if minorities:
+        return tuple(sorted(minorities))
     everywhere = set.intersection(*(set(difference.suspects) for difference in differences)) if differences else set()
     return tuple(everywhere) if len(everywhere) == 1 else ()
 
 
-def _told(difference: Difference, seen: Sequence[_Seen]) -> str:
+def _difference_text(difference: Difference) -> str:
     place = difference.place
     values = ", ".join(
         f"{bits} on rank {rank}"
@@ -118,16 +117,12 @@ def _told(difference: Difference, seen: Sequence[_Seen]) -> str:
     )
     count = f"{place.num_elements} of {place.of:,} elements {'differs' if place.num_elements == 1 else 'differ'}"
     ranks = " ".join(map(str, difference.ranks[:8])) + (" ..." if len(difference.ranks) > 8 else "")
-    return f"{_names(difference.names)} over {difference.group} (ranks {ranks}): {count} in the first, element {place.index} is {values}"
+    return (
+        f"{_names(difference.names)} over {difference.group} (ranks {ranks}): {count} in the first, "
+        f"element {place.index} is {values}"
+    )
 
 
 def _names(names: Sequence[str]) -> str:
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-
-
-def _place(topology: Topology, rank: int) -> str:
-    coordinates = topology.coordinates(rank)
-    sizes = {"pp": topology.pp, "dp": topology.dp, "cp": topology.cp, "tp": topology.tp}
-    words = ", ".join(f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1)
-    return f" ({words})" if words else ""

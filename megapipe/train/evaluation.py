@@ -3,77 +3,60 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable
 
+from megapipe.assembly.datasets import RunData
+from megapipe.assembly.microbatches import read_microbatches
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.data.loader import Loader
-from megapipe.model.microbatch import Microbatch
-from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.train.agreement import Agreement
+from megapipe.train.journal import Journal
 from megapipe.train.metrics import EvaluationMetrics
-from megapipe.train.reading import Reader
 from megapipe.train.step import TrainStep
-from megapipe.train.writers import Writers
-
-
-def evaluate(step: TrainStep, batches: Iterable[Sequence[Microbatch]], per_token: bool) -> tuple[float, int]:
-    """(loss, tokens) over global batches: the mean of their losses, or with per_token over all their tokens. The same on every rank."""
-    weighted = weights = tokens = 0.0
-    for batch in batches:
-        result = step.evaluate(batch)
-        weight = result.num_tokens if per_token else 1.0
-        weighted += result.loss * weight
-        weights += weight
-        tokens += result.num_tokens
-    return weighted / max(weights, 1.0), round(tokens)
 
 
 class Evaluation:
-    """--eval-iters global batches of a held-out split; a signal that comes meanwhile cuts it short."""
+    """--eval-iters global batches of a held-out split.
+
+    stop_signal: asked before every batch on all ranks; returns the signal that cuts the evaluation short, or None.
+    """
 
     def __init__(
         self,
         runtime: TrainingRuntime,
+        data: RunData,
         step: TrainStep,
-        reader: Reader,
-        agreement: Agreement,
-        writers: Writers,
-        heartbeat: Heartbeat,
+        journal: Journal,
+        stop_signal: Callable[[], str | None],
     ) -> None:
-        self._training, self._batch = runtime.plan.config.training, runtime.plan.batch
-        self._step, self._reader, self._agreement, self._writers, self._heartbeat = (
-            step,
-            reader,
-            agreement,
-            writers,
-            heartbeat,
-        )
+        self._runtime, self._data, self._step, self._journal = runtime, data, step, journal
+        self._stop_signal = stop_signal
 
-    def run(self, split: str, loader: Loader | None, after_step: int) -> str | None:
-        """Evaluate and record it. Returns the signal that cut it short, of which nothing is recorded then. loader: None for no data."""
-        if loader is None or not self._training.eval_iters:
+    def run(self, split: str, after_step: int) -> str | None:
+        """Evaluate on 'validation' or 'test' and report it. Returns the signal that cut it short; then nothing is reported."""
+        plan, loader = self._runtime.plan, self._data.valid if split == "validation" else self._data.test
+        training = plan.config.training
+        if loader is None or not training.eval_iters:
             return None
-        assert self._training.global_batch_size is not None
-        samples = self._training.global_batch_size
-        interval = self._training.eval_interval
-        earlier = max(0, after_step - 1) // interval if interval and split == "validation" else 0
-        first = (
-            earlier * self._training.eval_iters * samples
-        )  # every validation of a run sees other samples, as in Megatron
+        samples = training.global_batch_size
+        assert samples is not None
+        first = 0
+        if split == "validation" and training.eval_interval:
+            # every validation of a run sees other samples, as in Megatron
+            first = max(0, after_step - 1) // training.eval_interval * training.eval_iters * samples
         started = time.perf_counter()
-        count = samples // self._batch.samples_per_microbatch
-        asked = None
-
-        def batches() -> Iterator[Sequence[Microbatch]]:
-            nonlocal asked
-            for i in range(self._training.eval_iters):
-                asked = self._agreement.signal()
-                if asked is not None:
-                    return
-                yield self._reader.microbatches(loader, first + i * samples, count, None)
-
-        with self._heartbeat.phase(split):
-            loss, tokens = evaluate(self._step, batches(), self._training.calculate_per_token_loss)
-        if asked is None:
-            self._writers.evaluation(EvaluationMetrics(split, after_step, loss, tokens, time.perf_counter() - started))
-        return asked
+        count = samples // plan.batch.samples_per_microbatch
+        weighted = weights = tokens = 0.0
+        with self._runtime.heartbeat.phase(split):
+            for i in range(training.eval_iters):
+                signal = self._stop_signal()
+                if signal is not None:
+                    return signal
+                batch = read_microbatches(self._runtime, loader, first + i * samples, count, None)
+                result = self._step.evaluate(batch)
+                # the mean of the batches' losses, or of all their tokens
+                weight = result.num_tokens if training.calculate_per_token_loss else 1.0
+                weighted += result.loss * weight
+                weights += weight
+                tokens += result.num_tokens
+        loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
+        self._journal.evaluation(EvaluationMetrics(split, after_step, loss, round(tokens), seconds))
+        return None

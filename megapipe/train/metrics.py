@@ -1,19 +1,34 @@
-"""What a step reports, and how it reads on the console. Keys of the JSON form are stable: scripts read them."""
+"""The metrics of a step or an evaluation, and the writers that take them: console, metrics.jsonl, TensorBoard, Weights & Biases.
+
+Keys of the JSON form are stable: scripts read them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from megapipe.errors import ConfigError
+from megapipe.formatting import clock_text
+
+WANDB_TIMEOUT_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Everything logged about one step (averages over the steps since the last line where a rate is meant).
+    """Everything logged about one step; rates are averages over the steps since the last line.
 
-    tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None where the peak is not known.
+    tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None if the peak is unknown.
     rolled_back_steps: updates of this run taken back by --optimizer-post-validation, None without it.
-    spike_rollbacks, skipped_samples, discarded_tokens: how often the run went back to a checkpoint, samples before this position that
-    are left out, tokens that were trained on in vain. bubble: measured idle share of the pipeline; bubble_note: why there is none.
+    spike_rollbacks: how often the run went back to a checkpoint. skipped_samples: samples before this position that are left out.
+    discarded_tokens: trained on, then taken back. bubble: measured idle share of the pipeline; bubble_note: why there is none.
     memory_bytes: the largest over all ranks.
     """
 
@@ -46,7 +61,7 @@ class StepMetrics:
     phases: dict[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
-        """Numbers only, under the names that TensorBoard and wandb show."""
+        """Return the numbers under the names that TensorBoard and wandb show."""
         named: dict[str, Any] = {
             "train/loss": self.loss,
             "train/lr": self.lr,
@@ -74,7 +89,7 @@ class StepMetrics:
         return {name: float(value) for name, value in named.items() if value is not None}
 
     def line(self) -> str:
-        """One line for a person."""
+        """Return the line for the console."""
         parts = [
             f"step {self.step:>{len(str(self.train_iters))}}/{self.train_iters}",
             f"loss {self.loss:.4f}",
@@ -95,12 +110,12 @@ class StepMetrics:
         if self.rolled_back_steps:
             parts.append(f"rolled back {self.rolled_back_steps}")
         if self.spike_rollbacks:
-            parts.append(f"went back {self.spike_rollbacks}")
+            parts.append(f"spike rollbacks {self.spike_rollbacks}")
         if self.params_norm is not None:
             parts.append(f"params norm {self.params_norm:.3f}")
         if self.num_zeros is not None:
             parts.append(f"zeros {self.num_zeros:,}")
-        parts.append(f"{clock(self.seconds_left)} left")
+        parts.append(f"{clock_text(self.seconds_left)} left")
         text = " | ".join(parts)
         if self.phases:
             text += "\n    " + "  ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in self.phases.items())
@@ -121,17 +136,140 @@ class EvaluationMetrics:
         return {f"{self.split}/loss": self.loss}
 
 
-def clock(seconds: float) -> str:
-    """1:02:03, or 2:03 below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+class Writer(Protocol):
+    """A destination of metrics."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+    def evaluation(self, metrics: EvaluationMetrics) -> None: ...
+    def close(self) -> None: ...
 
 
-def human_bytes(count: float) -> str:
-    """1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+class Console:
+    """One line per report, to standard output."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        print(metrics.line(), flush=True)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        perplexity = math.exp(min(metrics.loss, 50.0))
+        print(
+            f"{metrics.split} loss after step {metrics.step}: {metrics.loss:.4f} nats a token "
+            f"(perplexity {perplexity:.2f}) over {metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class JsonLines:
+    """One JSON object per line; a resumed run appends."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be written to {path}: {error.strerror}; choose another --metrics-file or --save"
+            ) from error
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write({"kind": "step", **asdict(metrics)})
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write({"kind": "evaluation", **asdict(metrics)})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # JSON has neither NaN nor infinity: they are written as null
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(clean | {"time": time.time()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+class _Scalars:
+    """A writer of named scalars."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._write(metrics.scalars(), metrics.step)
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._write(metrics.scalars(), metrics.step)
+
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Scalars):
+    """A torch SummaryWriter; imported only when asked for."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {directory} needs the package tensorboard: pip install 'megapipe[tensorboard]'"
+            ) from error
+        try:
+            self._writer: Any = SummaryWriter(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
+            ) from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WeightsAndBiases(_Scalars):
+    """A wandb run; offline if its server does not answer, and never the reason that training stops."""
+
+    def __init__(self, project: str, name: str | None, directory: str | None, configuration: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"--wandb-project {project} needs the package wandb: pip install 'megapipe[wandb]'"
+            ) from error
+        self._wandb: Any = wandb
+        self._run = self._start({"project": project, "name": name, "dir": directory, "config": configuration})
+
+    def close(self) -> None:
+        if self._run is not None:
+            _call_with_timeout(WANDB_TIMEOUT_SECONDS, self._run.finish)
+
+    def _start(self, arguments: dict[str, Any]) -> Any:
+        for mode in (None, "offline"):
+            try:
+                settings = self._wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=True)
+                return self._wandb.init(**arguments, mode=mode, settings=settings)
+            except Exception as error:
+                after = "going on offline (wandb sync uploads later)" if mode is None else "training goes on without it"
+                first_line = (str(error).splitlines() or [""])[0]
+                print(f"wandb did not start: {type(error).__name__}: {first_line}; {after}", file=sys.stderr)
+        return None
+
+    def _write(self, scalars: dict[str, float], step: int) -> None:
+        if self._run is not None:
+            self._run.log(scalars, step=step)
+
+
+def _call_with_timeout(seconds: float, call: Callable[[], Any]) -> None:
+    """Run a call that may hang or fail in a thread, and leave that thread behind after `seconds`."""
+
+    def guarded() -> None:
+        try:
+            call()
+        except Exception as error:
+            print(f"wandb did not finish: {type(error).__name__}: {error}", file=sys.stderr)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(seconds)

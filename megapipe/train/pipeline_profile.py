@@ -37,13 +37,13 @@ from megapipe.profile.summary import profile_text, summarize
 from megapipe.profile.trace import profile_trace
 from megapipe.schedule.schedule import Schedule
 
-MOST_RANKS = 64  # recorded; of a larger world the first pipelines, which tell what a viewer can still show
+MOST_RANKS = 64  # recorded: of a larger world the first pipelines, as many as a viewer can show
 ROUND_TRIPS = 16
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _Recorded(NamedTuple):
-    """One step on this rank's own clock. error_ns: of times that a GPU's events tell."""
+    """One step on this rank's own clock. error_ns: of times from a GPU's events."""
 
     step: int
     num_microbatches: int
@@ -52,10 +52,10 @@ class _Recorded(NamedTuple):
 
 
 class PipelineProfiler:
-    """Records the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called alike on every rank.
+    """A recorder of the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called on every rank.
 
-    write_to: folder of the profile and its trace, on global rank 0. say: for the person at the console. On a GPU actions begin and end at
-    events in its streams, which are read when a step is over: within it nothing waits for the device that would not without a profile.
+    write_to: folder of the profile and its trace, on global rank 0. say: prints a line once for all ranks. On a GPU actions begin and
+    end at events in its streams, which are read when a step is over: profiling adds no synchronisation within a step.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class PipelineProfiler:
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
         self._events = EventClock(runtime.device, now=now) if self._active and runtime.device.type == "cuda" else None
         self._recorded: list[_Recorded] = []
-        self._began: int | None = None  # when the step under way did
-        self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: what the clocks said at the start
+        self._began: int | None = None  # start of the current step
+        self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: readings at the start
         self._links: tuple[Link, ...] = ()
 
     def before(self, step: int) -> None:
-        """Called before each step (the first is 0); a run resumed inside the span starts there."""
+        """Begin to record before a step (the first is 0) of the span; a run resumed inside the span starts there."""
         if not self._active or not self._start <= step < self._end:
             return
         tracer = self._runtime.tracer
@@ -89,7 +89,7 @@ class PipelineProfiler:
         self._began = tracer.now()
 
     def after(self, step: int, num_microbatches: int) -> None:
-        """Called after each step; after the last one of the span the profile is written."""
+        """Record a step that has ended; after the last one of the span write the profile."""
         if self._began is None:
             return
         tracer = self._runtime.tracer
@@ -107,13 +107,14 @@ class PipelineProfiler:
         if step + 1 >= self._end:
             self._finish()
 
-    def finish(self, num_steps: int) -> None:
-        """The run ends after num_steps steps: write what there is, or say that there is nothing."""
+    def finish(self) -> None:
+        """Write what there is when the run ends, or say that there is nothing."""
         if self._recorded:
             self._finish()
         elif self._active:
             self._say(
-                f"--profile-pipeline: nothing was recorded, for the run did not come to step {self._start} (--profile-step-start)"
+                "--profile-pipeline: nothing was recorded: the run did not reach step "
+                f"{self._start} (--profile-step-start)"
             )
 
     def _finish(self) -> None:
@@ -137,7 +138,7 @@ class PipelineProfiler:
         try:
             write_profile(profile, path)
             trace_path(path).write_text(profile_trace(profile), encoding="utf-8")
-        except OSError as error:  # as with a writer: training is worth more
+        except OSError as error:  # training is worth more than its profile
             self._say(f"{text}\n  could not be written to {path}: {error.strerror}")
             return
         world = self._runtime.groups.world.size
@@ -169,36 +170,36 @@ class PipelineProfiler:
         first = same[0]
         rows = schedules[first.num_microbatches].rows
         measured = tuple(
-            measured_row(row, recorded.events, partial(_shifted, clock, origin))
+            measured_row(row, recorded.events, partial(_since, origin, clock))
             for row, recorded, clock in zip(rows, same, clocks, strict=True)
         )
         return MeasuredStep(first.step, first.num_microbatches, measured)
 
     def _kept(self) -> tuple[int, ...]:
-        """Ranks that are recorded: whole pipelines, as many as MOST_RANKS hold."""
+        """Return the recorded ranks: whole pipelines, at most MOST_RANKS ranks."""
         topology = self._runtime.plan.topology
         pipelines = topology.groups("pp")[: max(1, MOST_RANKS // topology.pp)]
         return tuple(sorted(rank for ranks in pipelines for rank in ranks))
 
     def _read_clocks(self) -> dict[int, Reading]:
-        """On rank 0: of every recorded rank whose clock is another than rank 0's, how far it is ahead."""
+        """Return on rank 0, for every recorded rank with another clock, how far its clock is ahead of rank 0's."""
         world, found = self._runtime.groups.world, {}
         try:
             boot = BOOT_ID.read_text(encoding="ascii").strip()
         except OSError:
-            boot = f"rank {world.rank}"  # not known to share a clock with anybody
+            boot = f"rank {world.rank}"  # not known to share a clock with any other rank
         boots = gather_objects(boot, world)
         for rank in self._kept()[1:]:
             trips = round_trips(world, 0, rank, ROUND_TRIPS, self._runtime.device, now=self._now)
             if trips:
                 read = reading([RoundTrip(*trip) for trip in trips])
-                # one kernel, one clock; but a container may have a time namespace of its own
+                # ranks under one kernel share its clock, unless a container has a time namespace of its own
                 if boots[rank] != boots[0] or abs(read.offset_ns) > read.error_ns:
                     found[rank] = read
         return found
 
     def _time_links(self) -> tuple[Link, ...]:
-        """The links that this rank measured as the lower end of a hop between pipeline ranks."""
+        """Return the links that this rank measured as the lower end of a hop between pipeline ranks."""
         runtime, pp, links = self._runtime, self._runtime.groups.pp, []
         num_bytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in runtime.message(0))
         directions = runtime.plan.placement.directions
@@ -229,12 +230,11 @@ class PipelineProfiler:
         }
 
 
-def _shifted(clock: Clock, origin: int, time_ns: int) -> int:
+def _since(origin: int, clock: Clock, time_ns: int) -> int:
     return clock.to_local(time_ns) - origin
 
 
-def _clock_note(rank: int, clock: Clock, of_events_ns: int) -> ClockOffset:
-    """of_events_ns: how far the times of the rank's GPU may lie beside the rank's own clock."""
-    return ClockOffset(
-        rank, 0 if clock.before is None else clock.before.offset_ns, clock.error_ns + of_events_ns, clock.is_shared
-    )
+def _clock_note(rank: int, clock: Clock, events_error_ns: int) -> ClockOffset:
+    """Describe a rank's clock. events_error_ns: how far the times of its GPU may be off from its own clock."""
+    offset_ns = 0 if clock.before is None else clock.before.offset_ns
+    return ClockOffset(rank, offset_ns, clock.error_ns + events_error_ns, clock.is_shared)

@@ -1,34 +1,58 @@
-"""`Saves`: the checkpoints that a run writes, while the training waits or beside it."""
+"""`Saving`: the checkpoints that a run writes, synchronously or in the background, and what is in them.
+
+The manifest's `state` holds:
+    training    step, consumed samples and tokens, skipped steps
+    optimizer   updates made, loss scaler, update rule; null with --no-save-optim
+    random      the seed: all streams are keyed by (seed, step, ...), so seed and step are the random state; null with --no-save-rng
+    account     skipped windows of the data set, rollbacks, what they cost
+    spikes      losses and norms that the spike watch compares with; null without --spike-rollback
+    schedules   learning rates and weight decay in force
+    global_batch_size   sequences of a step, at the end of a ramp-up
+    grid, precision   for people and `tools/inspect_checkpoint.py`
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.save import BackgroundSave, Staging
+from megapipe.checkpoint.folder import Retention, move_abandoned, prepare_root, step_of_folder
+from megapipe.checkpoint.rollbacks import abandoned_by, read_rollbacks
+from megapipe.checkpoint.save import BackgroundSave, Staging, save_checkpoint
 from megapipe.checkpoint.shard import BLOCK_BYTES
+from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group
+from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
-from megapipe.train.metrics import human_bytes
-from megapipe.train.persistence import boxes_to_save, retention, save, what_to_save
+from megapipe.formatting import bytes_text
+from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.train.loading import on_rank_0
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 
 
-class Saves:
-    """At most one is under way; the next waits for it. Every method is called by all ranks together, `is_ready` aside.
+class Saving:
+    """The checkpoints of a run. At most one save is in flight; the next waits for it. All ranks call every method together, but for
+    `is_ready` and `seconds_since_save`.
 
-    tokenizer: contents of its files by name, of which rank 0's are saved. say: prints a line once for all ranks. disk: observed by tests.
+    root: --save; None saves nothing. tokenizer: contents of its files by name, of which rank 0's are saved. say: prints a line once for
+    all ranks. disk: observed by tests.
     """
 
     def __init__(
         self,
         runtime: TrainingRuntime,
         schedules: Schedules | None,
-        root: Path,
+        root: Path | None,
         config_text: str,
         tokenizer: Mapping[str, bytes],
         say: Callable[[str], None],
@@ -39,78 +63,86 @@ class Saves:
         self._disk = disk or Disk()
         self._flags = runtime.plan.config.checkpoint
         self._staging = Staging()
-        if self._flags.async_save:
+        if root is not None and self._flags.async_save:
             self._staging.reserve(list(boxes_to_save(runtime)))
-        self._under_way: BackgroundSave | None = None
+        self._in_flight: BackgroundSave | None = None
         self._failure: CheckpointError | None = None  # of the newest save, where training went on
+        self.saved_step: int | None = None  # the step that the newest checkpoint holds, or that needs none
+        self._saved_at = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
-        """A save is under way whose next `advance` need not wait for this rank."""
-        return self._under_way is not None and self._under_way.is_ready
+        """True if a save is in flight whose next `advance` need not wait for this rank."""
+        return self._in_flight is not None and self._in_flight.is_ready
+
+    @property
+    def seconds_since_save(self) -> float:
+        return time.monotonic() - self._saved_at
+
+    def is_needed(self, step: int) -> bool:
+        """Return True if this step can be saved and is not saved yet."""
+        return self._root is not None and self.saved_step != step and not self._runtime.plan.config.training.skip_train
 
     def save(self, state: TrainingState) -> None:
-        """Save after a step; with --async-save return when the tensors are copied.
+        """Save after a step; with --async-save, return when the tensors have been copied.
 
         Raises CheckpointError on all ranks if that fails, with --async-save only under --exit-on-save-failure.
         """
-        if not self._flags.async_save:
-            self._say(
-                _told(
-                    save(
-                        self._runtime,
-                        state,
-                        self._schedules,
-                        self._root,
-                        self._config_text,
-                        self._tokenizer,
-                        self._disk,
-                    )
+        assert self._root is not None
+        with self._runtime.heartbeat.phase("saving", PATIENCE):
+            if self._flags.async_save:
+                self._start_in_background(self._root, state)
+            else:
+                report = save(
+                    self._runtime, state, self._schedules, self._root, self._config_text, self._tokenizer, self._disk
                 )
-            )
-            return
-        if self._under_way is not None:
-            began, step = time.monotonic(), self._under_way.step
-            self.finish(is_last=False)
-            self._say(
-                f"waited {time.monotonic() - began:.1f} s for the save of step {step} to end before the next begins"
-            )
-        self._failure = None
-        boxes, content = what_to_save(self._runtime, state, self._schedules)
-        extras = Extras(content, self._config_text, self._tokenizer)
-        attempt = Attempt(self._disk, self._root, state.step, extras, retention(self._runtime.plan.config), BLOCK_BYTES)
-        try:
-            self._under_way = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
-        except CheckpointError as error:
-            self._failed(state.step, error)
+                self._say(_report_text(report))
+        self.saved_step, self._saved_at = state.step, time.monotonic()
 
     def advance(self) -> None:
-        """Go on with the save under way; called when it `is_ready` on all ranks. Raises as `save` does."""
-        assert self._under_way is not None
-        step = self._under_way.step
-        try:
-            report = self._under_way.advance()
-        except CheckpointError as error:
-            self._under_way = None
-            self._failed(step, error)
-            return
+        """Go on with the save in flight; called when it `is_ready` on all ranks. Raises as `save` does."""
+        assert self._in_flight is not None
+        step = self._in_flight.step
+        with self._runtime.heartbeat.phase("saving", PATIENCE):
+            try:
+                report = self._in_flight.advance()
+            except CheckpointError as error:
+                self._in_flight = None
+                self._failed(step, error)
+                return
         if report is not None:
-            self._under_way = None
-            self._say(_told(report))
+            self._in_flight = None
+            self._say(_report_text(report))
 
     def finish(self, is_last: bool) -> None:
-        """Wait for the save under way, if there is one. is_last: no save comes after it, so that its failure is an error."""
-        if self._under_way is None:
+        """Wait for the save in flight, if there is one. is_last: no save follows, so its failure is an error."""
+        if self._in_flight is None:
             if is_last and self._failure is not None:
                 raise self._failure
             return
-        under_way, self._under_way = self._under_way, None
+        in_flight, self._in_flight = self._in_flight, None
+        with self._runtime.heartbeat.phase("saving", PATIENCE):
+            try:
+                self._say(_report_text(in_flight.finish()))
+            except CheckpointError as error:
+                if is_last:
+                    raise
+                self._failed(in_flight.step, error)
+
+    def _start_in_background(self, root: Path, state: TrainingState) -> None:
+        if self._in_flight is not None:
+            began, step = time.monotonic(), self._in_flight.step
+            self.finish(is_last=False)
+            seconds = time.monotonic() - began
+            self._say(f"waited {seconds:.1f} s for the save of step {step} to end before the next begins")
+        self._failure = None
+        boxes, content = what_to_save(self._runtime, state, self._schedules)
+        extras = Extras(content, self._config_text, self._tokenizer)
+        attempt = Attempt(self._disk, root, state.step, extras, retention(self._runtime.plan.config), BLOCK_BYTES)
         try:
-            self._say(_told(under_way.finish()))
+            self._in_flight = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
         except CheckpointError as error:
-            if is_last:
-                raise
-            self._failed(under_way.step, error)
+            self._failed(state.step, error)
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         if self._flags.exit_on_save_failure:
@@ -119,11 +151,110 @@ class Saves:
         self._say(f"the save of step {step} FAILED: {error}; training goes on and saves again when it is due")
 
 
-def _told(report: SaveReport) -> str:
+def _report_text(report: SaveReport) -> str:
     if report.remark:
         return report.remark
-    beside = (
-        "" if report.waited_seconds is None else f" beside the training, which waited {report.waited_seconds:.2f} s"
-    )
+    waited = report.waited_seconds
+    background = "" if waited is None else f" in the background; training waited {waited:.2f} s"
     removed = f"; removed {', '.join(path.name for path in report.removed)}" if report.removed else ""
-    return f"saved {report.path} ({human_bytes(report.num_bytes)} in {report.seconds:.1f} s{beside}){removed}"
+    return f"saved {report.path} ({bytes_text(report.num_bytes)} in {report.seconds:.1f} s{background}){removed}"
+
+
+def prepare_save(
+    root: Path, step: int, world: Group, damaged: Sequence[Path] = (), num_rollbacks: int = 0
+) -> tuple[str, ...]:
+    """Prepare root for a run that starts at `step`, and return remarks on what was done.
+
+    Cleans up after interrupted saves and sets aside damaged checkpoints that lie there and what rollbacks have abandoned. num_rollbacks:
+    of this run so far. Raises CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
+    """
+
+    def prepare() -> tuple[str, ...]:
+        rollback = abandoned_by(read_rollbacks(root), step, num_rollbacks)
+        if rollback is not None:
+            raise CheckpointError(
+                f"this run would continue from step {step} of an abandoned branch: --save {root} went back from step "
+                f"{rollback.from_step} to {rollback.to_step}. To continue it nevertheless give another --save"
+            )
+        here = [path for path in damaged if path.parent.resolve() == root.resolve()]
+        return (*move_abandoned(root), *prepare_root(root, step, [step_of_folder(path) for path in here]))
+
+    return on_rank_0(prepare, world)
+
+
+def save(
+    runtime: TrainingRuntime,
+    state: TrainingState,
+    schedules: Schedules | None,
+    root: Path,
+    config_text: str,
+    tokenizer: Mapping[str, bytes] | None = None,
+    disk: Disk | None = None,
+) -> SaveReport:
+    """Save everything; called by all ranks after the same step. config_text: the resolved configuration as YAML.
+
+    tokenizer: contents of its files by name, of which rank 0's are saved. Raises CheckpointError on all ranks.
+    """
+    boxes, content = what_to_save(runtime, state, schedules)
+    extras = Extras(content, config_text, tokenizer or {})
+    return save_checkpoint(root, state.step, boxes, extras, runtime.groups.world, retention(runtime.plan.config), disk)
+
+
+def what_to_save(
+    runtime: TrainingRuntime, state: TrainingState, schedules: Schedules | None
+) -> tuple[Iterator[TensorBox], dict[str, Any]]:
+    """Return the boxes that this rank writes and the manifest's `state`; called by all ranks after the same step."""
+    runtime.gather.finish()
+    return boxes_to_save(runtime), _manifest_state(runtime, state, schedules)
+
+
+def retention(config: Config) -> Retention:
+    return Retention(config.checkpoint.keep_last, config.checkpoint.save_retain_interval)
+
+
+def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
+    """Yield the boxes that this rank writes: masters and moments; without the optimizer masters alone, or weights if they are other
+    memory."""
+    with_optimizer = not runtime.plan.config.checkpoint.no_save_optim
+    # the same on all ranks, those without parameters included
+    masters_are_parameters = runtime.parameter_dtype == runtime.main_dtype
+    if with_optimizer or masters_are_parameters:
+        for held in runtime.optimizer.state():
+            if held.primary and (with_optimizer or held.key == "master"):
+                box = tensor_box(held.key, held.piece, held.values)
+                if box is not None:
+                    yield box
+        return
+    for is_primary, box in runtime.held_weights():
+        if is_primary:
+            yield box
+
+
+def _manifest_state(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules | None) -> dict[str, Any]:
+    config, topology = runtime.plan.config, runtime.plan.topology
+    optimizer: dict[str, Any] | None = None
+    if not config.checkpoint.no_save_optim:
+        optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
+        # a rank whose shards are all padding counts no steps
+        num_steps = torch.tensor([optimizer["num_steps"]], dtype=torch.int64, device=runtime.device)
+        all_reduce(num_steps, runtime.groups.world, "max")
+        optimizer["num_steps"] = int(num_steps.item())
+    content = {
+        "training": state.to_dict(),
+        "account": state.account.to_dict(),
+        "spikes": state.spikes,
+        "optimizer": optimizer,
+        "random": None if config.checkpoint.no_save_rng else {"seed": config.training.seed},
+        "schedules": None if schedules is None else schedules.to_dict(),
+        "global_batch_size": runtime.plan.batch.full,
+        "precision": config.precision.dtype,
+        "grid": {
+            "tp": topology.tp,
+            "cp": topology.cp,
+            "pp": topology.pp,
+            "dp": topology.dp,
+            "chunks": runtime.plan.num_chunks,
+        },
+    }
+    as_json: dict[str, Any] = json.loads(json.dumps(content))
+    return as_json

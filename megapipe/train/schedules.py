@@ -1,4 +1,4 @@
-"""`Schedules`: learning rates and weight decay of a run over its consumed samples, and whose settings hold when it is resumed."""
+"""`Schedules`: learning rates and weight decay of a run over its consumed samples, and which settings hold when it is resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FLAGS = {
     "weight_decay.style": "--weight-decay-incr-style",
     "weight_decay.ramp_samples": "--train-iters or --train-samples",
 }
-UNUSED: dict[str, dict[str, tuple[str, ...]]] = {  # settings without a meaning under a style
+UNUSED: dict[str, dict[str, tuple[str, ...]]] = {  # settings that a style does not use
     "lr": {"constant": ("decay_samples", "wsd_style", "wsd_samples", "min_lr"), "WSD": ()},
     "weight_decay": {"constant": ("ramp_samples",)},
 }
@@ -42,7 +42,7 @@ UNUSED_OTHERWISE = {"lr": ("wsd_style", "wsd_samples"), "weight_decay": ()}
 
 @dataclass(frozen=True)
 class Schedules:
-    """lr: of all parameters but embedding and output layer, which take decoupled_lr."""
+    """Rates over the run. lr: for all parameters but embedding and output layer, which use decoupled_lr."""
 
     lr: LrSchedule
     decoupled_lr: LrSchedule
@@ -50,7 +50,7 @@ class Schedules:
 
     @classmethod
     def of(cls, config: Config) -> Schedules:
-        """Of a resolved configuration. Raises ConfigError."""
+        """Return the schedules of a resolved configuration. Raises ConfigError."""
         optimizer, training = config.optimizer, config.training
         return cls(
             lr_schedule(optimizer, training),
@@ -59,7 +59,7 @@ class Schedules:
         )
 
     def rates(self, consumed_samples: int) -> Rates:
-        """What the step takes that starts after consumed_samples."""
+        """Return the rates of the step that starts after consumed_samples."""
         return Rates(
             self.lr(consumed_samples), self.weight_decay(consumed_samples), self.decoupled_lr(consumed_samples)
         )
@@ -77,9 +77,9 @@ class Schedules:
 
 
 def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str) -> Schedules:
-    """Megatron's rule: one of two flags says whose settings hold; without either they must agree.
+    """Choose by Megatron's rule: one of two flags says whose settings hold; without either they must agree.
 
-    Raises ConfigError if both flags are given, CheckpointError naming every setting that differs if none is.
+    Raises ConfigError if both flags are given, CheckpointError with every setting that differs if none is given.
     """
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         raise ConfigError(
@@ -94,14 +94,14 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
         raise CheckpointError(
             f"the schedules differ from those that {where} was trained with:\n"
             + "\n".join(lines)
-            + "\nSet them alike, or give "
-            "--override-opt-param-scheduler to go on with those here or --use-checkpoint-opt-param-scheduler with the checkpoint's"
+            + "\nSet them alike, or give --override-opt-param-scheduler to go on with those here or "
+            "--use-checkpoint-opt-param-scheduler with the checkpoint's"
         )
     return saved
 
 
 def _differences(own: Schedules, saved: Schedules) -> list[tuple[str, Any, Any]]:
-    """Settings that differ and mean something: (key of FLAGS, here, in the checkpoint)."""
+    """Return the settings that differ and are used: (key of FLAGS, here, in the checkpoint)."""
     here, there = own.to_dict(), saved.to_dict()
     found = []
     for part, settings in here.items():

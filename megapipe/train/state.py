@@ -1,4 +1,4 @@
-"""What a run is besides its tensors."""
+"""The position of a run: what there is to save besides tensors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
 
 @dataclass(frozen=True)
 class Account:
-    """What became of the data set besides training on it.
+    """Samples that were skipped or trained on in vain.
 
-    skipped: windows that are passed over. rollbacks: how often the run went back. discarded_*: trained on, and taken back with the weights.
+    skipped: windows of the data set that are passed over. rollbacks: how often the run went back to a checkpoint. discarded_*: trained
+    on, then taken back with the weights.
     """
 
     skipped: SkippedSamples = field(default_factory=SkippedSamples)
@@ -32,7 +33,7 @@ class Account:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any] | None) -> Account:
-        """None: of a checkpoint that knew of none."""
+        """Restore `to_dict`; None, from a checkpoint without an account, gives an empty one."""
         if values is None:
             return cls()
         counts = (int(values[name]) for name in ("rollbacks", "discarded_samples", "discarded_tokens"))
@@ -41,8 +42,11 @@ class Account:
 
 @dataclass
 class TrainingState:
-    """Position of a run. `step` counts optimizer steps taken, skipped ones included; samples and tokens those that these weights were
-    trained on, in the order of the data set without account.skipped. spikes: what the watch for spikes remembers, None without it."""
+    """Position of a run.
+
+    step: optimizer steps whose results are known, skipped ones included. consumed_*: what these weights were trained on, in the order of
+    the data set without account.skipped. spikes: state of the spike watch, None without it.
+    """
 
     step: int = 0
     consumed_samples: int = 0
@@ -52,22 +56,22 @@ class TrainingState:
     spikes: dict[str, Any] | None = None
 
     def advance(self, samples: int, tokens: int) -> None:
-        """One more step was taken; whether it was skipped may be known later."""
+        """Count one more step."""
         self.step += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
 
     @property
     def num_skipped_samples(self) -> int:
-        """Samples of the data set before this position that these weights were not trained on."""
+        """Number of samples before this position that these weights were not trained on."""
         return self.account.skipped.index(self.consumed_samples) - self.consumed_samples
 
     def become(self, other: TrainingState) -> None:
-        """The other position, in place."""
+        """Take over another position, in place."""
         vars(self).update(vars(other))
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts; account and spikes stand apart in a checkpoint."""
+        """Return the counts; account and spikes are separate entries of a checkpoint."""
         return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod

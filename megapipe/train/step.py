@@ -1,4 +1,4 @@
-"""`TrainStep`: one optimizer step through the engine; the same function for pretraining, verification and tests."""
+"""One optimizer step: forward and backward of all microbatches, gradient reduction, update. Used by training, verification and tests."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from megapipe.assembly.loss import LossAverage, PendingLoss, StepLoss
+from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.trace import Tracer
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.optimizer import StepReport
-from megapipe.pipeline.engine import BegunRun, Engine, Step
+from megapipe.pipeline.engine import BegunRun, Step
 from megapipe.train.timers import Timers
-
-NO_TIMERS = Timers(0, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What the schedules say for one step."""
+    """Learning rates and weight decay of one step."""
 
     lr: float
     weight_decay: float
@@ -30,136 +29,177 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step; the same on every rank. loss: before the update, averaged as the configuration says."""
+    """The outcome of one step, the same on every rank. loss: before the update, averaged as the configuration says."""
 
     loss: float
     num_tokens: float
     update: StepReport
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.update.grad_norm)
 
-class TrainStep:
-    """Forward and backward of all microbatches, reduction, update.
 
-    The order: zero and arm the gradients, run this rank's row, finish the reductions, average the loss over the world (every rank learns
-    it), update the shards; the parameter gather it starts runs under the next step's forwards.
+@dataclass(frozen=True)
+class StepBatch:
+    """The global batch of one training step: this rank's microbatches of it, and the rates of the update.
 
-    `run` is a whole step. A loop that leaves no barrier between steps calls `launch`, which ends when this rank has done its part of the
-    step, and learns the result from the next launch or from `settle`. With --optimizer-post-validation the update has then been made
-    without a word from other pipeline ranks (`is_ahead`), and the next launch begins with forwards (schedule.head_start) before it
-    waits for the verdict; if the update was taken back, they are run again.
+    step: number of the step, from 1. first_sample: samples consumed before it. num_samples: over all ranks. needs_result: evaluating,
+    saving or leaving follows this step, so its result must be known before the next step begins.
     """
 
-    def __init__(self, runtime: TrainingRuntime, count_zero_gradients: bool = False) -> None:
-        self._runtime = runtime
+    step: int
+    first_sample: int
+    num_samples: int
+    microbatches: Microbatches
+    rates: Rates
+    needs_result: bool = False
+
+
+class TrainStep:
+    """Forward and backward, reduction, update.
+
+    The order: zero the gradients, run this rank's row of the schedule, finish the reductions, average the loss over the world (every rank
+    learns it), update the shards. The parameter all-gather that follows overlaps with the next step's forwards.
+    """
+
+    def __init__(
+        self, runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None
+    ) -> None:
+        self.runtime = runtime
+        self.unsettled: StepBatch | None = None  # the last step, where its result is not known yet
+        self._timers = timers or Timers(0, torch.device("cpu"))
         self._average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
         self._count_zero_gradients = count_zero_gradients
-        self._loss: PendingLoss | None = None  # of the step under way
 
-    def gradients(self, microbatches: Sequence[Microbatch], timers: Timers = NO_TIMERS) -> StepLoss:
-        """Everything up to the reduced raw gradients in the buffers."""
-        loss = self._reduced_gradients(microbatches, timers, lambda _: True)
-        assert loss is not None
-        return loss.wait()
+    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+        """Run one whole step. Raises nothing for a NaN: `update.skipped` and the loss show it."""
+        return self.finish(self.start(microbatches, rates))
 
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
-        """One step. Nothing is raised for a NaN: `update.skipped` and the loss say so."""
-        self.launch(microbatches, rates, timers)
-        return self.settle(timers)
+    def take(self, batch: StepBatch, settle: Callable[[StepBatch, StepResult], bool]) -> StepResult | None:
+        """Run the step of `batch` and return its result, or None if it was given up or its result is not known yet (`unsettled`).
 
-    def launch(
-        self,
-        microbatches: Sequence[Microbatch],
-        rates: Rates,
-        timers: Timers = NO_TIMERS,
-        settled: Callable[[StepResult], bool] = lambda _: True,
-    ) -> bool:
-        """One step but for its result. settled: called with the result of the step before, where that is not known yet; False abandons
-        this step without a trace. All ranks must give the same answer. Returns whether the step was made."""
-        if self._loss is not None and not self.is_ahead and not settled(self.settle(timers)):
-            return False
-        loss = self._reduced_gradients(microbatches, timers, settled)
-        if loss is None:
-            return False
-        with timers.phase("optimizer"):
-            self._runtime.optimizer.start(
+        settle: takes the result of the step before, where that becomes known only now; it returns False, on all ranks, to give up
+        this step. Only `PostValidationStep` makes use of it.
+        """
+        return self.run(batch.microbatches, batch.rates)
+
+    def start(self, microbatches: Sequence[Microbatch], rates: Rates, begun: BegunRun | None = None) -> PendingLoss:
+        """Run forward, backward and reduction and start the update; waits neither for a GPU nor for other pipeline ranks' norms."""
+        loss = self.gradients(microbatches, begun)
+        with self._timers.phase("optimizer"):
+            self.runtime.optimizer.start(
                 1.0 / loss.denominator,
                 rates.lr,
                 rates.weight_decay,
                 rates.decoupled_lr,
                 count_zero_gradients=self._count_zero_gradients,
             )
-        self._loss = loss
-        return True
+        return loss
 
-    def settle(self, timers: Timers = NO_TIMERS) -> StepResult:
-        """The result of the step that was launched last; its weights are final from here on."""
-        loss = self._take_loss()
-        with timers.phase("verdict" if self._runtime.optimizer.is_ahead else "optimizer"):
-            update = self._runtime.optimizer.settle()
-        return StepResult(loss.loss, loss.num_tokens, update)
+    def finish(self, loss: PendingLoss) -> StepResult:
+        """Wait for the loss and the global norm; from here on the weights are final."""
+        found = loss.wait()
+        with self._timers.phase("verdict" if self.runtime.optimizer.is_ahead else "optimizer"):
+            update = self.runtime.optimizer.settle()
+        return StepResult(found.loss, found.num_tokens, update)
 
-    @property
-    def is_ahead(self) -> bool:
-        """The step launched last has updated before its verdict, and is not settled: its weights may still be taken back."""
-        return self._runtime.optimizer.is_ahead
-
-    def _take_loss(self) -> StepLoss:
-        pending, self._loss = self._loss, None
-        if pending is None:
-            raise RuntimeError("no step is under way: call launch first")
-        return pending.wait()
-
-    def _reduced_gradients(
-        self, microbatches: Sequence[Microbatch], timers: Timers, settled: Callable[[StepResult], bool]
-    ) -> PendingLoss | None:
-        """None if `settled`, asked about the step before, says no."""
-        runtime, count = self._runtime, len(microbatches)
-        engine = runtime.engine(count)
-        step = Step(microbatches, runtime.message, self._average.objective(lambda: runtime.optimizer.loss_scale))
-        goes_on, begun = self._head_start(engine, step, timers, settled) if self.is_ahead else (True, None)
-        if not goes_on:
-            return None
-        with timers.phase("forward-backward"):
+    def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
+        """Run forward and backward and leave the reduced raw gradients in the buffers. begun: a row whose head start has run."""
+        runtime, count = self.runtime, len(microbatches)
+        engine, step = runtime.engine(count), self._engine_step(microbatches)
+        with self._timers.phase("forward-backward"):
             runtime.reducer.begin_step(count)
             reports = engine.run(step) if begun is None else engine.finish(begun)
-        with timers.phase("gradient-reduce"):
+        with self._timers.phase("gradient-reduce"):
             runtime.reducer.finish()
         if runtime.graphs is not None:
             runtime.graphs.after_step(step)
-        replicas, world = runtime.groups.dp_cp.size, runtime.groups.world
-        return self._average.start(reports, runtime.reports_loss, count, replicas, world, runtime.device)
-
-    def _head_start(
-        self, engine: Engine, step: Step, timers: Timers, settled: Callable[[StepResult], bool]
-    ) -> tuple[bool, BegunRun | None]:
-        """Forwards with weights that may be taken back, then the verdict: (what `settled` says, the run begun, unless it was in vain)."""
-        tracer = self._runtime.tracer or Tracer()
-        mark = len(tracer.events)
-        with timers.phase("forward-backward"):
-            begun = engine.begin(step)
-        with tracer.aside(mark) as of_head_start:
-            result = self.settle(timers)
-            goes_on = settled(result)
-            if goes_on and not result.update.rolled_back:
-                return True, begun
-            engine.discard()
-            of_head_start.clear()  # not computation but idle time
-        return goes_on, None
+        return self._average.start(reports, runtime, count)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> StepLoss:
-        """The loss of one global batch, forwards only, without dropout."""
-        runtime = self._runtime
-        if self.is_ahead:
-            raise RuntimeError("the verdict on the last update is not known yet: call settle before an evaluation")
+        """Return the loss of one global batch, by forwards without dropout."""
+        runtime, count = self.runtime, len(microbatches)
+        if runtime.optimizer.is_ahead:
+            raise RuntimeError("the verdict on the last update is not known yet: settle it before an evaluation")
         runtime.gather.finish()
-        count = len(microbatches)
-        run = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
-        reports = runtime.forward_engine(count).run(run)
-        replicas, world = runtime.groups.dp_cp.size, runtime.groups.world
-        return self._average.start(reports, runtime.reports_loss, count, replicas, world, runtime.device).wait()
+        step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
+        return self._average.start(runtime.forward_engine(count).run(step), runtime, count).wait()
+
+    def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
+        runtime = self.runtime
+        return Step(microbatches, runtime.message, self._average.objective(lambda: runtime.optimizer.loss_scale))
 
 
-def is_sound(result: StepResult) -> bool:
-    """Loss and gradient norm are finite."""
-    return math.isfinite(result.loss) and math.isfinite(result.update.grad_norm)
+class PostValidationStep(TrainStep):
+    """A step that updates before the global norm is known (--optimizer-post-validation): no barrier between steps.
+
+    The update is made without waiting for other pipeline ranks; the verdict on it (clip or skip) comes in the middle of the next step,
+    after that one's first forwards (schedule.head_start). If the verdict takes the update back, those forwards are run again.
+    """
+
+    _loss: PendingLoss  # of the unsettled step
+
+    def take(self, batch: StepBatch, settle: Callable[[StepBatch, StepResult], bool]) -> StepResult | None:
+        """Run the step of `batch`; its result comes with the next step unless `batch.needs_result`."""
+        begun = None
+        if self.unsettled is not None:
+            goes_on, begun = self._begin(batch, self.unsettled, settle)
+            if not goes_on:
+                return None
+        loss = self.start(batch.microbatches, batch.rates, begun)
+        # after many clipped steps the optimizer waits for the norm again, and the result is known at once
+        if self.runtime.optimizer.is_ahead and not batch.needs_result:
+            self.unsettled, self._loss = batch, loss
+            return None
+        return self.finish(loss)
+
+    def _begin(
+        self, batch: StepBatch, previous: StepBatch, settle: Callable[[StepBatch, StepResult], bool]
+    ) -> tuple[bool, BegunRun | None]:
+        """Run the head start of a step and settle the step before: (go on with this step, its head start unless that was in vain)."""
+        tracer, engine = self.runtime.tracer or Tracer(), self.runtime.engine(len(batch.microbatches))
+        mark = len(tracer.events)
+        with self._timers.phase("forward-backward"):
+            begun = engine.begin(self._engine_step(batch.microbatches))
+        with tracer.aside(mark) as head_start_events:
+            result, self.unsettled = self.finish(self._loss), None
+            goes_on = settle(previous, result)
+            if goes_on and not result.update.rolled_back:
+                return True, begun
+            engine.discard()
+            head_start_events.clear()  # the forwards were in vain: they count as idle time
+        return goes_on, None
+
+
+class AsynchronousStep(TrainStep):
+    """A step of a schedule that updates weights while microbatches are in flight. NOT synchronous training.
+
+    All microbatches run through one row that fills, updates on the way and drains: several updates of every stage. The loss is the
+    average over the step's microbatches, each under the weights it met. The gradient norm, over the whole model, is that of each
+    stage's last update: during the row no rank knows those of the others. Nothing is clipped and nothing skipped.
+    """
+
+    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+        """Run one row. Raises nothing for a NaN: the norm and the loss show it."""
+        runtime, count = self.runtime, len(microbatches)
+        updates = runtime.updates
+        assert updates is not None, "a synchronous schedule has no updates in its row"
+        versions = runtime.plan.weight_versions(count, runtime.coordinates.pp_rank)
+        updates.begin(versions, rates.lr, rates.weight_decay, rates.decoupled_lr)
+        with self._timers.phase("forward-backward"):
+            reports = runtime.engine(count).run(self._engine_step(microbatches))
+        updates.finish()
+        loss = self._average.start(reports, runtime, count).wait()
+        return StepResult(loss.loss, loss.num_tokens, runtime.optimizer.last_update(self._count_zero_gradients))
+
+
+def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:
+    """Build the kind of step that the plan asks for."""
+    kind = TrainStep
+    if runtime.updates is not None:
+        kind = AsynchronousStep
+    elif runtime.plan.config.optimizer.optimizer_post_validation:
+        kind = PostValidationStep
+    return kind(runtime, count_zero_gradients, timers)

@@ -1,44 +1,44 @@
-"""--log-straggler: times of all ranks are gathered at every log line, and who is slow is named."""
+"""--log-straggler: gather the times of all ranks at every log line, and name the rank, link or group that keeps the others waiting."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median
+from time import perf_counter_ns
 
 import torch
 
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.comm.channels import MessageTime
+from megapipe.comm.channels import Channel, MessageTime
 from megapipe.comm.collectives import all_gather, gather_objects
 from megapipe.gpu.device_clock import EventClock
-from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.heartbeat import Cause, StepTimes
 from megapipe.monitor.process import host
 from megapipe.monitor.record import Wait
-from megapipe.monitor.stragglers import RankPace, extremes, sentence, stragglers
-from megapipe.monitor.wait_clock import StepTimes
+from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers, straggler_text
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES
-from megapipe.train.device_waits import DeviceWaits
-from megapipe.train.writers import Writers
+from megapipe.train.journal import Journal
+from megapipe.train.watch import rank_text
 
-MESSAGES = "messages"  # of the pipeline, among the causes of waits
+MESSAGES = "messages"  # between stages, as a cause of waits
 CAUSES = (MESSAGES, *GROUP_NAMES)
-MOST_MESSAGES = 16  # of a step and a channel that are compared
-LEAST_WAIT_NS = 20_000  # of a receiver for whom a message was under way, and not there already
+MOST_MESSAGES = 16  # compared per step and channel
+LEAST_WAIT_NS = 20_000  # of a receiver whose message had not arrived before it asked
 Moments = dict[str, list[MessageTime]]  # by channel
 
 
 class StragglerLog:
-    """Collects while steps run, tells at log lines. Does nothing without --log-straggler. Called alike on every rank.
+    """Times collected while steps run and reported at log lines. Does nothing without --log-straggler. Called on every rank.
 
-    On a CPU every step since the last line counts. On a GPU the last whole one before a line does, by events in its streams.
+    On a CPU every step since the last line counts; on a GPU the last whole one before a line, timed by events in its streams.
     """
 
-    def __init__(self, runtime: TrainingRuntime, heartbeat: Heartbeat, writers: Writers) -> None:
+    def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
         logging = runtime.plan.config.logging
-        self._runtime, self._heartbeat, self._writers = runtime, heartbeat, writers
+        self._runtime, self._heartbeat, self._journal = runtime, runtime.heartbeat, journal
         self._interval, self._count = logging.log_interval, logging.straggler_minmax_count
         self._active = logging.log_straggler and runtime.groups.world.size > 1
         self._events = EventClock(runtime.device) if self._active and runtime.device.type == "cuda" else None
@@ -49,7 +49,7 @@ class StragglerLog:
         self._hosts: list[str] = []
 
     def begins(self, step: int) -> None:
-        """Step number `step` begins (the first of all is 1), after `heartbeat.step`. The first of this process is not counted."""
+        """Note that step number `step` (the first is 1) begins, after `heartbeat.step`. The first step of this process is not counted."""
         if not self._active:
             return
         has_begun, self._has_begun = self._has_begun, self._heartbeat.last_step is not None
@@ -66,7 +66,7 @@ class StragglerLog:
             channel.message_times = [] if records else None
 
     def _observe(self, clock: EventClock, records: bool) -> None:
-        """End the observation of the step before, if there was one, and begin one if this step is to be recorded."""
+        """End the observation of the step before, if there is one, and begin one if this step is to be recorded."""
         if self._observed is not None:
             times, self._moments = self._observed.finish()
             self._steps.append(times)
@@ -75,7 +75,7 @@ class StragglerLog:
         )
 
     def report(self, step: int, num_microbatches: int) -> None:
-        """Gather and tell, at a log line."""
+        """Gather the times of all ranks and report who is slow, at a log line."""
         if not self._active or not self._steps:
             return
         paces = self._gathered(num_microbatches)
@@ -83,18 +83,14 @@ class StragglerLog:
         names = self._names()
         topology = self._runtime.plan.topology
         groups = {name: topology.groups(name) for name in ("tp", "cp", "replicas")}
-        told = [
-            sentence(found, paces, names)
-            for found in stragglers(paces, {k: v for k, v in groups.items() if len(v[0]) > 1})
-        ]
-        last = f"the {steps} steps before" if steps > 1 else "the step before"
-        self._writers.say(
-            f"stragglers, {last} step {step}: {extremes(paces, self._count)}" + "".join(f"\n  {text}" for text in told)
-        )
-        if told:
-            self._writers.stragglers(
-                step, told, [asdict(pace) for pace in sorted(paces, key=lambda p: -p.computing)[: self._count]]
-            )
+        several = {kind: ranks for kind, ranks in groups.items() if len(ranks[0]) > 1}
+        sentences = [straggler_text(found, paces, names) for found in find_stragglers(paces, several)]
+        span = f"the {steps} steps before" if steps > 1 else "the step before"
+        listed = "".join(f"\n  {text}" for text in sentences)
+        self._journal.say(f"stragglers, {span} step {step}: {extremes_text(paces, self._count)}{listed}")
+        if sentences:
+            slowest = sorted(paces, key=lambda pace: -pace.computing)[: self._count]
+            self._journal.stragglers(step, sentences, [asdict(pace) for pace in slowest])
 
     def _gathered(self, num_microbatches: int) -> list[RankPace]:
         runtime, world = self._runtime, self._runtime.groups.world
@@ -123,7 +119,7 @@ class StragglerLog:
         )
 
     def _slowest_link(self) -> tuple[int, float]:
-        """(global rank, seconds there and back) of the link to a higher pipeline rank that takes longest; (-1, 0) if none is known."""
+        """Return (global rank, seconds there and back) of the slowest link to a higher pipeline rank; (-1, 0) if none is known."""
         pp = self._runtime.groups.pp
         if pp.size == 1:
             return -1, 0.0
@@ -145,22 +141,67 @@ class StragglerLog:
     def _names(self) -> list[str]:
         if not self._hosts:
             self._hosts = gather_objects(host(), self._runtime.groups.world)
-        topology = self._runtime.plan.topology
-        sizes = {"pp": topology.pp, "dp": topology.dp, "cp": topology.cp, "tp": topology.tp}
-        names = []
-        for rank, where in enumerate(self._hosts):
-            coordinates = topology.coordinates(rank)
-            place = ", ".join(
-                f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1
-            )
-            names.append(f"rank {rank} ({place}) on {where}")
-        return names
+        return [f"{rank_text(self._runtime.plan.topology, rank)} on {host}" for rank, host in enumerate(self._hosts)]
+
+
+class DeviceWaits:
+    """One step's waits on a GPU's streams; the host, which runs ahead, does not see them. An observer of the heartbeat until `finish`.
+
+    A wait is the time that a stream idles between the kernels before and after it: the part of a collective or message that is not
+    hidden under computation. Reading data counts the time that a stream idles until the host launches more. Waits inside a CUDA graph
+    are not seen, and count as computation. channels: of this rank; the moments of their messages are recorded.
+    """
+
+    def __init__(self, clock: EventClock, channels: Iterable[Channel]) -> None:
+        self._clock, self._channels = clock, tuple(channels)
+        self._spans: list[tuple[Cause | None, int, int]] = []  # None: reading data
+        self._cause: Cause | None = None
+        self._since = self._reading_since = 0
+        clock.begin()
+        for channel in self._channels:
+            channel.message_times, channel.now = [], clock.mark
+        self._began = clock.mark()
+
+    def wait(self, cause: Cause) -> None:
+        if not self._clock.is_stopped:
+            self._cause, self._since = cause, self._clock.mark()
+
+    def go_on(self) -> None:
+        cause, self._cause = self._cause, None
+        if cause is not None:
+            self._spans.append((cause, self._since, self._clock.mark()))
+
+    def read(self) -> None:
+        self._reading_since = self._clock.mark()
+
+    def has_read(self) -> None:
+        self._spans.append((None, self._reading_since, self._clock.mark()))
+
+    def finish(self) -> tuple[StepTimes, dict[str, list[MessageTime]]]:
+        """Return (the step until now, moments of messages by channel) in nanoseconds of the host's clock. Synchronises with the device."""
+        clock, ended = self._clock, self._clock.mark()
+        clock.end()
+        waits: dict[Cause, int] = {}
+        reading = 0
+        for cause, begin, end in self._spans:
+            took = clock.time_of(end) - clock.time_of(begin)
+            if cause is None:
+                reading += took
+            else:
+                waits[cause] = waits.get(cause, 0) + took
+        moments = {
+            str(each): [(clock.time_of(a), clock.time_of(b)) for a, b in each.message_times or ()]
+            for each in self._channels
+        }
+        for channel in self._channels:
+            channel.message_times, channel.now = None, perf_counter_ns
+        return StepTimes(clock.time_of(ended) - clock.time_of(self._began), waits, reading), moments
 
 
 def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> float | None:
-    """Least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where their difference cancels.
+    """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where their difference cancels.
 
-    Of messages that the receiver stood waiting for; None where there was none: then the link cost nobody anything.
+    Counts messages that the receiver waited for; None if there were none: then the link delayed nobody.
     """
     ways = [
         arrived - begun
@@ -171,7 +212,7 @@ def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> flo
 
 
 def _medians(steps: Sequence[StepTimes]) -> list[float]:
-    """Seconds: of the step, computing, reading data, waiting for each of CAUSES; medians over steps."""
+    """Return seconds of the step, computing, reading data, and waiting for each of CAUSES: medians over steps."""
     waits: dict[str, list[int]] = defaultdict(list)
     for step in steps:
         by_cause = dict.fromkeys(CAUSES, 0)

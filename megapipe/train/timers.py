@@ -1,7 +1,7 @@
 """Phase timers: level 0 times the step, level 1 its phases, level 2 its actions too.
 
-On a GPU level 1 notes events in the stream and reads them at the log line; level 2 waits for the device at every reading, by the tracer's
-`settle`, and so costs overlap.
+On a GPU, level 1 records events in the stream and reads them at the log line; level 2 synchronises with the device at every reading
+(the tracer's `settle`), which costs overlap.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 
 
 class Timers:
-    """Seconds by phase since the last `take`, in order of first use. tracer: gets each phase as an event. heartbeat: told of each phase. marks:
-    opened around each, for profilers. clock: the device's own if None."""
+    """Seconds by phase since the last `take`, in order of first use.
+
+    tracer: gets each phase as an event. heartbeat: gets each phase. marks: opened around each phase, for profilers. clock: the device's
+    own if None.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Timers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step; costs nothing below level 1 and without a tracer or heartbeat."""
+        """Time a phase of the step. Costs nothing below level 1 and without a tracer or heartbeat."""
         with self._marks(name), nullcontext() if self._heartbeat is None else self._heartbeat.phase(name):
             if self.level < PHASE_LEVEL and self._tracer is None:
                 yield
@@ -75,7 +78,7 @@ class Timers:
                 self._spans.append((name, begin, self._clock.mark()))
 
     def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
-        """Seconds of each phase, and at level 2 of each kind of action, in one of num_steps steps; starts anew, the tracer aside."""
+        """Return seconds per step of each phase, and at level 2 of each kind of action, over num_steps steps. Clears the phases."""
         spans, self._spans = self._spans, []
         taken: dict[str, float] = {}
         for name, begin, end in spans:
@@ -86,7 +89,7 @@ class Timers:
 
 
 def action_seconds(tracer: Tracer) -> dict[str, float]:
-    """Seconds by kind of action; waits inside a forward or backward are counted apart."""
+    """Return seconds by kind of action; waits inside a forward or backward are counted separately."""
     seconds: dict[str, float] = {}
     waits = tracer.of_kind("wait")
     position = 0

@@ -1,4 +1,4 @@
-"""Heartbeats and the watchdog of a run: this rank's record shared, the others known, one report when the run hangs."""
+"""Heartbeats and the watchdog of a run: share this rank's record, know the others', report once when the run hangs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megapipe.comm.store_exchange import StoreExchange
 from megapipe.config.config import Config
 from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
+from megapipe.monitor.diagnosis import silent_hosts
 from megapipe.monitor.folder import (
     base_folder,
     live_folder,
@@ -33,26 +34,25 @@ from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.monitor.process import host, process_space, start_ticks
 from megapipe.monitor.roster import Member, Roster
 from megapipe.monitor.watchdog import Watchdog
-from megapipe.monitor.words import silent_hosts
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES, Topology
-from megapipe.train.run_log import RunLog
+from megapipe.train.journal import Journal
 
-COPY_SECONDS = 1.0
-LAST_WORDS_SECONDS = 2.0  # for the other ranks of this host to end too
+COPY_SECONDS = 1.0  # between copies of the records for `megapipe status`
+LEAVE_SECONDS = 2.0  # to wait for the other ranks of this host to end too
 DYING_SECONDS = 0.3  # between a broken connection and the end of the process that held it
 
 
 def heartbeat_of(config: Config) -> Heartbeat | None:
-    """This rank's heartbeat; None where nobody shall watch it."""
+    """Return this rank's heartbeat, or None with --hang-timeout-seconds 0."""
     return Heartbeat(GROUP_NAMES) if config.parallel.hang_timeout_seconds else None
 
 
 @contextmanager
 def watched(
-    plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, log: RunLog
+    plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, journal: Journal
 ) -> Iterator[None]:
-    """Inside the block this rank's heartbeat is seen, and a hang ends the process with a report. Entered by all ranks together.
+    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs. Entered by all ranks together.
 
     folder: of the run, for `megapipe status`; None for a run that writes none.
     """
@@ -60,14 +60,14 @@ def watched(
     if heartbeat is None:
         yield
         return
-    watch = _Watch(plan, environment, groups, heartbeat, folder, log)
+    watch = _Watch(plan, environment, groups, heartbeat, folder, journal)
     watch.start()
     try:
         yield
     except BaseException as error:
         watch.stop("failed")
-        if isinstance(error, CommunicationError) and watch.is_told:
-            leave(1)  # the peer was ended after a report, which says more than that it is lost
+        if isinstance(error, CommunicationError) and watch.is_reported:
+            leave(1)  # a report explains why the peer is lost; this error would only repeat it
         if isinstance(error, CommunicationError) and (others := watch.lost()):
             raise CommunicationError(f"{error}. {others}") from error
         raise
@@ -75,7 +75,7 @@ def watched(
 
 
 class _Watch:
-    """What belongs to the heartbeat of one rank."""
+    """The watchdog, the copies and the exchange with other hosts of one rank's heartbeat."""
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class _Watch:
         groups: ProcessGroups,
         heartbeat: Heartbeat,
         folder: Path | None,
-        log: RunLog,
+        journal: Journal,
     ) -> None:
-        self._heartbeat, self._folder, self._log = heartbeat, folder, log
+        self._heartbeat, self._folder, self._journal = heartbeat, folder, journal
         self._rank = groups.world.global_rank
         token = broadcast_object(secrets.token_hex(6), groups.world)
         try:
@@ -94,7 +94,8 @@ class _Watch:
             heartbeat.share(record_path(self._live, self._rank))
         except OSError as error:
             raise ConfigError(
-                f"heartbeats cannot be kept in {base_folder()}: {error.strerror}; free it, or give --hang-timeout-seconds 0 to go without"
+                f"heartbeats cannot be written to {base_folder()}: {error.strerror}; free some space, or give "
+                "--hang-timeout-seconds 0 to do without"
             ) from error
         held = plan.placement.stages_of(plan.topology.coordinates(self._rank).pp_rank)
         self.roster = Roster(
@@ -106,7 +107,7 @@ class _Watch:
         if len(here) < len(self.roster.members):
             self._exchange = StoreExchange(self._rank, token, heartbeat.as_bytes)
         limit = plan.config.parallel.hang_timeout_seconds
-        kills = environment.launcher != "torchrun"  # whose agent does
+        kills = environment.launcher != "torchrun"  # its agent kills ranks itself
         self._watchdog = Watchdog(
             heartbeat,
             self.roster,
@@ -135,7 +136,7 @@ class _Watch:
             self._copier.start()
 
     def stop(self, last_phase: str) -> None:
-        """The last copy is that of the whole host; after a run that went well the live records go."""
+        """End the watchdog and write a last copy. After a successful run the live records are removed."""
         self._watchdog.stop()
         self._heartbeat.leave(last_phase)
         self._stopped.set()
@@ -144,34 +145,34 @@ class _Watch:
         if not self._writes:
             return
         if last_phase == "ended":
-            self._wait_for_last_words()
+            self._wait_for_local_ranks()
         self._copy()
         if last_phase == "ended":
             shutil.rmtree(self._live, ignore_errors=True)
 
     @property
-    def is_told(self) -> bool:
-        """Some rank has reported a hang."""
-        return self._watchdog.is_told
+    def is_reported(self) -> bool:
+        """True if some rank has reported a hang."""
+        return self._watchdog.is_reported
 
     def lost(self) -> str:
-        """Ranks of this host whose processes have ended without a word, and hosts from which nothing comes, for a person."""
+        """Describe ranks of this host whose processes died without an error message, and hosts that do not answer."""
         time.sleep(DYING_SECONDS)
         members = [member for member in self.roster.members if sight(member, self._live).is_gone]
         names = "; ".join(f"{member} on {member.host}, process {member.pid}" for member in members)
         hosts = silent_hosts(self._watchdog.unreachable())
-        told = (f"Gone without a word: {names}" if names else "", hosts[:1].upper() + hosts[1:])
-        return ". ".join(part for part in told if part)
+        parts = (f"Died without an error message: {names}" if names else "", hosts[:1].upper() + hosts[1:])
+        return ". ".join(part for part in parts if part)
 
     def _say(self, report: str) -> None:
         error = CommunicationError(report)
         print(f"communication error (rank {self._rank}): {error}", file=sys.stderr, flush=True)
-        self._log.failed(error)
+        self._journal.failed(error)
         if self._writes or self._folder is not None:
             self._copy()
 
-    def _wait_for_last_words(self) -> None:
-        until = time.monotonic() + LAST_WORDS_SECONDS
+    def _wait_for_local_ranks(self) -> None:
+        until = time.monotonic() + LEAVE_SECONDS
         here = [member for member in self.roster.members if member.space == process_space()]
         while (
             not all((seen := sight(m, self._live)).has_left or seen.is_gone for m in here) and time.monotonic() < until
@@ -188,22 +189,32 @@ class _Watch:
             self._write(lambda: write_copies(folder, self.roster, self._live))
 
     def _write(self, write: Callable[[], None]) -> None:
-        """A disk that refuses costs what `megapipe status` shows, never the run."""
+        """Write for `megapipe status`. A disk that refuses costs its output, never the run."""
         try:
             write()
         except OSError as error:
             if not self._stopped.is_set():
-                self._log.note(f"the heartbeats of this run cannot be copied to its folder: {error.strerror}")
+                self._journal.note(f"the heartbeats of this run could not be copied to its folder: {error.strerror}")
             self._folder = None
 
 
-def _member(topology: Topology, rank: int, stages: tuple[int, ...]) -> Member:
-    coordinates, pid = topology.coordinates(rank), os.getpid()
+def rank_text(topology: Topology, rank: int) -> str:
+    """Return a rank with its place in the grid: 'rank 5 (pp 1, tp 1)'; axes of size 1 are left out."""
+    place = _place(topology, rank)
+    return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+
+def _place(topology: Topology, rank: int) -> str:
+    coordinates = topology.coordinates(rank)
     sizes = {"pp": topology.pp, "dp": topology.dp, "cp": topology.cp, "tp": topology.tp}
-    place = ", ".join(f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1)
-    return Member(rank, host(), pid, start_ticks(pid), process_space(), place, stages)
+    return ", ".join(f"{axis} {getattr(coordinates, axis + '_rank')}" for axis, size in sizes.items() if size > 1)
+
+
+def _member(topology: Topology, rank: int, stages: tuple[int, ...]) -> Member:
+    pid = os.getpid()
+    return Member(rank, host(), pid, start_ticks(pid), process_space(), _place(topology, rank), stages)
 
 
 def _groups(topology: Topology) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """All groups of more than one rank, by kind."""
+    """Return all groups of more than one rank, by kind."""
     return {name: tuple(ranks for ranks in topology.groups(name) if len(ranks) > 1) for name in GROUP_NAMES}

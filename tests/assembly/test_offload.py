@@ -15,8 +15,7 @@ from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.gpu.copies import HostPool
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import rank_memory
-from megapipe.train.asynchronous_step import step_of
-from megapipe.train.step import Rates
+from megapipe.train.step import Rates, train_step
 from tests.assembly.test_planned_memory import UNEVEN, make_plan
 from tests.harness import RankPool
 from tests.pipeline.late_copies import LateCopies
@@ -78,7 +77,7 @@ def trained(
     if late:
         assert runtime.offload is not None
         runtime.offload.copies, runtime.offload.pool = copies, HostPool(copies.host_memory)
-    step, count = step_of(runtime), plan.batch.full // plan.batch.samples_per_microbatch
+    step, count = train_step(runtime), plan.batch.full // plan.batch.samples_per_microbatch
     generator = torch.Generator().manual_seed(0)
     documents = plan.config.data.reset_attention_mask
     for number in range(steps):

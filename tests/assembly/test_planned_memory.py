@@ -23,8 +23,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.asynchronous_step import step_of
-from megapipe.train.step import Rates
+from megapipe.train.step import Rates, train_step
 from tests.harness import RankPool
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}
@@ -169,10 +168,10 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
     tokens = [torch.randint(29, (2, 8), generator=generator) for _ in range(count)]
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
     versions = [version for buffer in buffers for version in buffer.versions]
-    peak, step = LivePeak(versions), step_of(runtime)
+    peak, step = LivePeak(versions), train_step(runtime)
     with peak.hooks:
         if plan.is_synchronous:
-            step.gradients(microbatches)
+            step.gradients(microbatches).wait()
         else:
             step.run(microbatches, Rates(1e-2, 0.0))
     shards = runtime.optimizer._shards

@@ -18,8 +18,7 @@ from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.traffic import step_bytes
-from megapipe.train.asynchronous_step import step_of
-from megapipe.train.step import Rates
+from megapipe.train.step import Rates, train_step
 from tests.assembly.test_planned_memory import make_plan
 from tests.harness import RankPool
 
@@ -73,7 +72,7 @@ def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float
     tokens = torch.randint(29, (count, 2, 8), generator=torch.Generator().manual_seed(rank))
     microbatches = [Microbatch(each, labels=each.clone(), dropout_key=keys.of(k)) for k, each in enumerate(tokens)]
     with mock.patch.object(collectives, "_run", counted), mock.patch.object(Channel, "send", counted_send):
-        step_of(runtime).run(microbatches, Rates(1e-2, 0.0))
+        train_step(runtime).run(microbatches, Rates(1e-2, 0.0))
         runtime.gather.finish()
     return dict(found)
 

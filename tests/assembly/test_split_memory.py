@@ -66,7 +66,7 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
     for op in COMPUTE_OPS & engine._handlers.keys():
         engine._handlers[op] = recorded(engine._handlers[op])
     with live.hooks:
-        TrainStep(runtime).gradients(microbatches)
+        TrainStep(runtime).gradients(microbatches).wait()
     return found
 
 

@@ -59,7 +59,7 @@ def test_pipeline_ranks_that_share_a_card_replay_their_stages(schedule: str, tmp
 
 
 def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_step, forward = TrainStep.launch, torch.nn.Module.__call__
+    start, forward = TrainStep.start, torch.nn.Module.__call__
     steps: list[int] = []
     calls: list[int] = []
 
@@ -68,7 +68,7 @@ def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: py
         if len(steps) > 3:  # two warm-up steps, and one that records
             torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch_step(self, *arguments)  # type: ignore[arg-type]
+            return start(self, *arguments)  # type: ignore[arg-type]
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -76,7 +76,7 @@ def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: py
         calls.append(1)
         return forward(self, *arguments, **named)
 
-    monkeypatch.setattr(TrainStep, "launch", strict)
+    monkeypatch.setattr(TrainStep, "start", strict)
     monkeypatch.setattr(torch.nn.Module, "__call__", counted)
     code, said = job(f"--device {CARD} --bf16 --train-iters {STEPS} {EXACT} {GRAPHS}")
     assert code == 0, said

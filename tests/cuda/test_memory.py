@@ -13,8 +13,7 @@ from megapipe.comm.groups import ProcessGroups
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.plan.memory import rank_memory
-from megapipe.train.asynchronous_step import step_of
-from megapipe.train.step import Rates
+from megapipe.train.step import Rates, train_step
 from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -46,7 +45,7 @@ def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
     runtime = TrainingRuntime(plan, ProcessGroups.alone(), torch.device("cuda", 0))
     read, count = read_for(plan), plan.batch.full // plan.batch.samples_per_microbatch
     keys = Keys(1, 0, 0, 1)
-    step_of(runtime).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
+    train_step(runtime).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
     runtime.finish_parameters()
     taken = torch.cuda.max_memory_allocated() - before
     return taken, rank_memory(plan, 0).total, 0 if runtime.offload is None else runtime.offload.pool.num_bytes

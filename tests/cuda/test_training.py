@@ -158,18 +158,18 @@ def test_a_resumed_run_on_a_card_is_the_same_run_to_the_bit(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("flags", ["", OFFLOAD, f"{FULL} --recompute-keep-attention --attention-dropout 0"])
 def test_nothing_in_a_launched_step_waits_for_the_device(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch_step, calls = TrainStep.launch, []
+    start, calls = TrainStep.start, []
 
     def strict(self: TrainStep, *arguments: object) -> bool:
         calls.append(1)
         if len(calls) > 1:  # the first compiles and allocates
             torch.cuda.set_sync_debug_mode("error")
         try:
-            return launch_step(self, *arguments)  # type: ignore[arg-type]
+            return start(self, *arguments)  # type: ignore[arg-type]
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(TrainStep, "launch", strict)
+    monkeypatch.setattr(TrainStep, "start", strict)
     code, said = job(
         f"--device {CARD} --bf16 --train-iters {STEPS} --hidden-dropout 0.1 --use-distributed-optimizer {flags}"
     )

@@ -29,7 +29,7 @@ def order(folder: Path, kind: str, rank: int) -> None:
 
 def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
     """From now on this rank carries out what is ordered in `folder`. pause_seconds: that every step takes longer."""
-    launch, path = TrainStep.launch, folder / ORDER
+    launch, path = TrainStep.run, folder / ORDER
 
     def launched(self: TrainStep, *arguments: Any, **named: Any) -> bool:
         time.sleep(pause_seconds)
@@ -42,7 +42,7 @@ def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
             PLANTS[kind](self)
         return launch(self, *arguments, **named)
 
-    TrainStep.launch = launched  # type: ignore[method-assign]
+    TrainStep.run = launched  # type: ignore[method-assign]
 
 
 def nan_in_one_microbatch(step: TrainStep) -> None:
@@ -67,7 +67,7 @@ def unreadable_data(step: TrainStep) -> None:
 
 def flipped_bit(step: TrainStep) -> None:
     """One bit of one weight; the value stays finite."""
-    runtime = step._runtime
+    runtime = step.runtime
     runtime.gather.finish()
     buffers = next(iter(runtime.buffers.values()))
     values = buffers.parameter(next(name for name in buffers.names if "mlp" in name)).reshape(-1)

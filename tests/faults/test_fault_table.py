@@ -75,7 +75,7 @@ def loop_for_ever(step: TrainStep) -> None:
 
 FAULTS: dict[str, Fault] = {
     "kill -9 of a rank, no launcher": Fault(
-        die, ("Gone without a word: rank 3 (pp 1, dp 1, stage 1)",), "CommunicationError"
+        die, ("Died without an error message: rank 3 (pp 1, dp 1, stage 1)",), "CommunicationError"
     ),
     "SIGSTOP of a rank": Fault(
         stop_for_ever, ("training hangs on rank 3", "the process is stopped (SIGSTOP)"), "CommunicationError"

@@ -17,16 +17,16 @@ from typing import Any
 def slow_down() -> None:
     from megapipe.train.loop import Training
 
-    step = Training._one_step
+    next_batch = Training._next_batch
     seconds, fault = float(os.environ.get("PACE", "0")), os.environ.get("FAULT", "")
 
-    def paced(self: Any) -> None:
+    def paced(self: Any) -> Any:
         if fault == f"{self.runtime.groups.world.rank}:{self.state.step + 1}":
             raise RuntimeError(f"planted in step {self.state.step + 1}")
         time.sleep(seconds)
-        step(self)
+        return next_batch(self)
 
-    Training._one_step = paced  # type: ignore[method-assign]
+    Training._next_batch = paced  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

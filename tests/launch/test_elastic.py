@@ -15,7 +15,7 @@ import sys, time
 from megapipe.extras.cli.pretrain import main
 from megapipe.train.step import TrainStep
 
-launch = TrainStep.launch
+launch = TrainStep.run
 
 
 def one_step(self, *arguments):
@@ -23,7 +23,7 @@ def one_step(self, *arguments):
     return launch(self, *arguments)
 
 
-TrainStep.launch = one_step
+TrainStep.run = one_step
 sys.exit(main())
 """
 FLAGS = (

@@ -19,7 +19,7 @@ import os, signal, sys
 from megapipe.extras.cli.pretrain import main
 from megapipe.train.step import TrainStep
 
-launch, taken = TrainStep.launch, []
+launch, taken = TrainStep.run, []
 
 
 def one_step(self, *arguments):
@@ -29,7 +29,7 @@ def one_step(self, *arguments):
     return launch(self, *arguments)
 
 
-TrainStep.launch = one_step
+TrainStep.run = one_step
 sys.exit(main())
 """
 SAVING = ("--mock-data", "--global-batch-size", "2", "--save", "run", "--save-interval", "2")

@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose, waits_for
+from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose, report_text, table, waits_for
 from megapipe.monitor.process import ProcessState
 from megapipe.monitor.record import MOST_GROUPS, Record, Snapshot, Wait
-from megapipe.monitor.roster import Member, Roster
-from megapipe.monitor.sighting import Sighting
-from megapipe.monitor.words import report_text, table
+from megapipe.monitor.roster import Member, Roster, Sighting
 
 LIMIT = 10.0
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.heartbeat import Heartbeat, WaitClock
 from megapipe.monitor.record import Wait, read_snapshot
-from megapipe.monitor.stragglers import RankPace, SlowGroup, SlowLink, SlowRank, extremes, sentence, stragglers
-from megapipe.monitor.wait_clock import WaitClock
+from megapipe.monitor.stragglers import (
+    RankPace,
+    SlowGroup,
+    SlowLink,
+    SlowRank,
+    extremes_text,
+    find_stragglers,
+    straggler_text,
+)
 
 STEP = 1.0
 NAMES = [f"rank {rank} (pp ?) on host" for rank in range(16)]
@@ -31,18 +38,18 @@ noise = st.lists(st.floats(0.40, 0.49), min_size=2, max_size=12)
 
 @given(noise)
 def test_nobody_is_named_where_all_are_about_as_fast(computing: list[float]) -> None:
-    assert stragglers(paces(computing), {}) == []
+    assert find_stragglers(paces(computing), {}) == []
 
 
 @given(noise, st.integers(0, 11), st.floats(0.7, 0.95))
 def test_the_slow_rank_among_equals_is_named_and_no_other(computing: list[float], which: int, seconds: float) -> None:
     which %= len(computing)
     computing[which] = seconds
-    (found,) = stragglers(paces(computing), {})
+    (found,) = find_stragglers(paces(computing), {})
     assert isinstance(found, SlowRank) and (found.rank, found.what, found.same_work) == (which, "computes", True)
-    text = sentence(found, paces(computing), NAMES)
+    text = straggler_text(found, paces(computing), NAMES)
     assert text.startswith(f"rank {which} (pp ?) on host is slow: it computes {1000 * seconds:.1f} ms a step, ")
-    assert extremes(paces(computing), 1).startswith(f"longest rank {which} ")
+    assert extremes_text(paces(computing), 1).startswith(f"longest rank {which} ")
 
 
 @given(st.floats(0.2, 4.0), st.integers(0, 3))
@@ -50,17 +57,17 @@ def test_where_nobody_has_the_same_work_the_plan_says_who_is_slow(share: float, 
     work = [1.0, share, 1.0, 1.0]
     alone = dict.fromkeys(range(4), ())
     computing = [0.05 * part for part in work]
-    assert stragglers(paces(computing, work=dict(enumerate(work)), peers=alone), {}) == []
+    assert find_stragglers(paces(computing, work=dict(enumerate(work)), peers=alone), {}) == []
     computing[which] *= 2.5
     computing[which] += 0.15
-    (found,) = stragglers(paces(computing, work=dict(enumerate(work)), peers=alone), {})
+    (found,) = find_stragglers(paces(computing, work=dict(enumerate(work)), peers=alone), {})
     assert isinstance(found, SlowRank) and (found.rank, found.same_work) == (which, False)
 
 
 def test_a_rank_that_reads_for_long_does_not_compute_for_long() -> None:
-    (found,) = stragglers(paces([0.4, 0.4, 0.4], reading={1: 0.3}), {})
+    (found,) = find_stragglers(paces([0.4, 0.4, 0.4], reading={1: 0.3}), {})
     assert found == SlowRank(1, "reads data", 0.3, 0.0, True)
-    assert "it reads data 300.0 ms a step, ranks with the same work: 0.0 ms" in sentence(
+    assert "it reads data 300.0 ms a step, ranks with the same work: 0 us" in straggler_text(
         found, paces([0.4, 0.4, 0.4]), NAMES
     )
 
@@ -68,25 +75,25 @@ def test_a_rank_that_reads_for_long_does_not_compute_for_long() -> None:
 def test_a_slow_link_is_told_from_the_others_and_alone_by_its_share_of_a_step() -> None:
     others = {0: 1, 1: 2, 2: 3}
     seconds = {0: 0.001, 1: 0.2, 2: 0.002}
-    (found,) = stragglers(paces([0.3] * 4, link=others, link_seconds=seconds), {})
+    (found,) = find_stragglers(paces([0.3] * 4, link=others, link_seconds=seconds), {})
     assert found == SlowLink((1, 2), 0.2, 0.0015)
-    text = sentence(found, paces([0.3] * 4), NAMES)
+    text = straggler_text(found, paces([0.3] * 4), NAMES)
     assert (
         "between rank 1 (pp ?) on host and rank 2 (pp ?) on host is slow" in text and "200.0 ms, 20% of a step" in text
     )
-    (alone,) = stragglers(paces([0.3] * 2, link={0: 1}, link_seconds={0: 0.2}), {})
+    (alone,) = find_stragglers(paces([0.3] * 2, link={0: 1}, link_seconds={0: 0.2}), {})
     assert alone == SlowLink((0, 1), 0.2, None)
-    assert stragglers(paces([0.3] * 2, link={0: 1}, link_seconds={0: 0.02}), {}) == []
+    assert find_stragglers(paces([0.3] * 2, link={0: 1}, link_seconds={0: 0.02}), {}) == []
 
 
 def test_a_group_in_which_even_the_last_one_waits_is_slow_and_one_that_waits_for_a_rank_is_not() -> None:
     waits = {rank: {"tp": 0.5 if rank in (4, 5) else 0.02} for rank in range(8)}
-    (found,) = stragglers(paces([0.4] * 8, waits=waits), TP_GROUPS)
+    (found,) = find_stragglers(paces([0.4] * 8, waits=waits), TP_GROUPS)
     assert found == SlowGroup("tp", (4, 5), 0.5, 0.02)
-    assert "of the tp group of ranks 4 5 are slow" in sentence(found, paces([0.4] * 8), NAMES)
+    assert "of the tp group of ranks 4 5 are slow" in straggler_text(found, paces([0.4] * 8), NAMES)
     computing = [0.4] * 5 + [0.8] + [0.4] * 2
     waits = {rank: {"tp": 0.5 if rank == 4 else 0.02} for rank in range(8)}
-    (rank,) = stragglers(paces(computing, waits=waits), TP_GROUPS)
+    (rank,) = find_stragglers(paces(computing, waits=waits), TP_GROUPS)
     assert isinstance(rank, SlowRank) and rank.rank == 5
 
 

@@ -70,7 +70,7 @@ def hang(heartbeat: Heartbeat) -> None:
     ("answers", "words"),
     [
         (True, ("training hangs on rank 1 (pp 1, stage 1) on b, process 77: in 1F2", "stack of rank 1", "read()")),
-        (False, ("hangs: nothing comes any more from host b (rank 1), seen from a: it is down or cut off",)),
+        (False, ("hangs: host b (rank 1) no longer answers a: it is down or cut off",)),
     ],
     ids=["stuck", "cut off"],
 )

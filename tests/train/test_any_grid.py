@@ -23,7 +23,8 @@ from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.yaml_file import to_yaml
 from megapipe.plan.resolve import resolve
 from megapipe.topology import GROUP_NAMES, Topology
-from megapipe.train.persistence import boxes_to_save, load, save
+from megapipe.train.loading import load
+from megapipe.train.saving import boxes_to_save, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool

@@ -30,21 +30,21 @@ def flip(values: torch.Tensor, element: int) -> None:
 
 def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "parameter") -> None:
     """After step STRIKES_AFTER, in the memory of some ranks."""
-    settle, count = TrainStep.settle, 0
+    finish, count = TrainStep.finish, 0
 
-    def settled(self: TrainStep, *arguments: Any) -> Any:
+    def finished(self: TrainStep, *arguments: Any) -> Any:
         nonlocal count
-        result = settle(self, *arguments)
+        result = finish(self, *arguments)
         count += 1
         if count == STRIKES_AFTER:
-            TrainStep.settle = settle  # type: ignore[method-assign]
-            runtime = self._runtime
+            TrainStep.finish = finish  # type: ignore[method-assign]
+            runtime = self.runtime
             runtime.gather.finish()
             strike(runtime, name, where)
         return result
 
     if rank in victims:
-        TrainStep.settle = settled  # type: ignore[method-assign]
+        TrainStep.finish = finished  # type: ignore[method-assign]
 
 
 def strike(runtime: TrainingRuntime, name: str, where: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
-from megapipe.train.persistence import load, save
+from megapipe.train.loading import load
+from megapipe.train.saving import save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megapipe.model.mlp import MLP
-from megapipe.train import fault_search
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
@@ -21,17 +20,16 @@ HIT = 21  # a sample of step 3, in its microbatch 2: samples 20 and 21
 
 def in_step_three(rank: int, plant: Callable[[Any], None]) -> None:
     """Called on both ranks: the third step and each repetition of it run with what `plant` breaks."""
-    launch, run, count = TrainStep.launch, fault_search._run, 0
+    launch, count = TrainStep.run, 0
 
     def launched(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
         nonlocal count
         count += 1
         if count == 3:
-            plant(self._runtime)
+            plant(self.runtime)
         return launch(self, microbatches, *rest)
 
-    TrainStep.launch = launched  # type: ignore[method-assign]
-    assert run is fault_search._run
+    TrainStep.run = launched  # type: ignore[method-assign]
 
 
 class Break(torch.autograd.Function):
@@ -99,14 +97,14 @@ def weight_gradient(runtime: Any) -> None:
 
 
 CASES = {
-    forward: r"decoder\.layers\.2\.mlp \(MLP\) returns what is no number, of inputs that are: stage 1 on rank 1, microbatch 2, "
-    r"samples 20, 21 \(1 of 4 microbatches are hit\)",
-    backward: r"the backward of what follows decoder\.layers\.2\.mlp\.?\S* \(\w+\) gives a gradient that is no number: "
+    forward: r"decoder\.layers\.2\.mlp \(MLP\) returns values that are not finite from finite inputs: stage 1 on rank 1, microbatch 2, "
+    r"samples 20, 21 \(1 of 4 microbatches are affected\)",
+    backward: r"the backward of what follows decoder\.layers\.2\.mlp\.?\S* \(\w+\) gives a gradient that is not finite: "
     r"stage 1 on rank 1, microbatch 2, samples 20, 21",
-    weight: r"weight decoder\.layers\.1\.self_attention\.linear_qkv\.weight of stage 0 on rank 0 was no number before the step began",
-    weight_gradient: r"the gradient of weight decoder\.layers\.0\.mlp\.linear_fc1\.weight is no number .*"
+    weight: r"weight decoder\.layers\.1\.self_attention\.linear_qkv\.weight of stage 0 on rank 0 was not finite before the step",
+    weight_gradient: r"the gradient of weight decoder\.layers\.0\.mlp\.linear_fc1\.weight is not finite .*"
     r": stage 0 on rank 0, microbatch 1, samples 18, 19",
-    once: r"run once more, the step is finite everywhere: the fault does not repeat itself",
+    once: r"repeated, the step is finite everywhere: the fault does not repeat itself",
 }
 
 

@@ -180,7 +180,7 @@ def host_waits(seen: list[str]) -> Iterator[None]:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """By part of a step: where the host read something of the device in it."""
-    found: dict[str, list[str]] = {"launch": [], "settle": []}
+    found: dict[str, list[str]] = {"start": [], "finish": []}
     for part, seen in found.items():
         run = getattr(TrainStep, part)
 
@@ -206,12 +206,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         pytest.param("--log-num-zeros-in-grad --decoupled-lr 0.1 --fp16 --initial-loss-scale 64", id="fp16"),
     ],
 )
-def test_host_reads_nothing_of_the_device_until_a_step_has_been_launched(
+def test_host_reads_nothing_of_the_device_until_a_step_has_been_started(
     flags: str, waits: dict[str, list[str]]
 ) -> None:
     code, said = job(f"--train-iters 3 {flags}")
     assert code == 0, said
-    assert waits["launch"] == []
-    per_step = [sorted(set(waits["settle"]))]
-    assert 0 < len(waits["settle"]) <= 3 * 8, per_step
-    assert set(waits["settle"]) <= {"loss.wait", "gradient_norm.wait"}, per_step
+    assert waits["start"] == []
+    per_step = [sorted(set(waits["finish"]))]
+    assert 0 < len(waits["finish"]) <= 3 * 8, per_step
+    assert set(waits["finish"]) <= {"loss.wait", "gradient_norm.wait"}, per_step

@@ -17,8 +17,7 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import DocumentRules
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel import cross_entropy, embedding
-from megapipe.train.fault_search import search
-from megapipe.train.faults import OutputWatch
+from megapipe.train.nonfinite import OutputWatch, repeat_step
 from megapipe.train.step import Rates
 from tests.harness import RankPool
 from tests.pipeline.tape import Pool, TapeRecorder
@@ -210,8 +209,8 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
             assert np.isfinite(
                 step.run(step_microbatches(runtime, rows, 2), Rates(0.0, 0.0)).loss
             )  # a replay runs no Python
-            found = search(runtime, step_microbatches(runtime, rows, 2))
-        assert "decoder.layers.2.mlp (MLP) returns what is no number" in found
+            found = repeat_step(runtime, step_microbatches(runtime, rows, 2))
+        assert "decoder.layers.2.mlp (MLP) returns values that are not finite" in found
         assert len(recorder.pools) == pools
         step.run(step_microbatches(runtime, rows, 3), Rates(0.0, 0.0))
         assert len(recorder.pools) == 2 * pools

@@ -28,7 +28,7 @@ Pools = Callable[[int], RankPool]
 
 def at_step(number: int, strike: Callable[[Any], None]) -> None:
     """Do something on this rank when step `number` begins."""
-    launch, count = TrainStep.launch, 0
+    launch, count = TrainStep.run, 0
 
     def launched(self: TrainStep, *arguments: Any) -> bool:
         nonlocal count
@@ -37,7 +37,7 @@ def at_step(number: int, strike: Callable[[Any], None]) -> None:
             strike(self)
         return launch(self, *arguments)
 
-    TrainStep.launch = launched  # type: ignore[method-assign]
+    TrainStep.run = launched  # type: ignore[method-assign]
 
 
 def struck(folder: str) -> None:
@@ -78,7 +78,7 @@ def stopped(rank: int, folder: str) -> None:
 def in_another_collective(rank: int, folder: str) -> None:
     def meets(step: Any) -> None:
         struck(folder)
-        barrier(step._runtime.groups.world)
+        barrier(step.runtime.groups.world)
 
     if rank == 1:
         at_step(3, meets)
@@ -160,7 +160,7 @@ def test_a_killed_rank_is_named_by_the_one_that_lost_it(rank_pools: Pools, tmp_p
     survivor, killed = rank_pools(2).run(job_on_rank, flags, killed_by_the_system, str(tmp_path), may_die=[1])
     assert killed is None
     assert survivor[1] == "CommunicationError"
-    assert "Gone without a word: rank 1 (pp 1, stage 1) on " in survivor[2]
+    assert "Died without an error message: rank 1 (pp 1, stage 1) on " in survivor[2]
 
 
 def killed_by_the_system(rank: int, folder: str) -> None:

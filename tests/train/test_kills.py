@@ -79,14 +79,14 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
             os.kill(process, signal.SIGKILL)
 
     if kill.event is None:
-        launch = TrainStep.launch
+        launch = TrainStep.run
 
         def first(self: TrainStep, *arguments: Any) -> Any:
-            TrainStep.launch = launch  # type: ignore[method-assign]
+            TrainStep.run = launch  # type: ignore[method-assign]
             threading.Timer(kill.seconds, strike).start()
             return launch(self, *arguments)
 
-        TrainStep.launch = first  # type: ignore[method-assign]
+        TrainStep.run = first  # type: ignore[method-assign]
         return
     done, seen = Disk._done, 0
 

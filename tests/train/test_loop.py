@@ -20,7 +20,8 @@ from megapipe.data.loader import Loader
 from megapipe.environment import child_environment
 from megapipe.extras.verify.inputs import random_batches
 from megapipe.model.block import Block
-from megapipe.train.faults import OutputWatch
+from megapipe.train import loop as loop_module
+from megapipe.train.nonfinite import OutputWatch
 from megapipe.train.step import TrainStep
 from tests.harness import REPOSITORY, RankPool
 from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
@@ -105,18 +106,17 @@ def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
 
 
 def signal_in_step(rank: int, number: int) -> None:
-    """Rank 1 gets SIGUSR1 in the middle of its step `number`."""
-    launch = TrainStep.launch
-    steps = 0
+    """Rank 1 gets SIGUSR1 as its step `number` begins."""
+    read, steps = loop_module.read_microbatches, 0
 
-    def interrupted(self: TrainStep, *arguments: Any) -> Any:
+    def interrupted(*arguments: Any) -> Any:
         nonlocal steps
         steps += 1
         if rank == 1 and steps == number:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return launch(self, *arguments)
+        return read(*arguments)
 
-    TrainStep.launch = interrupted  # type: ignore[method-assign]
+    loop_module.read_microbatches = interrupted
 
 
 def test_a_signal_to_one_rank_lets_all_leave_after_the_same_step(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_nan_in_a_forward_names_rank_stage_microbatch_and_samples() -> None:
             "step 2: loss nan, gradient norm nan; first seen in the forward of stage 1 (layers 1 to 1) on rank 3, "
         )
         # step 2 begins after 16 samples; microbatch 2 of dp rank 1 holds 16 + (2 x 2 + 1) x 2 and the next
-        assert "microbatch 2, samples 26, 27 of the training data; run once more, the step is finite everywhere" in text
+        assert "microbatch 2, samples 26, 27 of the training data; repeated, the step is finite everywhere" in text
 
 
 def test_nan_in_a_backward_names_rank_and_parameters() -> None:
@@ -170,7 +170,7 @@ def test_nan_in_a_backward_names_rank_and_parameters() -> None:
         assert kind == "TrainingError"
         assert text is not None
         assert "all forwards were finite, so it arose in a backward: gradient of " in text
-        assert re.search(r"gradient of decoder\.layers\..* on rank \d; run once more", text), text
+        assert re.search(r"gradient of decoder\.layers\..* on rank \d; repeated", text), text
         assert not text.startswith("step 1: loss nan")
 
 
@@ -214,5 +214,5 @@ def test_an_evaluation_leaves_nothing_for_the_search_after_a_nan() -> None:
     ]
     step.evaluate(batch)
     assert not watch.take()
-    step.gradients(batch[:4])
+    step.gradients(batch[:4]).wait()
     assert set(watch.take()) == {(microbatch, 0) for microbatch in range(4)}

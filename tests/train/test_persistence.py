@@ -15,7 +15,8 @@ from megapipe.checkpoint.manifest import read_manifest
 from megapipe.checkpoint.tensor_box import padding_of
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
-from megapipe.train.persistence import load, prepare_save, save
+from megapipe.train.loading import load
+from megapipe.train.saving import prepare_save, save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
 from tests.harness import RankPool

@@ -135,7 +135,7 @@ def test_one_rank_is_profiled_too_and_a_run_that_ends_early_says_what_it_has(tmp
     (path,) = profiles_in(tmp_path)
     assert summarize(read_profile(path)).predicted_idle.barrier == pytest.approx(0.0, abs=1e-9)
     code, said = job(f"--train-iters 1 --profile-pipeline --metrics-file {tmp_path}/n.jsonl")
-    assert code == 0 and "--profile-pipeline: nothing was recorded, for the run did not come to step 10" in said
+    assert code == 0 and "--profile-pipeline: nothing was recorded: the run did not reach step 10" in said
 
 
 def test_a_profiled_step_lasts_until_the_weights_are_updated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,16 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.trace import Event, Tracer
 from megapipe.model.block import Block
 from megapipe.optimizer import optimizer as optimizer_module
 from megapipe.optimizer.gradient_norm import ModelSum
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.optimizer.rollback import Confidence
-from megapipe.train import loop as loop_module
-from megapipe.train.step import Rates, StepResult, TrainStep
+from megapipe.train import saving as saving_module
+from megapipe.train.step import PostValidationStep, Rates, StepBatch, StepResult, train_step
 from tests.harness import RankPool
-from tests.train.grids import runtime_of, step_microbatches, trainer
+from tests.train.grids import runtime_of, step_microbatches
 from tests.train.jobs import job_on_rank, steps_of
 from tests.train.runs import state_of, tiny
 from tests.train.test_loop import plant, signal_in_step
@@ -70,25 +71,33 @@ def spoil(rank: int, where: int | None, call: int) -> Callable[[], None]:
     return lambda: setattr(Block, "forward", forward)
 
 
+def batch_of(
+    runtime: TrainingRuntime, rows: np.ndarray, index: int, rates: Rates, needs_result: bool = False
+) -> StepBatch:
+    return StepBatch(index + 1, 0, len(rows), step_microbatches(runtime, rows, index), rates, needs_result)
+
+
 def train(
     rank: int, world_size: int, changes: dict[str, Any], is_ahead: bool, steps: int = STEPS, spoiled: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[StepResult]]:
     """State, scaler state and results after some steps. spoiled: the rank in whose fourth step a gradient becomes infinite."""
     runtime = runtime_of(tiny(**changes, optimizer_post_validation=is_ahead), rank, world_size)
-    step, results = trainer(runtime), []
+    step, results = train_step(runtime), []
     rows = np.random.RandomState(0).randint(0, 29, (STEPS, 16, 9))
 
-    def settled(result: StepResult) -> bool:
+    def settle(batch: StepBatch, result: StepResult) -> bool:
         results.append(result)
         return True
 
     for index in range(steps):
         restore = spoil(rank, spoiled if index == 3 else None, 1)
+        batch = batch_of(runtime, rows[index], index, Rates(3e-2, 0.1), needs_result=index == steps - 1)
         try:
-            assert step.launch(step_microbatches(runtime, rows[index], index), Rates(3e-2, 0.1), settled=settled)
+            result = step.take(batch, settle)
         finally:
             restore()
-    settled(step.settle())
+        if result is not None:
+            settle(batch, result)
     return state_of(runtime), runtime.optimizer.plain_state(), results
 
 
@@ -177,7 +186,7 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
     """The last rank sends its part of step 0's norm only when rank 0 has updated and run the head start of step 1. Rank 0's events."""
     tracer = Tracer()
     runtime = runtime_of(tiny(**changes, optimizer_post_validation=True), rank, world_size, tracer=tracer)
-    step = trainer(runtime)
+    step = train_step(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (16, 9))
 
     class Late(ModelSum):
@@ -188,17 +197,12 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
 
     optimizer_module.ModelSum = Late  # type: ignore[misc]
     try:
-        step.launch(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
+        step.take(batch_of(runtime, rows, 0, Rates(1e-2, 0.0)), lambda batch, result: True)
         tracer.clear()
-
-        def settled(_: StepResult) -> bool:
-            return True
-
         if rank == 0:
-            settle = step.settle
-            step.settle = lambda *arguments: (Path(flag).touch(), settle(*arguments))[1]  # type: ignore[method-assign]
-        step.launch(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0), settled=settled)
-        step.settle()
+            finish = step.finish
+            step.finish = lambda loss: (Path(flag).touch(), finish(loss))[1]  # type: ignore[method-assign]
+        step.take(batch_of(runtime, rows, 1, Rates(1e-2, 0.0), needs_result=True), lambda batch, result: True)
     finally:
         optimizer_module.ModelSum = ModelSum  # type: ignore[misc]
     return tracer.events
@@ -217,21 +221,21 @@ def test_a_late_norm_delays_neither_updates_nor_the_head_start_of_others(
 
 def premature(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
     runtime = runtime_of(tiny(**changes, optimizer_post_validation=True), rank, world_size)
-    step = trainer(runtime)
-    microbatches = step_microbatches(runtime, np.random.RandomState(0).randint(0, 29, (16, 9)), 0)
-    step.launch(microbatches, Rates(1e-2, 0.0))
+    step, rows = train_step(runtime), np.random.RandomState(0).randint(0, 29, (16, 9))
+    batch = batch_of(runtime, rows, 0, Rates(1e-2, 0.0))
+    assert step.take(batch, lambda batch, result: True) is None
     optimizer = runtime.optimizer
     said = []
     for use in (
         lambda: list(optimizer.state()),
         optimizer.plain_state,
         optimizer.parameters_norm,
-        lambda: step.evaluate(microbatches),
+        lambda: step.evaluate(batch.microbatches),
     ):
         with pytest.raises(RuntimeError) as error:
             use()
         said.append(str(error.value))
-    step.settle()
+    optimizer.settle()
     assert list(optimizer.state())
     return said
 
@@ -281,15 +285,15 @@ def test_a_signal_gives_up_the_step_begun_and_saves_the_last_whole_one(tmp_path:
 
 def minutes_pass(rank: int) -> None:
     """Every step takes one minute of the loop's clock."""
-    launch, now = TrainStep.launch, 0.0
+    take, now = PostValidationStep.take, 0.0
 
-    def one_minute(self: TrainStep, *arguments: Any) -> Any:
+    def one_minute(self: PostValidationStep, *arguments: Any) -> Any:
         nonlocal now
         now += 60.0
-        return launch(self, *arguments)
+        return take(self, *arguments)
 
-    TrainStep.launch = one_minute  # type: ignore[method-assign]
-    loop_module.time = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)  # type: ignore[assignment]
+    PostValidationStep.take = one_minute  # type: ignore[method-assign]
+    saving_module.time = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)  # type: ignore[assignment]
 
 
 def test_a_save_by_the_clock_gives_up_the_step_begun_and_takes_it_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ class Crash(BaseException):
 
 
 def crash_in_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, taken = TrainStep.launch, []
+    launch, taken = TrainStep.run, []
 
     def one_step(self: TrainStep, *arguments: object) -> bool:
         taken.append(1)
@@ -26,7 +26,7 @@ def crash_in_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise Crash
         return launch(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TrainStep, "launch", one_step)
+    monkeypatch.setattr(TrainStep, "run", one_step)
 
 
 def crashing_job(flags: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

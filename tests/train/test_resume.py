@@ -15,10 +15,11 @@ from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.config.yaml_file import to_yaml
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.train.asynchronous_step import step_of
-from megapipe.train.persistence import load, save
+from megapipe.train.loading import load
+from megapipe.train.saving import save
 from megapipe.train.schedules import Schedules
 from megapipe.train.state import TrainingState
+from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.train.runs import runtime_of, state_of
 
@@ -48,7 +49,7 @@ TENSOR_PARALLEL_FP16 = {
 def train(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules, stop: int) -> list[float]:
     """Steps up to `stop` on samples that are numbers made from their index; returns the losses."""
     config, coordinates, dp = runtime.plan.config, runtime.coordinates, runtime.plan.topology.dp
-    step = step_of(runtime)
+    step = train_step(runtime)
     micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size
     assert batch_size is not None
     losses = []

@@ -9,7 +9,7 @@ from megapipe import __version__
 from megapipe.config.load import from_yaml
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
-from megapipe.train.run_log import RunLog
+from megapipe.train.journal import Journal
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank, lines_of
 
@@ -47,7 +47,7 @@ def test_a_rank_that_fails_leaves_its_message(rank_pools: Callable[[int], RankPo
 
 def test_a_disk_that_refuses_costs_the_record_alone(tmp_path: Path, capsys: object) -> None:
     (tmp_path / "file").write_text("")
-    log = RunLog(tmp_path / "file" / "below")
+    log = Journal(tmp_path / "file" / "below")
     log.note("one")
     log.note("two")
     assert capsys.readouterr().err.count("the run goes on without it") == 1  # type: ignore[attr-defined]

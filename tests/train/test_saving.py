@@ -63,7 +63,7 @@ def test_saves_beside_the_training_hold_the_same_bits(tmp_path: Path, world: int
 
 def held_up(rank: int) -> None:
     """No save goes on before this rank has begun its step 4 of the run; the one of step 2 is under way till then."""
-    gate, launch, begun = threading.Event(), TrainStep.launch, 0
+    gate, launch, begun = threading.Event(), TrainStep.run, 0
 
     def counted(self: TrainStep, *arguments: Any) -> Any:
         nonlocal begun
@@ -72,7 +72,7 @@ def held_up(rank: int) -> None:
             gate.set()
         return launch(self, *arguments)
 
-    TrainStep.launch = counted  # type: ignore[method-assign]
+    TrainStep.run = counted  # type: ignore[method-assign]
     create = Disk.create
 
     def gated(self: Disk, path: Path) -> Any:
@@ -199,14 +199,14 @@ def test_a_nan_is_told_beside_the_failure_of_the_save_under_way(tmp_path: Path) 
 
 def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("megapipe.train.loop.time.monotonic", lambda: now[0])
-    launch = TrainStep.launch
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    launch = TrainStep.run
 
     def one_minute(self: TrainStep, *arguments: Any) -> Any:
         now[0] += 60.0
         return launch(self, *arguments)
 
-    monkeypatch.setattr(TrainStep, "launch", one_minute)
+    monkeypatch.setattr(TrainStep, "run", one_minute)
     code, said = job(f"--train-iters 9 --save-interval-minutes 3 --save-interval 5 --save {tmp_path}")
     assert code == 0, said
     assert checkpoints(tmp_path) == [3, 5, 8, 9]  # the time counts from the last save

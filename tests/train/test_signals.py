@@ -17,7 +17,7 @@ import pytest
 
 from megapipe.environment import child_environment
 from megapipe.train import run as run_module
-from megapipe.train.saving import Saves
+from megapipe.train.saving import Saving
 from megapipe.train.step import TrainStep
 from tests.harness import REPOSITORY, RankPool
 from tests.train.jobs import TINY, furthest, job_on_rank, lines_of
@@ -26,7 +26,7 @@ Pools = Callable[[int], RankPool]
 FLAGS = "--train-iters 4 --save-interval 2 --eval-interval 2 --eval-iters 5 --use-distributed-optimizer"
 MOMENTS = {
     "before the first step": (run_module, "build_data"),
-    "in a save": (Saves, "save"),
+    "in a save": (Saving, "save"),
     "in an evaluation": (TrainStep, "evaluate"),
 }
 
@@ -85,13 +85,13 @@ def test_all_ranks_leave_and_a_resumed_run_ends_as_if_there_had_been_no_signal(
 SAVES_SLOWLY = """
 import sys, time
 from megapipe.extras.cli.pretrain import main
-from megapipe.train.saving import Saves
+from megapipe.train.saving import Saving
 
 def save(self, state):
     print("saving", flush=True)
     time.sleep(100)
 
-Saves.save = save
+Saving.save = save
 sys.exit(main())
 """
 

@@ -17,8 +17,7 @@ from megapipe.checkpoint.manifest import read_manifest
 from megapipe.checkpoint.rollbacks import read_rollbacks
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
-from megapipe.train.rollback import SpikeRollback
-from megapipe.train.spikes import SpikeWatch
+from megapipe.train.spikes import SpikeRollback, SpikeWatch
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank, lines_of, steps_of
 from tests.train.test_saving import contents
@@ -60,21 +59,21 @@ def louder(rank: int, *windows: tuple[int, int]) -> None:
     """The loss of a global batch of 8 with these places of the data is five times what it is."""
     from megapipe.train.step import TrainStep
 
-    launch, settle = TrainStep.launch, TrainStep.settle
+    start, finish = TrainStep.start, TrainStep.finish
 
-    def remembered(self: TrainStep, microbatches: Any, *rest: Any) -> bool:
-        done = launch(self, microbatches, *rest)
+    def remembered(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
+        done = start(self, microbatches, *rest)
         self.places = {i for ids in microbatches.sample_ids.values() for i in ids}  # type: ignore[attr-defined]
         return done
 
     def told(self: TrainStep, *rest: Any) -> Any:
         import dataclasses
 
-        result = settle(self, *rest)
+        result = finish(self, *rest)
         hit = any(first <= place // 8 * 8 < past for first, past in windows for place in self.places)  # type: ignore[attr-defined]
         return dataclasses.replace(result, loss=result.loss * (5 if hit else 1))
 
-    TrainStep.launch, TrainStep.settle = remembered, told  # type: ignore[method-assign]
+    TrainStep.start, TrainStep.finish = remembered, told  # type: ignore[method-assign]
 
 
 def account(root: Path, step: int) -> dict[str, Any]:
@@ -148,7 +147,7 @@ class Crash(BaseException):
 def in_process(monkeypatch: pytest.MonkeyPatch, *windows: tuple[int, int]) -> None:
     from megapipe.train.step import TrainStep
 
-    for name in ("launch", "settle"):
+    for name in ("start", "finish"):
         monkeypatch.setattr(TrainStep, name, getattr(TrainStep, name))
     louder(0, *windows)
 
@@ -170,7 +169,7 @@ def test_what_was_given_up_is_kept_apart_and_a_run_from_there_has_to_save_elsewh
     monkeypatch.undo()
     old = f"--load {tmp_path}/c/abandoned-1 --train-iters 14 --lr 1e-3"
     code, said = job(f"{old} --save {tmp_path}/c")
-    assert code == 1 and "this run goes on from step 8 of a way that was given up" in said
+    assert code == 1 and "this run would continue from step 8 of an abandoned branch" in said
     code, said = job(f"{old} --save {tmp_path}/other")
     assert code == 0 and "going on after step 8, 64 samples" in said
 

@@ -152,9 +152,13 @@ def test_on_a_gpu_the_last_whole_step_before_a_line_is_told_by_its_streams(monke
     config = SimpleNamespace(logging=SimpleNamespace(log_interval=4, straggler_minmax_count=1, log_straggler=True))
     groups = SimpleNamespace(world=SimpleNamespace(size=2))
     runtime = SimpleNamespace(
-        plan=SimpleNamespace(config=config), groups=groups, device=torch.device("cuda"), channels={0: channel}
+        plan=SimpleNamespace(config=config),
+        groups=groups,
+        device=torch.device("cuda"),
+        channels={0: channel},
+        heartbeat=heartbeat,
     )
-    log = StragglerLog(runtime, heartbeat, SimpleNamespace())  # type: ignore[arg-type]
+    log = StragglerLog(runtime, SimpleNamespace())  # type: ignore[arg-type]
     for step in range(1, 5):
         heartbeat.step(step)
         log.begins(step)

@@ -17,10 +17,10 @@ from megapipe.config.load import load_config
 from megapipe.environment import read_environment
 from megapipe.gpu.device_clock import EventClock
 from megapipe.plan.resolve import resolve
-from megapipe.train.metrics import EvaluationMetrics
+from megapipe.train.journal import Journal
+from megapipe.train.metrics import Console, EvaluationMetrics, JsonLines
 from megapipe.train.run import pretrain
 from megapipe.train.timers import Timers, action_seconds
-from megapipe.train.writers import Console, JsonLines, Writers
 from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import TINY, job, lines_of, steps_of
 
@@ -137,10 +137,11 @@ def test_a_writer_that_fails_is_left_out_and_the_others_go_on(
         def _write(self, record: dict[str, Any]) -> None:
             raise OSError(28, "No space left on device")
 
-    writers = Writers([Full(tmp_path / "full.jsonl"), Console(), JsonLines(tmp_path / "m.jsonl")])
+    journal = Journal(None)
+    journal.writers = [Full(tmp_path / "full.jsonl"), Console(), JsonLines(tmp_path / "m.jsonl")]
     for step in (1, 2):
-        writers.evaluation(EvaluationMetrics("validation", step, math.nan, 64, 0.1))
-    writers.close()
+        journal.evaluation(EvaluationMetrics("validation", step, math.nan, 64, 0.1))
+    journal.close()
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path / "m.jsonl")] == [(1, None), (2, None)]
     printed = capsys.readouterr()
     assert printed.err.count("No space left on device; training goes on without it") == 1
@@ -161,7 +162,7 @@ def test_metrics_that_cannot_be_written_are_said_before_training(tmp_path: Path)
         ("--profile-step-start 2 --profile-step-end 9", "trace of steps 2 to 2", True),
         (
             "--profile-step-start 8 --profile-step-end 9",
-            "nothing was traced, for the run did not come to step 8",
+            "nothing was traced: the run did not reach step 8",
             False,
         ),
         ("--profile-step-start 1 --profile-step-end 3 --profile-ranks 1", "", False),
@@ -182,7 +183,7 @@ def test_profile_writes_a_trace_of_its_steps(tmp_path: Path, flags: str, said: s
 def test_norm_and_zeros_are_those_of_the_model(tmp_path: Path) -> None:
     seen: list[tuple[float, int]] = []
 
-    def look(runtime: Any, data: Any, writers: Any) -> None:
+    def look(runtime: Any, data: Any, journal: Any) -> None:
         (buffers,) = runtime.buffers.values()
         squares = sum(buffers.parameter(name).double().square().sum().item() for name in buffers.names)
         zeros = sum(int((buffers.main_grad(name) == 0).sum()) for name in buffers.names)

@@ -34,7 +34,7 @@ from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.simulate import Costs, simulate
-from megapipe.train.step import Rates, StepResult, TrainStep
+from megapipe.train.step import Rates, StepBatch, StepResult, train_step
 
 MODEL = (
     "--num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --make-vocab-size-divisible-by 4 "
@@ -87,7 +87,7 @@ class Contender:
         seconds = arguments.unit / 1e3 / plan.num_chunks
         for runner in self.runtime.runners.values():
             stretch(runner, seconds)
-        self._step, self._count, self._index = TrainStep(self.runtime), arguments.microbatches, 0
+        self._step, self._count, self._index = train_step(self.runtime), arguments.microbatches, 0
         self._rows = np.random.RandomState(0).randint(0, 32, (self._count, 9))
         costs = Costs({(s, op): UNITS[op][1] * seconds for s in range(plan.placement.num_stages) for op in COMPUTE_OPS})
         timeline = simulate(plan.schedule(self._count), costs)
@@ -99,16 +99,16 @@ class Contender:
         barrier(self.runtime.groups.world)
         verdicts: list[float] = []
 
-        def settled(_: StepResult) -> bool:
+        def settle(batch: StepBatch, result: StepResult) -> bool:
             verdicts.append(time.perf_counter())
             return True
 
-        for _ in range(steps):
-            self._step.launch(self._microbatches(), Rates(1e-3, 0.0), settled=settled)
-            if not self._step.is_ahead:
-                settled(self._step.settle())
-        if self._step.is_ahead:
-            self._step.settle()
+        for step in range(1, steps + 1):
+            rates, is_last = Rates(1e-3, 0.0), step == steps
+            batch = StepBatch(step, 0, self._count, self._microbatches(), rates, needs_result=is_last)
+            result = self._step.take(batch, settle)
+            if result is not None and not is_last:
+                settle(batch, result)
         return [after - before for before, after in pairwise(verdicts[1:])]
 
     def _microbatches(self) -> Microbatches:

@@ -7,10 +7,10 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import Generator, Limits
 from megapipe.extras.inference.sampling import Sampling
-from megapipe.train.writers import Writers
+from megapipe.train.journal import Journal
 
 
-def print_samples(runtime: TrainingRuntime, data: RunData, writers: Writers) -> None:
+def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> None:
     """Continue each of --sample-prompts and print the texts; called by all ranks."""
     logging = runtime.plan.config.logging
     if not logging.sample_prompts:
@@ -23,6 +23,6 @@ def print_samples(runtime: TrainingRuntime, data: RunData, writers: Writers) -> 
     stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
     generator = Generator(runtime, Sampling(temperature=0.8, top_k=40))
     texts = generator.continue_prompts(prompts, Limits(logging.sample_tokens, stop))
-    writers.say("samples:")
+    journal.say("samples:")
     for prompt, text in zip(prompts, texts, strict=True):
-        writers.say("    " + data.tokenizer.decode([*prompt, *text]).replace("\n", "\n    "))
+        journal.say("    " + data.tokenizer.decode([*prompt, *text]).replace("\n", "\n    "))

@@ -46,7 +46,6 @@ class SavedModel:
     def runtime(self) -> InferenceRuntime:
         """Join the other ranks, build the stages and load the weights."""
         from megapipe.assembly.inference_runtime import InferenceRuntime
-        from megapipe.assembly.saved_weights import load_weights
         from megapipe.checkpoint.folder import open_folder
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
@@ -54,7 +53,7 @@ class SavedModel:
         world = start(self.environment, "auto", device=self.device)
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         runtime = InferenceRuntime(self.plan, groups, world.device)
-        load_weights(runtime.buffers, groups, open_folder(self.folder))
+        runtime.load_weights(open_folder(self.folder))
         return runtime
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import MegapipeError
-from megapipe.monitor.diagnosis import waits_for
+from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.folder import read_folder
-from megapipe.monitor.sighting import Sighting
-from megapipe.monitor.words import doing, summary, table
+from megapipe.monitor.roster import Sighting
 
 
 def main(arguments: Sequence[str]) -> int:

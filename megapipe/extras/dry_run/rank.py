@@ -23,9 +23,8 @@ from megapipe.extras.dry_run.window import microbatches_to_run
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.sharding.spec import ParamSpec
-from megapipe.train.asynchronous_step import step_of
-from megapipe.train.faults import OutputWatch
-from megapipe.train.step import Rates
+from megapipe.train.nonfinite import OutputWatch
+from megapipe.train.step import Rates, train_step
 
 META = torch.device("meta")
 STATE = ("weights", "gradients", "optimizer", "rollback")
@@ -108,7 +107,7 @@ def count_step(
     microbatches = Microbatches(count, lambda k: read(dp_rank, k), keys, device)
     outputs = OutputWatch(runtime) if plan.config.training.check_for_nan_in_loss_and_grad else None
     live.begin()
-    step_of(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)
+    train_step(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)
     runtime.finish_parameters()
     watch.finish()
     del outputs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapipe.assembly.precision import parameter_dtype
+from megapipe.assembly.inference_runtime import parameter_dtype
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.config.config import Config
 from megapipe.sharding.boxes import Box, Piece, pieces

@@ -3,13 +3,12 @@ get all results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from megapipe.assembly.inference_runtime import DrawSlice
+from megapipe.assembly.inference_runtime import DrawSlice, parameter_dtype
 from megapipe.assembly.loss import PendingLoss
-from megapipe.assembly.precision import parameter_dtype
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier, broadcast, gather_objects
@@ -35,13 +34,12 @@ from megapipe.extras.verify.oracle import AsynchronousOracle, Oracle, OracleStep
 from megapipe.extras.verify.report import found_text, plan_text
 from megapipe.extras.verify.shrink import Shrunk, shrink
 from megapipe.model.microbatch import Microbatch
+from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
-from megapipe.train.asynchronous_step import AsynchronousStep
 from megapipe.train.run import join
 from megapipe.train.schedules import Schedules
-from megapipe.train.step import NO_TIMERS, Rates, StepResult, TrainStep
-from megapipe.train.timers import Timers
+from megapipe.train.step import AsynchronousStep, Rates, StepResult, TrainStep
 
 EXIT_CODE_DIFFERENT = 1
 MAX_REPEATS = 60  # of a step whose gradients overflow while a dynamic loss scale falls
@@ -132,12 +130,9 @@ class RecordingStep(TrainStep):
         super().__init__(runtime)
         self.averaged: list[HeldPiece] = []
 
-    def _reduced_gradients(
-        self, microbatches: Sequence[Microbatch], timers: Timers, settled: Callable[[StepResult], bool]
-    ) -> PendingLoss | None:
-        loss = super()._reduced_gradients(microbatches, timers, settled)
-        if loss is not None:
-            self.averaged = _copies(self._runtime, 1.0 / (loss.denominator * self._runtime.optimizer.loss_scale))
+    def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
+        loss = super().gradients(microbatches, begun)
+        self.averaged = _copies(self.runtime, 1.0 / (loss.denominator * self.runtime.optimizer.loss_scale))
         return loss
 
 
@@ -148,9 +143,9 @@ class AsynchronousRecordingStep(AsynchronousStep):
         super().__init__(runtime)
         self.averaged: list[HeldPiece] = []
 
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates, timers: Timers = NO_TIMERS) -> StepResult:
-        result = super().run(microbatches, rates, timers)
-        self.averaged = _copies(self._runtime, 1.0)
+    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+        result = super().run(microbatches, rates)
+        self.averaged = _copies(self.runtime, 1.0)
         return result
 
 

@@ -176,8 +176,8 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     from megapipe.config.yaml_file import to_yaml
     from megapipe.model.microbatch import Microbatch
     from megapipe.plan.resolve import resolve
-    from megapipe.train.persistence import load
-    from megapipe.train.persistence import save as save_run
+    from megapipe.train.loading import load
+    from megapipe.train.saving import save as save_run
 
     config = own.read(Path(source)).config
     sections = {name: {} for name in ("model", "parallel", "training", "optimizer")}

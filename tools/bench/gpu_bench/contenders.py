@@ -92,7 +92,7 @@ class Megapipe:
         self._shape, self._rows, self._number = shape, draw_rows(shape), 0
 
     def gradients(self) -> Tensor:
-        return torch.tensor(self._step.gradients(self._microbatches()).loss)
+        return torch.tensor(self._step.gradients(self._microbatches()).wait().loss)
 
     def update(self) -> float:
         """After `gradients`: as the training step does it."""

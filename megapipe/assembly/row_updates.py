@@ -1,4 +1,4 @@
-"""`RowUpdates`: weight versions and optimizer steps of this rank's stage while an asynchronous schedule runs."""
+"""`RowUpdates`: weight versions and optimizer steps of this rank's stage while the row of an asynchronous schedule runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megapipe.schedule.weight_versions import WeightVersions
 class RowUpdates:
     """The engine's `StageWeights` (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
 
-    One update: the stage's gradients are summed over its replicas, averaged over the microbatches of the update and applied to the
-    master weights of this rank's shards; the new weights become the newest version. Other stages update at their own times, so that
-    nothing here speaks to them. buffers: of the one stage that this rank holds. num_replicas: in its replica group.
+    An update sums the stage's gradients over its replicas, averages them over the microbatches of the update and applies them to the
+    master weights of this rank's shards; the new weights become the newest version. Other stages update at their own times, so nothing
+    here communicates with them. buffers: of the one stage on this rank. num_replicas: size of its replica group.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class RowUpdates:
     def begin(
         self, versions: WeightVersions, lr: float, weight_decay: float, decoupled_lr: float | None = None
     ) -> None:
-        """Before a row: version 0 is the newest that there is. The rates hold for all of its updates."""
+        """Prepare for a row, whose version 0 is the newest one now. The rates hold for all of its updates."""
         self._versions, self._rates = versions, (lr, weight_decay, decoupled_lr)
         self._first, self._num_done = self._buffers.newest, 0
         self._reducer.begin_step(versions.group_sizes[0])
@@ -37,7 +37,7 @@ class RowUpdates:
         self._buffers.install(self._place_of(self._versions.version_of[microbatch]))
 
     def update(self, stage: int, microbatch: int) -> None:
-        """One optimizer step of this rank. Afterwards the gradient buffers hold the average that it took."""
+        """Run one optimizer step of this rank. Afterwards the gradient buffers hold the average that it applied."""
         sizes = self._versions.group_sizes
         self._reducer.finish()
         denominator = sizes[self._num_done] * self._num_replicas
@@ -48,7 +48,7 @@ class RowUpdates:
             self._reducer.begin_step(sizes[self._num_done])
 
     def finish(self) -> None:
-        """After a row: evaluation, saving and the next row start from the newest version."""
+        """Install the newest version after a row: evaluation, saving and the next row start from it."""
         self._buffers.install(self._buffers.newest)
 
     def _place_of(self, version: int) -> int:

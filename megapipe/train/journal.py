@@ -1,0 +1,245 @@
+"""`Journal`: everything a run reports: run.jsonl for `megapipe report`, lines at the console, metrics to their writers.
+
+run.jsonl says what a run is and how it went, one JSON object per line; a resumed run appends. Keys are stable. Every record has `kind`
+and `time` (Unix seconds), and:
+
+start    time, host, pid, command, versions, machine, grid, config (YAML), plan (text), resumed_from, remarks,
+         kernels (which library computes what)
+note     printed at the console beside the steps: checkpoints, profiles, checkpoints passed over
+warning  something that did not go as asked and did not stop the run
+stragglers  step, told (sentences), slowest (times of ranks): with --log-straggler, where a rank was slow
+rollback number, from_step, to_step, first_sample, past_sample, reason, account: back to a checkpoint from before a spike
+failure  rank, error, text: the error that ended the run
+end      step, reason, early
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megapipe import __version__
+from megapipe.checkpoint.rollbacks import Rollback
+from megapipe.comm.bootstrap import World
+from megapipe.config.config import Config
+from megapipe.errors import CommunicationError, NoProgressError
+from megapipe.plan.report import plan_text
+from megapipe.plan.run_plan import RunPlan
+from megapipe.train.metrics import (
+    Console,
+    EvaluationMetrics,
+    JsonLines,
+    StepMetrics,
+    TensorBoard,
+    WeightsAndBiases,
+    Writer,
+)
+
+FILE_NAME = "run.jsonl"
+
+
+class Journal:
+    """The reports of one rank. Rank 0 prints, writes metrics and records everything; another rank records only its own failure.
+
+    folder: of run.jsonl, None to record nothing. A disk that refuses writes costs the record, and a writer that fails is left out from
+    then on; neither stops training.
+    """
+
+    def __init__(self, folder: Path | None, global_rank: int = 0) -> None:
+        self._path = None if folder is None else folder / FILE_NAME
+        self._rank = global_rank
+        self.writers: list[Writer] = []
+
+    def open_writers(self, config: Config) -> None:
+        """Open the writers that the configuration asks for, on rank 0. Raises ConfigError if a package is missing or a path fails."""
+        if self._rank != 0:
+            return
+        logging, folder = config.logging, recorded_folder(config)
+        self.writers.append(Console())
+        if folder is not None:
+            self.writers.append(JsonLines(Path(logging.metrics_file or folder / "metrics.jsonl")))
+        if logging.tensorboard_dir:
+            self.writers.append(TensorBoard(logging.tensorboard_dir))
+        if logging.wandb_project:
+            name, directory = logging.wandb_exp_name, logging.wandb_save_dir
+            self.writers.append(WeightsAndBiases(logging.wandb_project, name, directory, asdict(config)))
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._each_writer(lambda writer: writer.step(metrics))
+
+    def evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._each_writer(lambda writer: writer.evaluation(metrics))
+
+    def close(self) -> None:
+        self._each_writer(lambda writer: writer.close())
+
+    def say(self, text: str) -> None:
+        """Print a line at the console, and record it."""
+        if self._rank == 0:
+            print(text, flush=True)
+            self.note(text)
+
+    def note(self, text: str) -> None:
+        """Record a line without printing it."""
+        self._record("note", text=text)
+
+    def start(
+        self, plan: RunPlan, world: World, config_text: str, remarks: Sequence[str], kernels: Sequence[str] = ()
+    ) -> None:
+        """Record what the run is, once its ranks have met."""
+        if self._rank == 0:
+            self._record(
+                "start",
+                host=platform.node(),
+                pid=os.getpid(),
+                command=sys.argv,
+                versions=_versions(),
+                machine=_machine(world),
+                grid=_grid(plan),
+                config=config_text,
+                plan=plan_text(plan),
+                remarks=list(remarks),
+                kernels=list(kernels),
+            )
+
+    def resumed(self, path: Path) -> None:
+        """Record the checkpoint that was loaded."""
+        self._record("resumed", path=str(path))
+
+    def stragglers(self, step: int, sentences: Sequence[str], slowest: Sequence[Mapping[str, Any]]) -> None:
+        """Record who was slow in the steps before this one. slowest: times of the ranks that computed longest, in seconds."""
+        self._record("stragglers", step=step, told=list(sentences), slowest=list(slowest))
+
+    def rolled_back(self, rollback: Rollback) -> None:
+        """Record and print that the run went back to a checkpoint."""
+        self._record("rollback", **{key: value for key, value in asdict(rollback).items() if key != "time"})
+        self.say(
+            f"step {rollback.from_step}: {rollback.reason}. Back to step {rollback.to_step}; samples "
+            f"{rollback.first_sample:,} to {rollback.past_sample - 1:,} of the training data are skipped "
+            f"(rollback {rollback.number})"
+        )
+
+    def end(self, step: int, reason: str, early: bool) -> None:
+        """Record and print the end of the run."""
+        self.say(f"ended after step {step}: {reason}")
+        self._record("end", step=step, reason=reason, early=early)
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Record what is raised inside the block, and let it through. A lost peer is recorded by rank 0 alone."""
+        try:
+            yield
+        except BaseException as error:
+            if self._rank == 0 or not isinstance(error, CommunicationError):
+                self.failed(error)
+            raise
+
+    def failed(self, error: BaseException) -> None:
+        """Record the error that ends the run, on any rank."""
+        if self._path is not None and self._path.parent.is_dir():  # a run that never began leaves no folder
+            self._write("failure", rank=self._rank, error=type(error).__name__, text=str(error))
+
+    def _each_writer(self, call: Callable[[Writer], None]) -> None:
+        for writer in tuple(self.writers):
+            try:
+                call(writer)
+            except Exception as error:  # a full disk, a lost server: training is worth more than its metrics
+                self.writers.remove(writer)
+                text = f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training goes on without it"
+                print(text, file=sys.stderr)
+                self._record("warning", text=text)
+
+    def _record(self, kind: str, **record: Any) -> None:
+        if self._rank == 0:
+            self._write(kind, **record)
+
+    def _write(self, kind: str, **record: Any) -> None:
+        if self._path is None:
+            return
+        line = json.dumps({"kind": kind, "time": time.time(), **record}) + "\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)  # one write, so that lines of several ranks do not mix
+        except OSError as error:
+            print(f"{self._path} cannot be written to: {error.strerror}; the run goes on without it", file=sys.stderr)
+            self._path = None
+
+
+def last_failure(folder: Path, since: float) -> str | None:
+    """Return in one line what ended the newest run in a folder that failed after `since` (Unix seconds); None if nothing is recorded.
+
+    A start that was refused for lack of progress is no run.
+    """
+    try:
+        lines = (folder / FILE_NAME).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:  # torn by a crash
+            continue
+        if record.get("kind") == "failure" and record["time"] >= since and record["error"] != NoProgressError.__name__:
+            return f"{record['error']}: {record['text']}".splitlines()[0]
+    return None
+
+
+def run_folder(config: Config) -> Path:
+    """Return where a run writes files that no flag names: --save, else beside --metrics-file, else the current folder."""
+    if config.checkpoint.save:
+        return Path(config.checkpoint.save)
+    return Path(config.logging.metrics_file).parent if config.logging.metrics_file else Path()
+
+
+def recorded_folder(config: Config) -> Path | None:
+    """Return where the run is recorded: beside its metrics; None for a run that writes none."""
+    if config.logging.metrics_file:
+        return Path(config.logging.metrics_file).parent
+    return Path(config.checkpoint.save) if config.checkpoint.save else None
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "megapipe": __version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _machine(world: World) -> dict[str, Any]:
+    is_gpu = world.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(world.device) if is_gpu else "CPU",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "backend": world.backend,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def _grid(plan: RunPlan) -> dict[str, Any]:
+    t = plan.topology
+    return {
+        "world_size": t.world_size,
+        "tp": t.tp,
+        "cp": t.cp,
+        "pp": t.pp,
+        "dp": t.dp,
+        "chunks": plan.num_chunks,
+        "order": t.order,
+        "ranks_per_node": t.ranks_per_node,
+        "schedule": plan.schedule_name,
+    }

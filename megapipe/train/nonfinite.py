@@ -1,0 +1,240 @@
+"""NaN and infinity: find the rank, stage, microbatch and module where a bad step first went wrong.
+
+Each stage's output is summed as it comes, without a synchronisation; only when the loss or the gradient norm of a step is not finite are
+the sums looked at, on all ranks. Then the step runs once more with hooks on every module. That costs nothing before: random streams
+are keyed by the step, and a step with a non-finite norm has updated nothing, so it can be repeated exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.assembly.loss import LossAverage
+from megapipe.assembly.microbatches import Microbatches
+from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.comm.collectives import gather_objects
+from megapipe.model.microbatch import StageLoss
+from megapipe.pipeline.engine import Step
+from megapipe.train.step import StepBatch, StepResult
+
+Sums = Mapping[tuple[int, int], Tensor]  # (microbatch, stage) -> sum of the stage's output
+NOT_REPEATED = "repeated, the step is finite everywhere: the fault does not repeat itself, which points at the hardware"
+
+
+class OutputWatch:
+    """The sum of every stage's output of the current training step; the forwards of evaluations are left out."""
+
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        self._sums: dict[tuple[int, int], Tensor] = {}
+        for stage, runner in runtime.runners.items():
+            runner.observe = partial(self._observe, stage)
+
+    def take(self) -> Sums:
+        """Return the sums of the step that has been run, and start to collect those of the next."""
+        taken, self._sums = self._sums, {}
+        return taken
+
+    def _observe(self, stage: int, microbatch: int, output: Any) -> None:
+        if torch.is_grad_enabled():
+            value = output.loss_sum if isinstance(output, StageLoss) else output
+            self._sums[microbatch, stage] = value.detach().sum()
+
+
+def describe_nonfinite(
+    runtime: TrainingRuntime, sums: Sums, batch: StepBatch, result: StepResult, repeat: Callable[[], str]
+) -> str:
+    """Say where a loss or gradient norm became NaN or infinite. Called by all ranks after such a step.
+
+    repeat: repeats the step and says more, or ""; called last, as it may overwrite the gradients.
+    """
+    first = min((key for key, total in sums.items() if not torch.isfinite(total)), default=None)  # (microbatch, stage)
+    samples = () if first is None else batch.microbatches.sample_ids.get(first[0], ())
+    bad_gradients = runtime.optimizer.nonfinite_gradients()[:3]
+    found = gather_objects((first, samples, bad_gradients), runtime.groups.world)
+    outputs = [(where, rank, samples) for rank, (where, samples, _) in enumerate(found) if where is not None]
+    scale = "" if result.update.loss_scale == 1.0 else f", loss scale {result.update.loss_scale:g}"
+    text = f"loss {result.loss}, gradient norm {result.update.grad_norm}{scale}; "
+    if outputs:
+        (microbatch, stage), rank, samples = min(outputs)
+        part = runtime.plan.partition.stages[stage]
+        layers = f"layers {part.first_layer} to {part.last_layer_exclusive - 1}" if part.num_layers else "no layers"
+        shown = f", samples {', '.join(map(str, samples))} of the training data" if samples else ""
+        text += f"first seen in the forward of stage {stage} ({layers}) on rank {rank}, microbatch {microbatch}{shown}"
+    else:
+        rank, names = next(((rank, names) for rank, (_, _, names) in enumerate(found) if names), (0, []))
+        gradient = f"gradient of {', '.join(names) or 'unknown'} on rank {rank}"
+        text += f"all forwards were finite, so it arose in a backward: {gradient}"
+    more = repeat()
+    return f"{text}; {more}" if more else text
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A non-finite value, sorted along the data: weights before forwards before backwards, then microbatch, stage, rank."""
+
+    phase: int
+    microbatch: int
+    flow: int  # stages in the order in which the phase passes them
+    rank: int
+    text: str
+
+
+WEIGHTS, FORWARD, BACKWARD, WEIGHT_GRADIENT = range(4)  # phases
+
+
+def repeat_step(runtime: TrainingRuntime, microbatches: Microbatches) -> str:
+    """Run the step again and say where the first bad value arises; called by all ranks of a synchronous schedule.
+
+    microbatches: those of the step. The gradients are lost; weights and optimizer state stay.
+    """
+    rank = runtime.groups.world.global_rank
+    findings = [
+        Finding(
+            WEIGHTS, -1, stage, rank, f"weight {name} of stage {stage} on rank {rank} was not finite before the step"
+        )
+        for stage, module in runtime.stages.items()
+        for name, parameter in module.named_parameters()
+        if not _is_finite(parameter)
+    ][:1]
+    search = _Search(runtime, microbatches)
+    try:
+        _run_row(runtime, microbatches)
+    finally:
+        search.remove_hooks()
+    of_ranks = gather_objects(findings + search.findings, runtime.groups.world)
+    found = [finding for of_rank in of_ranks for finding in of_rank]
+    if not found:
+        return NOT_REPEATED
+    first = min(found)
+    number = len({finding.microbatch for finding in found if finding.phase == first.phase})
+    count = "" if first.phase == WEIGHTS else f" ({number} of {len(microbatches)} microbatches are affected)"
+    return f"repeated, {first.text}{count}"
+
+
+def _run_row(runtime: TrainingRuntime, microbatches: Microbatches) -> None:
+    runtime.gather.finish()
+    if runtime.graphs is not None:
+        runtime.graphs.release()  # a replay runs no hooks
+    average = LossAverage(runtime.plan.config.training.calculate_per_token_loss)
+    objective = average.objective(lambda: runtime.optimizer.loss_scale)
+    runtime.reducer.begin_step(len(microbatches))
+    runtime.engine(len(microbatches)).run(Step(microbatches, runtime.message, objective))
+    runtime.reducer.finish()
+
+
+class _Search:
+    """Hooks that check every module's output, every gradient of an activation, and after each backward the weight gradients."""
+
+    def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches) -> None:
+        self.findings: list[Finding] = []
+        self._rank = runtime.groups.world.global_rank
+        self._microbatches = microbatches
+        self._current = 0  # microbatch of the running forward
+        self._last_stage = runtime.plan.placement.num_stages - 1
+        self._undo: list[Callable[[], None]] = []
+        self._bad_gradient: dict[tuple[int, int], tuple[Tensor, Finding]] = {}
+        self._bad_weights: set[str] = set()
+        for stage, module in runtime.stages.items():
+            self._undo.append(module.register_forward_pre_hook(partial(self._enter, stage)).remove)
+            for name, part in module.named_modules():
+                self._undo.append(part.register_forward_hook(partial(self._leave, stage, name)).remove)
+            for operation in ("backward", "backward_weight"):
+                self._check_weight_gradients(runtime, stage, operation)
+
+    def remove_hooks(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+
+    def _check_weight_gradients(self, runtime: TrainingRuntime, stage: int, operation: str) -> None:
+        """Check the weight gradients of a stage after each call of an operation of its runner."""
+        runner = runtime.runners[stage]
+        original = getattr(runner, operation)
+
+        def checked(microbatch: int, *rest: Any) -> Any:
+            result = original(microbatch, *rest)
+            for name in runtime.buffers[stage].names:
+                if name not in self._bad_weights and not _is_finite(runtime.buffers[stage].main_grad(name)):
+                    self._bad_weights.add(name)
+                    if not self._has_forward(microbatch, stage) and (microbatch, stage) not in self._bad_gradient:
+                        text = f"the gradient of weight {name} is not finite while the gradients of activations are"
+                        self._find(WEIGHT_GRADIENT, microbatch, stage, text)
+            return result
+
+        setattr(runner, operation, checked)
+        self._undo.append(partial(delattr, runner, operation))
+
+    def _enter(self, stage: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._current = next(k for k in range(len(self._microbatches)) if self._microbatches[k] is inputs[-1])
+        if not all(map(_is_finite, _tensors(inputs))):
+            self._find(FORWARD, self._current, stage, "the activations received from the stage before are not finite")
+
+    def _leave(self, stage: int, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        microbatch, what = self._current, f"{name or 'the stage'} ({type(module).__name__})"
+        if not all(map(_is_finite, _tensors(output))) and not self._has_forward(microbatch, stage):
+            blame = " from finite inputs" if all(map(_is_finite, _tensors(inputs))) else ""
+            self._find(FORWARD, microbatch, stage, f"{what} returns values that are not finite{blame}")
+        if torch.is_grad_enabled():
+            is_received = name == "" and stage != self._last_stage  # the gradient that a later stage sends
+            for tensors, text, received in (
+                (_tensors(inputs), f"the backward of {what}", False),
+                (_tensors(output), f"the backward of what follows {what}", is_received),
+            ):
+                for tensor in tensors:
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._gradient, microbatch, stage, text, received))
+
+    def _gradient(self, microbatch: int, stage: int, text: str, received: bool, gradient: Tensor) -> None:
+        """Check the gradient of an activation. received: a later stage sent it.
+
+        All hooks of one tensor get the same gradient; the hook on a module's input says more than that on another's output.
+        """
+        key = microbatch, stage
+        if _is_finite(gradient) or self._has_forward(microbatch, stage):
+            return
+        known = self._bad_gradient.get(key)
+        place = self._placed(stage, microbatch, f"{text} gives a gradient that is not finite")
+        finding = Finding(BACKWARD, microbatch, -stage, self._rank, place)
+        if received:
+            finding = Finding(
+                BACKWARD, microbatch, -stage + 1, self._rank, ""
+            )  # sorted behind the sender's own finding
+        if known is None:
+            self._bad_gradient[key] = gradient, finding
+            self.findings.append(finding)
+        elif known[0] is gradient and ("what follows" in known[1].text or received):
+            self._bad_gradient[key] = gradient, finding
+            self.findings[self.findings.index(known[1])] = finding
+
+    def _find(self, phase: int, microbatch: int, stage: int, text: str) -> None:
+        flow = stage if phase == FORWARD else -stage
+        self.findings.append(Finding(phase, microbatch, flow, self._rank, self._placed(stage, microbatch, text)))
+
+    def _placed(self, stage: int, microbatch: int, text: str) -> str:
+        ids = self._microbatches.sample_ids.get(microbatch, ())
+        samples = f", samples {', '.join(map(str, ids))}" if ids else ""
+        return f"{text}: stage {stage} on rank {self._rank}, microbatch {microbatch}{samples}"
+
+    def _has_forward(self, microbatch: int, stage: int) -> bool:
+        return any((f.phase, f.microbatch, f.flow) == (FORWARD, microbatch, stage) for f in self.findings)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a module's input or output."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, StageLoss):
+        yield value.loss_sum
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

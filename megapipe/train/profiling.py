@@ -1,0 +1,218 @@
+"""`Profiling`: everything measured about the steps of a run: phases, rates, idle pipeline, stragglers, profiler traces."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.trace import Event
+from megapipe.config.logging import LoggingConfig
+from megapipe.plan.bubble import expected_bubble
+from megapipe.plan.flops import step_flops
+from megapipe.plan.hardware import peak_flops
+from megapipe.schedule.action import BUSY_OPS, parse_action
+from megapipe.train.journal import Journal, run_folder
+from megapipe.train.pipeline_profile import PipelineProfiler
+from megapipe.train.stragglers import StragglerLog
+from megapipe.train.timers import Timers
+
+
+class Profiling:
+    """The measurements of one rank's steps. Called alike on every rank; evaluation and saving are not counted (`restart`)."""
+
+    def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
+        logging = runtime.plan.config.logging
+        self.timers = Timers(logging.timing_log_level, runtime.device, runtime.tracer, runtime.heartbeat, runtime.marks)
+        self._runtime = runtime
+        self._pace = Pace(runtime)
+        self._trace = TorchTrace(logging, runtime)
+        self._pipeline = PipelineProfiler(runtime, run_folder(runtime.plan.config), journal.say)
+        self._stragglers = StragglerLog(runtime, journal)
+
+    def before(self, step: int) -> None:
+        """Note that step number `step` (the first is 1) begins."""
+        self._runtime.heartbeat.step(step)
+        self._stragglers.begins(step)
+        self._trace.before(step - 1)
+        self._pipeline.before(step - 1)
+
+    def after(self, step: int, num_microbatches: int) -> None:
+        """Note that a step has run. Called before its line in the log, which clears the tracer."""
+        self._pipeline.after(step - 1, num_microbatches)
+        self._trace.after(step - 1)
+
+    def restart(self) -> None:
+        """Measure anew from here on: what lies between the last step and the next is not counted."""
+        self._pace.start()
+
+    def count(self, num_microbatches: int, num_samples: int) -> None:
+        """Count a step whose result is known."""
+        self._pace.count(num_microbatches, num_samples)
+
+    def take(self, steps_left: int) -> dict[str, Any]:
+        """Return the fields of StepMetrics about time and memory since the last call, and measure anew. A collective."""
+        phases = self.timers.take(self._runtime.tracer, self._pace.num_steps)
+        return {"phases": phases, **self._pace.take(steps_left)}
+
+    def report_stragglers(self, step: int, num_microbatches: int) -> None:
+        self._stragglers.report(step, num_microbatches)
+
+    def finish(self, num_steps: int) -> None:
+        """Write the profiles that are not written yet, when the run ends after num_steps steps."""
+        self._trace.finish(num_steps)
+        self._pipeline.finish()
+
+
+class Pace:
+    """Rates between two lines of the log: tokens, FLOPs, idle pipeline, memory."""
+
+    def __init__(self, runtime: TrainingRuntime) -> None:
+        self._runtime = runtime
+        plan, device = runtime.plan, runtime.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._peak = peak_flops(name, plan.config.precision.dtype)
+        self._bubble_note = why_no_bubble(runtime)
+        self._predicted: dict[int, float] = {}  # bubble by number of microbatches
+        self._num_microbatches = 0
+        self._samples = self.num_steps = 0
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._samples = self.num_steps = 0
+        self._since = time.perf_counter()
+        if self._runtime.tracer is not None:
+            self._runtime.tracer.clear()
+
+    def count(self, num_microbatches: int, num_samples: int) -> None:
+        """Count one more step."""
+        self._num_microbatches = num_microbatches
+        self._samples += num_samples
+        self.num_steps += 1
+
+    def take(self, steps_left: int) -> dict[str, Any]:
+        """Return the fields of StepMetrics about speed and memory, and start anew. A collective: every rank calls it."""
+        plan = self._runtime.plan
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        flops = step_flops(plan.config.model, self._samples, causal=True) / seconds / plan.topology.world_size
+        per_step = seconds / max(self.num_steps, 1)
+        taken: dict[str, Any] = {
+            "step_seconds": per_step,
+            "tokens_per_second": self._samples * plan.config.model.seq_length / seconds,
+            "seconds_left": per_step * steps_left,
+            "memory_bytes": self._largest_memory(),
+            "bubble": self._bubble(),
+            "predicted_bubble": self._predicted_bubble() if self._bubble_note == "" else None,
+            "bubble_note": self._bubble_note,
+        }
+        if plan.config.logging.log_throughput or self._peak is not None:
+            taken["tflops"] = flops / 1e12
+        if self._peak is not None:
+            taken["mfu"] = flops / self._peak
+        self.start()
+        return taken
+
+    def _bubble(self) -> float | None:
+        """Return the idle share of the pipeline since the last line: 1 - computation / time in the row, over all ranks of the world."""
+        tracer, world = self._runtime.tracer, self._runtime.groups.world
+        if self._bubble_note or tracer is None or self.num_steps == 0:
+            return None
+        waits = _total_ns(tracer.of_kind("wait"))
+        computing = _total_ns(event for event in tracer.of_kind("action") if parse_action(event.name).op in BUSY_OPS)
+        in_row = _total_ns(tracer.of_kind("row"))
+        times = torch.tensor(
+            [float(computing - waits), float(in_row)], dtype=torch.float64, device=self._runtime.device
+        )
+        busy, longest = times[:1].clone(), times[1:].clone()
+        all_reduce(busy, world)
+        all_reduce(longest, world, op="max")
+        return max(0.0, 1.0 - float(busy) / max(float(longest) * world.size, 1.0))
+
+    def _predicted_bubble(self) -> float:
+        count = self._num_microbatches
+        if count not in self._predicted:
+            self._predicted[count] = expected_bubble(self._runtime.plan, count).share
+        return self._predicted[count]
+
+    def _largest_memory(self) -> int:
+        """Return the largest memory over all ranks: allocated on the GPU since the last line, else the process's peak."""
+        device = self._runtime.device
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        largest = torch.tensor([peak], device=device)
+        all_reduce(largest, self._runtime.groups.world, op="max")
+        return int(largest)
+
+
+class TorchTrace:
+    """--profile: a trace of the steps [profile_step_start, profile_step_end) by torch's profiler, as Chrome/Perfetto JSON.
+
+    Written by the ranks in profile_ranks to trace_rank_00000.json and so on, in --save or the current folder.
+    """
+
+    def __init__(self, logging: LoggingConfig, runtime: TrainingRuntime) -> None:
+        rank = runtime.groups.world.global_rank
+        self._active = logging.profile and rank in logging.profile_ranks
+        self._start, self._end = logging.profile_step_start, logging.profile_step_end
+        self._path = Path(runtime.plan.config.checkpoint.save or ".") / f"trace_rank_{rank:05}.json"
+        self._first = self._start
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Start before a step (the first is 0) of the span; a run resumed inside the span starts there."""
+        if self._active and self._start <= step < self._end and self._profiler is None:
+            self._first = step
+            self._profiler = torch.profiler.profile(record_shapes=True)
+            self._profiler.start()
+
+    def after(self, step: int) -> None:
+        """Write the trace after the last step of the span."""
+        if self._profiler is not None and step + 1 >= self._end:
+            self._write(self._profiler, step)
+
+    def finish(self, num_steps: int) -> None:
+        """Write what there is when the run ends, or say that there is nothing."""
+        if self._profiler is not None:
+            self._write(self._profiler, num_steps - 1)
+        elif self._active:
+            print(
+                f"--profile: nothing was traced: the run did not reach step {self._start} (--profile-step-start)",
+                flush=True,
+            )
+
+    def _write(self, profiler: torch.profiler.profile, last: int) -> None:
+        profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+        print(f"trace of steps {self._first} to {last} written to {self._path}", flush=True)
+        self._profiler, self._active = None, False
+
+
+def why_no_bubble(runtime: TrainingRuntime) -> str:
+    """Return why no bubble is measured, or "" where it is."""
+    if runtime.plan.topology.pp == 1:
+        return "n/a: no pipeline"
+    if runtime.tracer is None:
+        return "n/a: actions are not traced"
+    if runtime.device.type == "cuda":
+        return "n/a: host times do not measure a GPU"
+    ranks = runtime.plan.topology.ranks_per_node or runtime.plan.topology.world_size
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if ranks > cores:
+        return f"n/a: {ranks} ranks share {cores} cores, so a rank also waits for its core"
+    return ""
+
+
+def _total_ns(events: Iterable[Event]) -> int:
+    return sum(event.end_ns - event.start_ns for event in events)
