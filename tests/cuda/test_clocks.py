@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import pytest
 import torch
 
-from megapipe.extras.calibrate.stopwatch import Stopwatch
+from megapipe.extras.calibrate.rates import Stopwatch
 from megapipe.gpu.device_clock import EventClock
 from megapipe.profile.profile import profiles_in, read_profile
 from tests.cuda.test_training import CARD, SHARED, WORDS

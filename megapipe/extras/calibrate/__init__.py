@@ -1,9 +1,11 @@
-"""What this machine does, measured for the planner.
+"""Measurements of this machine for planning.
 
-- `layers`: seconds of embedding, layers and head of a configuration, for the cut (`megapipe profile-layers`)
+- `layers`:  seconds of embedding, layers and head of a configuration, which balance the partition (`megapipe
+             profile-layers`)
 
 and for a hardware file (`megapipe calibrate`):
 
-- `stopwatch`, `rates`: what a rank's device reaches; `links`: between ranks, by the doctor's measurements; `measure`: both, on all ranks
-- `machine`, `hardware_file`: what is written, whole or not at all; `words`: what is printed
+- `rates`:   FLOP/s and bytes/s of a rank's device
+- `measure`: the rates and the links between ranks, on all ranks at the same time
+- `hardware_file`: the file, written whole or not at all, and the text and JSON that are printed
 """

@@ -1,41 +1,91 @@
-"""A hardware file from what was measured: `megapipe.plan.hardware.read_hardware` reads it."""
+"""The hardware file that `megapipe calibrate` writes (`megapipe.plan.hardware.read_hardware` reads it), and its
+report."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from megapipe.environment import Environment
 from megapipe.errors import ConfigError
-from megapipe.extras.calibrate.links import NETWORK, NODE, MeasuredLink
+from megapipe.extras.calibrate.measure import NETWORK, NODE, Found, MeasuredLink
 from megapipe.extras.calibrate.rates import Rates
-from megapipe.plan.hardware import GIGA, Hardware, Link, hardware_of, read_hardware
+from megapipe.extras.doctor.resources import Resources, resources
+from megapipe.plan.hardware import GIB, GIGA, Hardware, Link, hardware_of, read_hardware
 
-# where no link was measured and the device is in no table: gloo inside a host, and over 10 Gbit/s Ethernet
+# used if a link was not measured and the device is in no table: gloo within a host, and over 10 Gbit/s Ethernet
 ASSUMED_LINKS = {NODE: Link(1.0 * GIGA, 100e-6), NETWORK: Link(1.0 * GIGA, 100e-6)}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured on. device_name: the driver's, or the processor's. memory_bytes: of one rank's device, or its part of the host's
-    memory. dtype: of all rates but the peaks. told: lines for the head of the file."""
+    """The machine that was measured."""
 
-    device_name: str
-    memory_bytes: int
+    device_name: str  # the driver's, or the processor's
+    memory_bytes: int  # of one rank's device, or its part of the host's memory
     ranks_per_node: int
-    dtype: str
-    told: tuple[str, ...]
+    dtype: str  # of all rates but the peaks
+    header: tuple[str, ...]  # lines at the top of the file: how it was measured
+
+
+def machine_of(found: Found, environment: Environment) -> Machine:
+    """Describe the machine as this rank sees it. Raises ConfigError if the system does not say how much memory it
+    has."""
+    has, threads = resources(), torch.get_num_threads()
+    cores = has.cores if has.cpu_limit is None else min(has.cores, has.cpu_limit)
+    if found.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(found.device)
+        on_node = environment.local_world_size if environment.is_distributed else torch.cuda.device_count()
+        device_name, memory = properties.name, properties.total_memory
+    else:
+        on_node = environment.local_world_size if environment.is_distributed else max(1, int(cores) // threads)
+        device_name, memory = has.cpu, _host_memory(has) // on_node
+    header = tuple(_header(found, has, cores, threads, environment))
+    return Machine(device_name, memory, on_node, found.dtype, header)
+
+
+def _host_memory(has: Resources) -> int:
+    known = [size for size in (has.memory_bytes, has.memory_limit_bytes) if size is not None]
+    if not known:
+        raise ConfigError("this system does not say how much memory it has: megapipe calibrate needs /proc/meminfo")
+    return min(known)
+
+
+def _header(found: Found, has: Resources, cores: float, threads: int, environment: Environment) -> list[str]:
+    hosts = ", ".join(list(dict.fromkeys(found.hosts))[:8])
+    where = f"{environment.world_size} rank(s) at the same time on {environment.num_nodes} node(s), {hosts}"
+    on_cpu = f", {threads} thread(s) a rank" if found.device.type == "cpu" else ""
+    lines = [
+        f"measured by: {shlex.join(['megapipe', *sys.argv[1:]])}",
+        f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}, torch {torch.__version__}, {found.seconds:.0f} s",
+        f"{where}{on_cpu}; {has.cpu}, {cores:g} cores",
+    ]
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > max(cores, environment.local_world_size * threads):
+        lines.append(f"BUSY: load {load:.1f} on {cores:g} cores, so these figures are below what the machine can do")
+    return lines
 
 
 def hardware_measured(name: str | None, machine: Machine, rates: Rates, links: Sequence[MeasuredLink]) -> Hardware:
-    """What the file will say. name: None for the device's own."""
+    """Return the content of the file. name: None for the device's name."""
     peak = rates.flops[machine.dtype]
     row = hardware_of(machine.device_name)
     known = ASSUMED_LINKS if row is None else {NODE: row.node, NETWORK: row.network}
-    found = {**known, **{link.name: _rounded_link(link.all_reduce) for link in links}}
+    measured = {
+        link.name: Link(_rounded(link.all_reduce.bytes_per_second), _rounded(link.all_reduce.latency_seconds))
+        for link in links
+    }
+    found = {**known, **measured}
     return Hardware(
         name=name or machine.device_name,
         driver_name=machine.device_name,
@@ -55,21 +105,17 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _rounded_link(link: Link) -> Link:
-    return Link(_rounded(link.bytes_per_second), _rounded(link.latency_seconds))
-
-
 def to_yaml(hardware: Hardware, machine: Machine, links: Sequence[MeasuredLink]) -> str:
-    """The file: a head that says how it was measured, a comment on whatever was not."""
+    """Return the file's text, with a comment on every value that was not measured."""
     measured, is_known = {link.name: link for link in links}, hardware_of(machine.device_name) is not None
-    source = "that of the table of `megapipe plan --gpu`" if is_known else "assumed"
+    source = "from the table of `megapipe plan --gpu`" if is_known else "assumed"
     origins = {
         name: f"all-reduce over {measured[name].ranks} ranks" if name in measured else f"NOT measured: {source}"
         for name in (NODE, NETWORK)
     }
     shares = ", ".join(f"[{size}, {share:g}]" for size, share in hardware.gemm_shares)
     lines = [
-        *(f"# {line}" for line in machine.told),
+        *(f"# {line}" for line in machine.header),
         f"name: {json.dumps(hardware.name)}",
         f"driver_name: {json.dumps(hardware.driver_name)}",
         f"flops: {_mapping(hardware.flops)}",
@@ -77,7 +123,7 @@ def to_yaml(hardware: Hardware, machine: Machine, links: Sequence[MeasuredLink])
         f"memory_bytes_per_second: {_number(hardware.memory_bytes_per_second)}",
         *(f"{name}: {_mapping(vars(getattr(hardware, name)))}  # {origins[name]}" for name in (NODE, NETWORK)),
         f"ranks_per_node: {hardware.ranks_per_node}",
-        f"memory_share: {hardware.memory_share:g}  # NOT measured: what a plan may fill",
+        f"memory_share: {hardware.memory_share:g}  # NOT measured: the share that a plan may fill",
         f"gemm_shares: [{shares}]  # in {machine.dtype}, as the next two",
         f"attention_share: {hardware.attention_share:g}",
         f"pointwise_share: {hardware.pointwise_share:g}  # norm, activation and addition, of memory_bytes_per_second",
@@ -90,23 +136,23 @@ def _mapping(values: Mapping[str, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """1.5e+10: with point and sign, without which YAML 1.1 reads a text."""
+    """Return a number such as 1.5e+10. Without the point and the sign YAML 1.1 reads it as a string."""
     mantissa, exponent = f"{value:.5e}".split("e")
     return f"{mantissa.rstrip('0')}{'0' * mantissa.endswith('.00000')}e{exponent}"
 
 
 def refuse_taken(path: Path, force: bool) -> None:
-    """Raises ConfigError where a file would be overwritten, or cannot be written at all."""
+    """Raise ConfigError if the file exists and force is False, or if it cannot be written."""
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder: give the name of a file")
     if path.exists() and not force:
-        raise ConfigError(f"--output {path} is there already: give another name, or --force to replace it")
+        raise ConfigError(f"--output {path} exists: give another name, or --force to replace it")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written: {path.parent} is not there, or may not be written to")
+        raise ConfigError(f"--output {path} cannot be written: {path.parent} does not exist or is not writable")
 
 
 def write(path: Path, text: str, force: bool) -> Hardware:
-    """The file whole or not at all; what reading it gives. Raises ConfigError."""
+    """Write the file whole or not at all, and return what reading it gives. Raises ConfigError."""
     partial = path.with_name(f".{path.name}.part")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -119,3 +165,40 @@ def write(path: Path, text: str, force: bool) -> Hardware:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
     return hardware
+
+
+def as_text(hardware: Hardware, machine: Machine, links: Sequence[MeasuredLink]) -> str:
+    """Return one line for each measured figure, those of a rank's device first."""
+    measured = {link.name: link for link in links}
+    lines = [*machine.header, ""]
+    lines += [f"{'peak ' + dtype:<22}{rate / GIGA:>10,.1f} GFLOP/s" for dtype, rate in hardware.flops.items()]
+    for size, share in hardware.gemm_shares:
+        lines.append(f"{f'GEMM, smallest {size}':<22}{share:>10.0%} of {machine.dtype}")
+    memory = f"{hardware.memory_bytes_per_second / GIGA:>10,.1f} GB/s, {hardware.memory_bytes / GIB:,.1f} GiB a rank"
+    lines += [
+        f"{'attention':<22}{hardware.attention_share:>10.0%} of {machine.dtype}",
+        f"{'memory':<22}{memory}",
+        f"{'norm, activation':<22}{hardware.pointwise_share:>10.0%} of it",
+    ]
+    for name in (NODE, NETWORK):
+        if name not in measured:
+            lines.append(f"{name:<22}not measured: needs ranks {'in one node' if name == NODE else 'on several nodes'}")
+            continue
+        lines.append(f"{f'{name}, all-reduce':<22}{_link(measured[name].all_reduce)}, {measured[name].ranks} ranks")
+        lines.append(f"{f'{name}, message':<22}{_link(measured[name].message)}")
+    return "\n".join(lines)
+
+
+def _link(link: Link) -> str:
+    return f"{link.bytes_per_second / GIGA:>10,.2f} GB/s, {link.latency_seconds * 1e6:,.0f} us"
+
+
+def as_data(hardware: Hardware, machine: Machine, found: Found) -> dict[str, Any]:
+    """Return the file's keys, and under 'measured' how it was measured, with the measured links."""
+    links = {
+        link.name: {"ranks": link.ranks, "all_reduce": vars(link.all_reduce), "message": vars(link.message)}
+        for link in found.links
+    }
+    values = {"node": vars(hardware.node), "network": vars(hardware.network), "flops": dict(hardware.flops)}
+    measured = {"how": machine.header, "dtype": machine.dtype, "links": links, "seconds": found.seconds}
+    return vars(hardware) | values | {"measured": measured}

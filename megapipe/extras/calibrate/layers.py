@@ -1,4 +1,5 @@
-"""Seconds of embedding, layers and head of a configuration on this rank, at the shapes of the run: forward, backward and its two halves."""
+"""Measured seconds of embedding, layers and head of a configuration at the shapes of the run: forward, backward and its
+two halves."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.config.offload import OffloadConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.gpu.device_clock import device_clock
+from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost
 from megapipe.plan.run_plan import RunPlan
@@ -25,13 +26,13 @@ from megapipe.schedule.partition import from_counts
 from megapipe.schedule.placement import loop
 from megapipe.tensor_parallel.random import DropoutKey
 
-NUM_LAYERS = 2  # that are timed together, so that one layer's weights are not all that the caches hold
-EMBEDDING, LAYERS, HEAD = range(3)  # the stages of the plan that is measured
-FEWEST, MOST = 3, 200  # repetitions of one measurement, after one that warms up
+NUM_LAYERS = 2  # timed together: a single layer's weights would stay in the caches
+EMBEDDING, LAYERS, HEAD = range(3)  # stages of the measured plan
+MIN_REPEATS, MAX_REPEATS = 3, 200  # after a warm-up
 
 
 def one_pipeline_rank(config: Config, world_size: int) -> Config:
-    """The configuration with few layers and without a pipeline, on so many ranks: what the parts are made and timed for."""
+    """Return the configuration with few layers and without a pipeline on `world_size` ranks; its parts are measured."""
     parallel = dataclasses.replace(
         config.parallel,
         pipeline_model_parallel_size=1,
@@ -54,7 +55,7 @@ def one_pipeline_rank(config: Config, world_size: int) -> Config:
     )
     optimizer = dataclasses.replace(config.optimizer, optimizer_post_validation=False)
     model = dataclasses.replace(config.model, num_layers=NUM_LAYERS)
-    offload = OffloadConfig()  # copies run under other layers
+    offload = OffloadConfig()  # its copies overlap with other layers
     return dataclasses.replace(
         config, model=model, parallel=parallel, training=training, optimizer=optimizer, offload=offload
     )
@@ -63,9 +64,10 @@ def one_pipeline_rank(config: Config, world_size: int) -> Config:
 def profile_parts(
     plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float
 ) -> tuple[PartCost, PartCost, PartCost]:
-    """(embedding, one layer, head), on the slowest rank of the world. plan: of `one_pipeline_rank`. seconds: for each of some ten figures.
+    """Return the costs of embedding, one layer and head on the slowest rank of the world. Called by all ranks.
 
-    With full recompute a layer is timed without it and with it; the difference is its replay. Called by all ranks alike.
+    plan: of `one_pipeline_rank`. seconds: for each of about ten figures. With full recompute a layer is timed without
+    and with it; the difference is the time of the recomputation.
     """
     full = plan.config.recompute.recompute_granularity == "full"
     plain = RecomputeConfig() if full else plan.config.recompute
@@ -82,14 +84,14 @@ def _scaled(cost: PartCost, factor: float) -> PartCost:
 
 
 def _in_parts(plan: RunPlan, recompute: RecomputeConfig) -> RunPlan:
-    """Embedding, layers and head as three stages of the one rank."""
+    """Return the plan with embedding, layers and head as three stages of one rank."""
     config = dataclasses.replace(plan.config, recompute=recompute)
     cut = from_counts([0, NUM_LAYERS, 0], NUM_LAYERS)
     return dataclasses.replace(plan, config=config, placement=loop(1, 3), partition=cut, schedule_name="interleaved")
 
 
 class _Parts:
-    """The three stages with their parameters, and tensors to run them on."""
+    """The three stages with their parameters and inputs."""
 
     def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, seconds: float) -> None:
         self._runtime = InferenceRuntime(plan, groups, device, trains=True)
@@ -104,7 +106,7 @@ class _Parts:
         self._hidden = torch.randn(message.shape, generator=generator).to(device, message.dtype)
 
     def cost(self, stage: int) -> PartCost:
-        """Medians, of the slowest rank."""
+        """Return the median times of a stage on the slowest rank."""
         whole = self._medians((lambda: self._forward(stage), lambda: self._backward(stage, "backward")))
         halves = self._medians(
             (
@@ -124,24 +126,31 @@ class _Parts:
         getattr(self._runtime.runners[stage], how)(0, gradients)
 
     def _medians(self, steps: tuple[Callable[[], None], ...]) -> list[float]:
-        """Of each step, run one after the other again and again. All ranks run equally often, for tensor parallelism meets inside."""
-        self._timed(steps, 1)
-        once = sum(self._timed(steps, 1)[0])
-        times = max(FEWEST, min(MOST, int(self._seconds / max(once, 1e-9))))
+        """Return the median time of each step, with all steps run in turn.
+
+        All ranks repeat equally often, since the steps contain collectives of tensor parallelism.
+        """
+        timed(self._clock, steps, 1)
+        once = sum(timed(self._clock, steps, 1)[0])
+        times = max(MIN_REPEATS, min(MAX_REPEATS, int(self._seconds / max(once, 1e-9))))
         times = broadcast_object(times, self._world)
         barrier(self._world)
-        own = [median(column) for column in zip(*self._timed(steps, times), strict=True)]
+        own = [median(column) for column in zip(*timed(self._clock, steps, times), strict=True)]
         return [max(column) for column in zip(*gather_objects(own, self._world), strict=True)]
 
-    def _timed(self, steps: tuple[Callable[[], None], ...], times: int) -> list[list[float]]:
-        """Of each step, each time. A GPU is waited for when all is launched: its queue stays full, as in training."""
-        clock, moments = self._clock, [self._clock.mark()]
-        for _ in range(times):
-            for step in steps:
-                step()
-                moments.append(clock.mark())
-        seconds = [clock.seconds(begin, end) for begin, end in pairwise(moments)]
-        return [seconds[first : first + len(steps)] for first in range(0, len(seconds), len(steps))]
+
+def timed(clock: DeviceClock, steps: tuple[Callable[[], None], ...], times: int) -> list[list[float]]:
+    """Run the steps in turn, `times` times, and return the seconds of each: [times][steps].
+
+    A GPU is synchronized only after all launches, so that its queue stays full, as in training.
+    """
+    moments = [clock.mark()]
+    for _ in range(times):
+        for step in steps:
+            step()
+            moments.append(clock.mark())
+    seconds = [clock.seconds(begin, end) for begin, end in pairwise(moments)]
+    return [seconds[first : first + len(steps)] for first in range(0, len(seconds), len(steps))]
 
 
 def _objective(output: Any, _: Any) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
-"""What this rank's device reaches: GEMMs in each precision and by their smallest size, fused attention, and kernels that move memory."""
+"""The rates that this rank's device reaches: GEMMs in each precision and by their smallest size, fused attention, and
+kernels limited by memory."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -12,52 +15,82 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.dtypes import FP8, TENSOR_DTYPES
-from megapipe.extras.calibrate.stopwatch import FEWEST_CALLS, Stopwatch
+from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.attention import fused_attention
 from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul, fp8_unsupported_reason
 
 Key = TypeVar("Key")
 TORCH_DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 GEMM_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-WIDENING = 4  # outputs of the measured linear by its inputs: that of linear_fc1
+WIDENING = 4  # outputs / inputs of the measured linear, as in linear_fc1
 BACKWARD_OF_ATTENTION = 2.5  # in forwards, as the planner counts a fused kernel
+
+
+WARM_UPS = {"cpu": 1, "cuda": 3}
+MIN_REPEATS, MAX_REPEATS = 3, 25
+MIN_SECONDS = 1e-3  # of a repeat: shorter calls are made several times, since clocks and launches have a granularity
+CALLS_ON_CPU = MIN_REPEATS + 2  # at least this many calls are made on a CPU: warm-up, first look, repeats
+
+
+class Stopwatch:
+    """Times calls of a kernel on this rank's device: the median of repeats after warm-ups.
+
+    Times are those of the device's own clock; on a GPU events in the stream, which has not run on a real one so far.
+    """
+
+    def __init__(self, device: torch.device, clock: DeviceClock | None = None) -> None:
+        self.device, self._clock = device, clock or device_clock(device)
+
+    def seconds(self, call: Callable[[], object], budget_seconds: float) -> float:
+        """Return the seconds of one call. budget_seconds: for the repeats, of which there are 3 to 25."""
+        for _ in range(WARM_UPS[self.device.type]):
+            call()
+        once = max(self._repeat(call, 1), 1e-9)
+        calls = max(1, math.ceil(MIN_SECONDS / once))
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(budget_seconds / (once * calls))))
+        return median(self._repeat(call, calls) for _ in range(repeats))
+
+    def _repeat(self, call: Callable[[], object], calls: int) -> float:
+        """Make `calls` calls in sequence and return the seconds of one."""
+        began = self._clock.mark()
+        for _ in range(calls):
+            call()
+        return self._clock.seconds(began, self._clock.mark()) / calls
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """first_gemm: of the square GEMMs, which double from it. tokens: fewest of a linear. attention: (seq, batch, heads, head_dim).
-    moved_bytes: of each tensor that is copied and added; pointwise: (tokens, width)."""
+    """The sizes that are measured on one kind of device."""
 
-    first_gemm: int
-    tokens: int
-    attention: tuple[int, int, int, int]
-    moved_bytes: int
-    pointwise: tuple[int, int]
+    first_gemm: int  # of the square GEMMs, each twice the size of the one before
+    tokens: int  # the fewest of a linear
+    attention: tuple[int, int, int, int]  # seq, batch, heads, head_dim
+    moved_bytes: int  # of each tensor that is copied and added
+    pointwise: tuple[int, int]  # tokens, width
 
 
 SIZES = {
     "cpu": Sizes(256, 1024, (512, 2, 4, 64), 1 << 26, (1024, 1024)),
     "cuda": Sizes(1024, 4096, (4096, 1, 16, 128), 1 << 30, (8192, 8192)),
 }
-# shares of the seconds that the device's measurements may take
+# shares of the seconds for each measurement
 PEAKS, SHARES, ATTENTION, MEMORY, POINTWISE = 0.35, 0.40, 0.07, 0.09, 0.09
 
 
 @dataclass(frozen=True)
 class Rates:
-    """flops: by configuration dtype, and of "fp8" where a GPU has it, of the fastest GEMM. gemms: smallest size -> FLOP/s of a linear's
-    forward and both halves of its backward. attention: FLOP/s of forward and backward, causal counted half. memory, pointwise: bytes a
-    second, read and written. All but `flops` in one dtype."""
+    """The measured rates; all but `flops` in one dtype."""
 
-    flops: Mapping[str, float]
-    gemms: Mapping[int, float]
-    attention: float
-    memory: float
-    pointwise: float
+    flops: Mapping[str, float]  # of the fastest GEMM by configuration dtype, and of "fp8" where a GPU has it
+    gemms: Mapping[int, float]  # smallest size -> FLOP/s of a linear's forward and both halves of its backward
+    attention: float  # FLOP/s of forward and backward, causal attention counted half
+    memory: float  # bytes/s, read and written
+    pointwise: float  # bytes/s, read and written
 
 
 def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
-    """On this rank alone. dtype: of training. seconds: about what it takes; slow devices measure fewer sizes."""
+    """Measure this rank's device. dtype: of training. seconds: about how long it takes; slow devices measure fewer
+    sizes."""
     sizes, kind = SIZES[stopwatch.device.type], TORCH_DTYPES[dtype]
     bench = _Bench(sizes, kind, stopwatch)
     gemms = bench.linears(SHARES * seconds)
@@ -67,7 +100,7 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
     flops = {name: rate for name, rate in peaks.items() if rate is not None}
     if stopwatch.device.type == "cuda" and fp8_unsupported_reason(stopwatch.device) is None:
         flops[FP8] = fp8_gemms(stopwatch, PEAKS * seconds / len(TORCH_DTYPES))
-    flops[dtype] = max(flops[dtype], *gemms.values())  # a share is of the best that was seen
+    flops[dtype] = max(flops[dtype], *gemms.values())  # shares are relative to the fastest GEMM of all
     return Rates(
         flops,
         gemms,
@@ -78,7 +111,10 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
 
 
 def slowest(found: Sequence[Rates]) -> Rates:
-    """Of several ranks: a step waits for the slowest. Of sizes and dtypes those that all have."""
+    """Return the smallest of each rate over several ranks, since a step waits for the slowest rank.
+
+    Sizes and dtypes that some rank lacks are left out.
+    """
     return Rates(
         _least([rates.flops for rates in found]),
         _least([rates.gemms for rates in found]),
@@ -91,7 +127,7 @@ def _least(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float) -> float | None:
-    """FLOP/s of the fastest square GEMM; None where the device has none in this dtype."""
+    """Return the FLOP/s of the fastest square GEMM; None if the device has none in this dtype."""
 
     def make(size: int) -> Callable[[], object]:
         return _call(torch.mm, *(torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2)))
@@ -105,7 +141,8 @@ def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float
 
 
 def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
-    """FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as a linear's forward has it."""
+    """Return the FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as in a linear's
+    forward."""
 
     def make(size: int) -> Callable[[], object]:
         a, b = (Fp8Tensor.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
@@ -115,13 +152,16 @@ def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
 
 
 def _fastest(make: Callable[[int], Callable[[], object]], stopwatch: Stopwatch, budget_seconds: float) -> float:
-    """FLOP/s of the fastest product of two square matrices, sizes doubled while time allows. make: size -> what multiplies."""
+    """Return the FLOP/s of the fastest product of two square matrices, with sizes doubled while time allows.
+
+    make: returns a function that multiplies two matrices of a size.
+    """
     size, best, deadline = SIZES[stopwatch.device.type].first_gemm, 0.0, time.perf_counter() + budget_seconds
     while True:
         seconds = stopwatch.seconds(make(size), budget_seconds / 8)
         best = max(best, 2.0 * size**3 / seconds)
         size *= 2
-        if size > GEMM_SIZES[-1] or time.perf_counter() + 8 * seconds * FEWEST_CALLS > deadline:
+        if size > GEMM_SIZES[-1] or time.perf_counter() + 8 * seconds * CALLS_ON_CPU > deadline:
             return best
 
 
@@ -130,24 +170,24 @@ def _call(function: Callable[..., object], *arguments: object) -> Callable[[], o
 
 
 class _Bench:
-    """Kernels of a layer in one dtype."""
+    """Measures the kernels of a layer in one dtype."""
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, stopwatch: Stopwatch) -> None:
         self._sizes, self._dtype, self._stopwatch = sizes, dtype, stopwatch
 
     def linears(self, budget_seconds: float) -> dict[int, float]:
-        """FLOP/s by smallest size, ascending while time allows; at least of two sizes."""
+        """Return FLOP/s by smallest size, for ascending sizes while time allows; at least for two."""
         found: dict[int, float] = {}
         deadline = time.perf_counter() + budget_seconds
         for size in GEMM_SIZES:
             flops = 2.0 * max(size, self._sizes.tokens) * size * WIDENING * size * 3
-            if len(found) > 1 and time.perf_counter() + FEWEST_CALLS * flops / max(found.values()) > deadline:
+            if len(found) > 1 and time.perf_counter() + CALLS_ON_CPU * flops / max(found.values()) > deadline:
                 break
             found[size] = flops / self._linear_seconds(size, budget_seconds / len(GEMM_SIZES))
         return found
 
     def _linear_seconds(self, size: int, budget_seconds: float) -> float:
-        """Forward, input gradient and weight gradient, in the layouts of memory that a linear has them in."""
+        """Time forward, input gradient and weight gradient, in the memory layouts of a linear."""
         tokens = max(size, self._sizes.tokens)
         x, weight, grad = (
             self._random(tokens, size),
@@ -158,7 +198,7 @@ class _Bench:
         return sum(self._stopwatch.seconds(call, budget_seconds / len(calls)) for call in calls)
 
     def attention(self, budget_seconds: float) -> float:
-        """FLOP/s of training's own fused attention, forward and backward; what a causal mask hides is not counted."""
+        """Return the FLOP/s of training's fused attention, forward and backward; masked scores are not counted."""
         seq, batch, heads, head_dim = self._sizes.attention
         q = self._random(seq, batch, heads, 1, head_dim).requires_grad_()
         k, v = (self._random(seq, batch, heads, 1, head_dim).requires_grad_() for _ in range(2))
@@ -171,7 +211,7 @@ class _Bench:
         return (1 + BACKWARD_OF_ATTENTION) * forward / self._stopwatch.seconds(run, budget_seconds)
 
     def memory(self, budget_seconds: float) -> float:
-        """Bytes a second, read and written, of a copy and an addition of large tensors."""
+        """Return the bytes/s, read and written, of a copy and an addition of large tensors."""
         count = self._sizes.moved_bytes // 4
         a, b, c = (torch.ones(count, device=self._stopwatch.device) for _ in range(3))
         copy = self._stopwatch.seconds(lambda: c.copy_(a), budget_seconds / 2)
@@ -179,7 +219,7 @@ class _Bench:
         return (2 + 3) * self._sizes.moved_bytes / (copy + add)
 
     def pointwise(self, budget_seconds: float) -> float:
-        """Bytes a second that norm, activation and residual addition, forward and backward, must read and write."""
+        """Return the bytes/s that norm, activation and residual addition read and write, forward and backward."""
         shape = self._sizes.pointwise
         x, grad = self._random(*shape).requires_grad_(), self._random(*shape)
         weight, bias = (self._random(shape[1]).requires_grad_() for _ in range(2))

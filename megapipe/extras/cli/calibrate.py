@@ -51,10 +51,16 @@ def calibrate(arguments: Sequence[str], environment: Environment) -> int:
     own = _own_flags(arguments)
     is_first = environment.global_rank == 0
 
-    from megapipe.extras.calibrate.hardware_file import hardware_measured, refuse_taken, to_yaml, write
-    from megapipe.extras.calibrate.machine import machine_of
+    from megapipe.extras.calibrate.hardware_file import (
+        as_data,
+        as_text,
+        hardware_measured,
+        machine_of,
+        refuse_taken,
+        to_yaml,
+        write,
+    )
     from megapipe.extras.calibrate.measure import measure
-    from megapipe.extras.calibrate.words import as_data, as_text
 
     try:
         if is_first:

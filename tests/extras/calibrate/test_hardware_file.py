@@ -15,12 +15,9 @@ import torch
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.calibrate import rates
-from megapipe.extras.calibrate.hardware_file import ASSUMED_LINKS, Machine, hardware_measured, to_yaml, write
-from megapipe.extras.calibrate.links import MeasuredLink, fitted, trials_of
-from megapipe.extras.calibrate.measure import Found
-from megapipe.extras.calibrate.rates import Rates, slowest
-from megapipe.extras.calibrate.stopwatch import FEWEST, WARM_UPS, Stopwatch
-from megapipe.extras.calibrate.words import as_data
+from megapipe.extras.calibrate.hardware_file import ASSUMED_LINKS, Machine, as_data, hardware_measured, to_yaml, write
+from megapipe.extras.calibrate.measure import Found, MeasuredLink, fitted, link_trials
+from megapipe.extras.calibrate.rates import MIN_REPEATS, WARM_UPS, Rates, Stopwatch, slowest
 from megapipe.extras.cli.calibrate import calibrate, main
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.doctor.trials import SEND, Sample, Trial
@@ -93,7 +90,7 @@ def test_two_ranks_measure_the_link_of_their_node(rank_pools: Callable[[int], Ra
 
 
 def test_ranks_on_two_nodes_measure_both_links_each_node_at_once() -> None:
-    trials = list(trials_of(Topology(tp=2, dp=2, ranks_per_node=2)))
+    trials = list(link_trials(Topology(tp=2, dp=2, ranks_per_node=2)))
     assert {(trial.kind, trial.group, trial.operation, trial.ranks) for trial in trials} == {
         *(("node", "tp", how, ranks) for how in ("all_reduce", SEND) for ranks in ((0, 1), (2, 3))),
         *(("network", "replicas", how, ranks) for how in ("all_reduce", SEND) for ranks in ((0, 2), (1, 3))),
@@ -144,7 +141,7 @@ def test_a_card_of_the_table_has_the_tables_links_where_none_was_measured() -> N
     card = Machine("NVIDIA H200", 141 << 30, 8, "bf16", ())
     hardware = hardware_measured(None, card, RATES, [])
     assert (hardware.node, hardware.network) == (HARDWARE["h200"].node, HARDWARE["h200"].network)
-    assert "NOT measured: that of the table" in to_yaml(hardware, card, [])
+    assert "NOT measured: from the table" in to_yaml(hardware, card, [])
 
 
 def test_the_slowest_rank_counts_at_what_all_have_measured() -> None:
@@ -155,9 +152,9 @@ def test_the_slowest_rank_counts_at_what_all_have_measured() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--output", "taken.yaml"], "taken.yaml is there already: give another name, or --force"),
+        (["--output", "taken.yaml"], "taken.yaml exists: give another name, or --force"),
         (["--output", "folder"], "folder is a folder"),
-        (["--output", "nowhere/x.yaml"], "nowhere is not there"),
+        (["--output", "nowhere/x.yaml"], "nowhere does not exist"),
         (["--seconds", "0"], "--seconds 0 has to be above 0"),
         (["--seconds", "nan"], "--seconds nan has to be above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
@@ -215,4 +212,4 @@ def test_a_stopwatch_warms_up_and_repeats_within_its_budget() -> None:
     calls: list[float] = []
     seconds = Stopwatch(torch.device("cpu")).seconds(lambda: calls.append(sum(map(math.sqrt, range(50_000)))), 0.0)
     assert 1e-5 < seconds < 10
-    assert len(calls) >= WARM_UPS["cpu"] + 1 + FEWEST
+    assert len(calls) >= WARM_UPS["cpu"] + 1 + MIN_REPEATS

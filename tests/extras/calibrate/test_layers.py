@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megapipe.extras.calibrate.layers import _Parts
-from megapipe.extras.calibrate.rates import SIZES, fp8_gemms
-from megapipe.extras.calibrate.stopwatch import Stopwatch
+from megapipe.extras.calibrate.layers import timed
+from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms
 from megapipe.extras.cli.plan import plan_for
 from megapipe.extras.cli.profile_layers import main
 from megapipe.gpu.device_clock import EventClock
@@ -59,6 +58,6 @@ def test_on_a_gpu_kernels_and_layers_are_timed_by_events_with_its_queue_kept_ful
     )
     launched = device.host_ns
     steps = (lambda: device.launch(3_000_000), lambda: device.launch(5_000_000))
-    seconds = _Parts._timed(SimpleNamespace(_clock=clock), steps, 4)  # type: ignore[arg-type]
+    seconds = timed(clock, steps, 4)
     assert seconds == [[pytest.approx(0.003, rel=1e-2), pytest.approx(0.005, rel=1e-2)]] * 4
     assert device.host_ns - launched == pytest.approx(32_000_000, rel=1e-2), "one wait, at the end"
