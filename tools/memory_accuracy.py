@@ -23,7 +23,7 @@ from megapipe.environment import read_environment
 from megapipe.extras.cli.plan import plan_for
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
-from megapipe.extras.dry_run.report import difference_text
+from megapipe.extras.dry_run.run import difference_text
 from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan

@@ -1,9 +1,9 @@
-"""The real code of a rank with tensors that have shapes and no values, in a world that nobody has started: memory and messages, counted.
+"""`--dry-run`: the real code of a rank with tensors that have shapes and no values, in one process, to count memory and
+messages.
 
-- `grid`:       every rank's place, groups and parameters audited in plain Python; which ranks differ in nothing that matters
-- `rank`:       `count_rank`: runtime, row and one step of one rank on the meta device
-- `live_bytes`: `LiveBytes`: bytes of all living storages and their peak, of tensors on paper as of real ones
-- `meta`:       what tensors without values need: answers for whoever asks for values, and the kernels that CUDA would choose
-- `report`:     planned beside counted, as text
-- `run`:        the request `--dry-run`, from the plan to the exit code
+- `grid`:       audit of every rank's place, groups and parameters; which ranks and microbatches represent all others
+- `rank`:       `count_rank`: runtime, schedule row and one step of one rank on the meta device
+- `live_bytes`: `LiveBytes`: bytes of all live storages and their peak, for meta tensors as for real ones
+- `meta`:       `MetaMode`: answers to code that reads values, and the kernels that CUDA would choose
+- `run`:        the request `--dry-run`, from the plan to the printed report
 """

@@ -1,33 +1,37 @@
-"""Every rank of a world in plain Python: places, groups and parameters audited, and which ranks differ in nothing that a step can show."""
+"""The audit of every rank of a world in plain Python, and what has to be run to see every memory state of a step.
+
+Ranks of one kind do the same, so one of them is counted. A step repeats itself once the pipeline is full: an action's
+memory depends on its kind and on what is alive around it, not on the microbatch's number. A shorter step therefore has
+the same peak if every action of the longer one occurs in it with the same things alive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from megapipe.errors import CommunicationError
+from megapipe.errors import CommunicationError, MegapipeError
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
 from megapipe.sharding.audit import audit_buffers
 from megapipe.topology import GROUP_NAMES, Topology, all_coordinates
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Ranks with the same shapes and the same row of the schedule, ascending, and their places in the pipeline."""
+    """Ranks with the same shapes and the same row of the schedule."""
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global, ascending
     pp_ranks: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.ranks)
 
 
 def audit_grid(plan: RunPlan) -> int:
-    """Check every rank of the world; returns the number of process groups that the world has.
+    """Check every rank of the world and return the world's number of process groups.
 
-    Each place in the grid is taken once; of every kind of group each rank is in exactly one ('embedding': the ends of a pipeline), the one
-    that it will itself build; every stage's parameters fill their buffers on every tp_rank. Raises CommunicationError, ConfigError.
+    Each place in the grid is taken by one rank. Each rank is in exactly one group of every kind (of 'embedding' only
+    the ends of a pipeline are), the same that it builds itself. Every stage's parameters fill their buffers on every
+    tp_rank. Raises CommunicationError, ConfigError.
     """
     topology = plan.topology
     places = {coordinates for _, coordinates in all_coordinates(topology)}
@@ -48,7 +52,7 @@ def _audit_groups(topology: Topology, name: str) -> int:
             seen[rank] += 1
         if topology.group_of(name, ranks[0]) != ranks or topology.group_of(name, ranks[-1]) != ranks:
             raise CommunicationError(
-                f"group {name} of ranks {ranks[:4]}... is another one when rank {ranks[0]} or {ranks[-1]} builds it"
+                f"rank {ranks[0]} or {ranks[-1]} builds a group {name} other than {ranks[:4]}..., which it belongs to"
             )
     for rank, count in enumerate(seen):
         expected = 1 if name != "embedding" or topology.coordinates(rank).pp_rank in (0, topology.pp - 1) else 0
@@ -58,7 +62,8 @@ def _audit_groups(topology: Topology, name: str) -> int:
 
 
 def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
-    """All ranks of the world, each in one kind, by their first ranks. dp and cp never make a difference to a step."""
+    """Return the kinds of all ranks of the world, ordered by their first ranks. dp and cp make no difference to a
+    step."""
     topology = plan.topology
     found: dict[Hashable, list[int]] = {}
     by_place: dict[tuple[int, int], Hashable] = {}
@@ -74,7 +79,7 @@ def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
 
 
 def _row(plan: RunPlan, pp_rank: int) -> Hashable:
-    """What a rank does in a step, its stages numbered as its own: those with the same layers and ends are alike."""
+    """Return a rank's actions with its stages numbered from 0, and its layers: equal for ranks that do the same."""
     held = plan.placement.stages_of(pp_rank)
     own = {stage: index for index, stage in enumerate(held)}
     count = plan.batch.full // plan.batch.samples_per_microbatch
@@ -93,3 +98,62 @@ def _shapes(plan: RunPlan, pp_rank: int, tp_rank: int) -> Hashable:
         tuple(sorted(spec.local_shape(tp_rank, tp) for spec in plan.stage_specs[stage]))
         for stage in plan.placement.stages_of(pp_rank)
     )
+
+
+Situation = tuple[int, Op, tuple[tuple[tuple[int, str], int], ...]]
+
+
+def situations(row: Iterable[Action], last_stage: int, send_depth: int) -> set[Situation]:
+    """Return (stage, op, what is alive at its start) of every action.
+
+    Counted are microbatches between F and B and between I and W, messages received and sent, and outputs that a stage
+    of this rank has produced for another stage or for a send.
+    """
+    alive: Counter[tuple[int, str]] = Counter()
+    found: set[Situation] = set()
+
+    def use(*candidates: tuple[int, str]) -> None:
+        used = next((candidate for candidate in candidates if alive[candidate]), None)
+        if used is not None:
+            alive[used] -= 1
+
+    for stage, op, _ in row:
+        found.add((stage, op, tuple(sorted((what, count) for what, count in alive.items() if count))))
+        if op is Op.F:
+            alive[stage, "kept"] += 1
+            alive[stage, "produced"] += stage < last_stage
+            use((stage, "received"), (stage - 1, "produced"))
+        elif op in (Op.B, Op.I):
+            alive[stage, "kept"] -= 1
+            alive[stage, "waiting"] += op is Op.I
+            alive[stage, "gradient produced"] += stage > 0
+            use((stage, "gradient received"), (stage + 1, "gradient produced"))
+        elif op is Op.W:
+            alive[stage, "waiting"] -= 1
+        elif op in RECV_OPS:
+            alive[stage, "received" if op is Op.RECV_F else "gradient received"] += 1
+        elif op in SEND_OPS:
+            use((stage, "produced" if op is Op.SEND_F else "gradient produced"))
+            alive[stage, op.name] = min(alive[stage, op.name] + 1, send_depth)
+    return found
+
+
+def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
+    """Return the fewest microbatches whose row has all situations of the full step's row, or the full number.
+
+    Asynchronous schedules change their weights within the step, and with offloading the actions around decide what is
+    on the device: both are always run in full.
+    """
+    full = plan.batch.full // plan.batch.samples_per_microbatch
+    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers:
+        return full
+    last, pp = plan.placement.num_stages - 1, plan.topology.pp
+    wanted = situations(plan.schedule(full).rows[pp_rank], last, plan.send_depth)
+    for count in range(2 * pp, full // 2 + 1, pp):
+        try:
+            row = plan.schedule(count).rows[pp_rank]
+        except MegapipeError:  # the schedule cannot run this number
+            continue
+        if wanted <= situations(row, last, plan.send_depth):
+            return count
+    return full

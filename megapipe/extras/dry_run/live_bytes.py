@@ -1,4 +1,4 @@
-"""`LiveBytes`: the bytes of all storages that operations have made and that still live, and the most there were at once."""
+"""`LiveBytes`: the bytes of all live storages that operations have created, and their peak."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside the block every operation's results are looked at: a storage counts once, from when it is first seen until it is freed.
+    """A dispatch mode that counts each storage among the results of operations, from its first appearance until freed.
 
-    Views share storages; what kernels allocate and free again inside one operation is not seen. Works for real tensors and on the meta
-    device. Labels part the sum: a storage gets that of `label`, or the one `name` gives it later.
+    Views share storages. Memory that a kernel allocates and frees within one operation is not seen. Works for real
+    tensors and on the meta device. The sum is split by labels: a storage gets the current `label`, or the one that
+    `name` gives it later.
     """
 
     def __init__(self, label: str = "other") -> None:
@@ -27,11 +28,11 @@ class LiveBytes(TorchDispatchMode):
         self.by_label: Counter[str] = Counter()
         self.at_peak: Mapping[str, int] = {}
         self.at_new_peak: Callable[[], None] = lambda: None
-        self._is_blind = False
+        self._is_paused = False
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, str]] = {}
 
     def name(self, tensors: Iterable[Tensor], label: str) -> None:
-        """Count the storages of these tensors under `label`, those not seen so far included."""
+        """Count the storages of these tensors under `label`, also those not seen so far."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -41,18 +42,18 @@ class LiveBytes(TorchDispatchMode):
             self.by_label[label] += size
             self._live[key] = reference, size, label
 
-    def elsewhere(self, make: Callable[[int], Tensor], num_bytes: int) -> Tensor:
-        """make(num_bytes), whose memory is not the device's and counts nothing."""
-        self._is_blind = True
+    def outside(self, make: Callable[[int], Tensor], num_bytes: int) -> Tensor:
+        """Return make(num_bytes) without counting its memory, which is not the device's."""
+        self._is_paused = True
         try:
             tensor = make(num_bytes)
         finally:
-            self._is_blind = False
-        self._keep(tensor.untyped_storage(), 0, "elsewhere")
+            self._is_paused = False
+        self._keep(tensor.untyped_storage(), 0, "outside")
         return tensor
 
     def begin(self) -> None:
-        """Forget the peak: the next one is the most from now on."""
+        """Restart the peak from the current bytes."""
         self.peak = 0
         self._rise()
 
@@ -69,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live or self._is_blind:
+        if key in self._live or self._is_paused:
             return
         size = storage.nbytes()
         self._keep(storage, size, self.label)

@@ -1,7 +1,7 @@
-"""Tensors without values in code that is made for values: `OnPaper` answers whoever reads a number, and says which kernels would run.
+"""`MetaMode`: meta tensors, which have no values, in code that reads values and chooses kernels by device.
 
-A kernel that is chosen by device has no choice on the meta device, so it is chosen here: attention, RMSNorm, and what asks `is_cuda`.
-What a kernel keeps for its backward is what it keeps on the device it stands for.
+torch chooses kernels of attention and RMSNorm by the device of their inputs. On the meta device they are chosen here,
+so that each keeps for its backward what the kernel of the real device keeps.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 Answer = Callable[..., Any]
 HALF_TYPES = (torch.float16, torch.bfloat16)
-ALIGNED_BIAS = (
-    16  # columns of a mask that CUDA's memory-efficient kernel needs, padded by torch where they do not divide
-)
+ALIGNED_BIAS = 16  # torch pads masks for CUDA's memory-efficient kernel to a multiple of this many columns
 
 
-class OnPaper(TorchFunctionMode):
-    """Inside the block: meta tensors behave as those of a step in which every number read is 1 (a finite norm, no overflow).
+class MetaMode(TorchFunctionMode):
+    """A function mode in which every number read from a meta tensor is 1: a finite norm, no overflow.
 
-    device: 'cuda' or 'cpu', whose kernels are taken. A truth value is True: on CPU every token lies in this rank's part of the vocabulary,
-    the most that an embedding's backward can hold.
+    device: 'cuda' or 'cpu', whose kernels are used. Truth values are True: on the CPU every token then belongs to this
+    rank's part of the vocabulary, which is the case in which an embedding's backward holds most.
     """
 
     def __init__(self, device: str) -> None:
@@ -63,7 +61,7 @@ def cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's flash kernel for CPUs: keeps q, k, v, its output and the log-sum-exp."""
+    """Run torch's flash kernel for CPUs, which keeps q, k, v, its output and the log-sum-exp."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
 
@@ -78,7 +76,8 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """CUDA's flash kernel for half types without a mask, the memory-efficient one for fp32 and masks; fp64 is written out."""
+    """Run CUDA's flash kernel for half types without a mask, the memory-efficient one for fp32 and masks, the math one
+    for fp64."""
     if attn_mask is None and q.dtype in HALF_TYPES:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if q.dtype is torch.float64:
@@ -99,7 +98,7 @@ def cuda_attention(
 
 
 def cuda_rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Tensor:
-    """CUDA's fused kernel: keeps x, weight and 1 / rms of each row, fp32."""
+    """Replace CUDA's fused kernel, which keeps x, weight and 1 / rms of each row in fp32."""
     return _RMSNormOfCuda.apply(x, weight)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""`count_rank`: one rank of a planned world, its real runtime on the meta device, one step through its row of the schedule."""
+"""`count_rank`: one step of one rank of a planned world, with its real runtime on the meta device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megapipe.comm.fake_backend import Ledger
 from megapipe.comm.groups import ProcessGroups, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
+from megapipe.extras.dry_run.grid import microbatches_to_run
 from megapipe.extras.dry_run.live_bytes import LiveBytes
-from megapipe.extras.dry_run.meta import OnPaper
-from megapipe.extras.dry_run.window import microbatches_to_run
+from megapipe.extras.dry_run.meta import MetaMode
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.sharding.spec import ParamSpec
@@ -28,33 +28,24 @@ from megapipe.train.step import Rates, train_step
 
 META = torch.device("meta")
 STATE = ("weights", "gradients", "optimizer", "rollback")
-PER_MICROBATCH = (
-    "tp",
-    "pp",
-    "cp",
-    "kv",
-)  # groups in which every microbatch sends the same; the others speak once a step
-RATES = Rates(1e-3, 0.1)  # of no consequence where there are no values
+# groups in which every microbatch sends the same; the others communicate once a step
+PER_MICROBATCH = ("tp", "pp", "cp", "kv")
+RATES = Rates(1e-3, 0.1)  # arbitrary: there are no values
 
 ReadBatch = Callable[[int, int], Batch]  # (dp_rank, microbatch number) -> the first step's microbatch
 
 
 @dataclass(frozen=True)
 class RankCount:
-    """What one rank holds and sends in a step.
-
-    items: bytes at the peak: STATE, and 'step', all else. peak_action: "3B5", the action of the row during which the peak came; '' after
-    the row. before_action: bytes of the step at that action's start. num_run: microbatches run. ledger: of the whole step; None for
-    real ranks.
-    """
+    """The memory and the messages of one rank in a step."""
 
     global_rank: int
-    items: Mapping[str, int]
-    peak_action: str
-    before_action: int
-    num_run: int
+    items: Mapping[str, int]  # bytes at the peak: those of STATE, and 'step' for everything else
+    peak_action: str  # the action of the row during which the peak occurred, such as "3B5"; '' after the row
+    before_action: int  # bytes of the step at that action's start
+    num_run: int  # microbatches run
     seconds: float
-    ledger: Ledger | None = None
+    ledger: Ledger | None = None  # messages of the whole step; None for real ranks
 
     @property
     def peak(self) -> int:
@@ -64,17 +55,17 @@ class RankCount:
 def count_rank(
     plan: RunPlan, global_rank: int, read: ReadBatch, device: str = "cuda", *, in_full: bool = False
 ) -> RankCount:
-    """One step of this rank with tensors that have no values. device: whose kernels are taken, 'cuda' or 'cpu'.
+    """Run one step of this rank with meta tensors. device: whose kernels are counted, 'cuda' or 'cpu'.
 
-    Of a long step as many microbatches are run as show all its situations (`window`), unless in_full; what was sent is counted up to the
-    whole step.
+    Unless in_full, only as many microbatches of a long step are run as show all its situations (`grid`); messages are
+    extrapolated to the whole step.
     """
     full = plan.batch.full // plan.batch.samples_per_microbatch
     pp_rank = plan.topology.coordinates(global_rank).pp_rank
     count = full if in_full else microbatches_to_run(plan, pp_rank)
     ledger, live = Ledger(), LiveBytes()
     ledger.observe = lambda tensor: live.name([tensor], "messages")
-    with OnPaper(device), live:
+    with MetaMode(device), live:
         groups = fake_process_groups(plan.topology, global_rank, ledger)
         found, watch = count_step(plan, groups, META, live, read, _empty, count, ledger)
     if count != full:
@@ -92,7 +83,7 @@ def count_step(
     num_microbatches: int | None = None,
     ledger: Ledger | None = None,
 ) -> tuple[RankCount, ActionWatch]:
-    """Build the runtime and take the first step; called inside `live`, on paper as with real ranks.
+    """Build the runtime and run the first step; called inside `live`, with meta tensors or on a real rank.
 
     draw_slice: initial values, those of training if None. num_microbatches: those of the full global batch if None.
     """
@@ -120,10 +111,10 @@ def count_step(
 
 
 def name_state(runtime: TrainingRuntime, live: LiveBytes) -> None:
-    """Tell weights, gradients and what the optimizer keeps from all else; the host's memory is not counted."""
+    """Label the storages of weights, gradients and optimizer state; leave out host memory."""
     if runtime.offload is not None:
         pool = runtime.offload.pool
-        pool.allocate = partial(live.elsewhere, pool.allocate)
+        pool.allocate = partial(live.outside, pool.allocate)
     buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
     live.name((version for buffer in buffers for version in buffer.versions), "weights")
     live.name((buffer.gradients for buffer in buffers), "gradients")
@@ -136,7 +127,8 @@ def _empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
 
 
 class ActionWatch(Tracer):
-    """In the place of the tracer: at which action of the row the peak came, what lived when it began, and what each action sent."""
+    """A tracer that records in which action of the row the peak occurred, the bytes at its start, and what actions
+    sent."""
 
     def __init__(self, live: LiveBytes, ledger: Ledger | None = None) -> None:
         super().__init__()
@@ -161,12 +153,13 @@ class ActionWatch(Tracer):
             self._has_risen = False
 
     def finish(self) -> None:
-        """The step is over: a peak after the row belongs to no action."""
+        """End the step: a peak after the row belongs to no action."""
         if self._has_risen:
             self.peak_action, self.before_action = "", self._level
 
     def extend(self, run: Sequence[Action], whole: Sequence[Action]) -> None:
-        """Count up what was sent in a shorter row to a longer one: every further action sends what the last of its kind has sent."""
+        """Extrapolate the messages of a shorter row to a longer one: each further action sends what the last of its
+        kind sent."""
         assert self._ledger is not None
         missing = Counter((action.stage, action.op) for action in whole)
         missing.subtract((action.stage, action.op) for action in run)
@@ -178,5 +171,5 @@ class ActionWatch(Tracer):
         self._has_risen = True
 
     def _mark(self) -> None:
-        """Called before and after every action, when the engine asks for the time."""
+        """Record the bytes; called before and after every action, when the engine reads the clock."""
         self._at_start, self._level = self._level, self._live.now

@@ -1,77 +1,160 @@
-"""The request `--dry-run`: from the plan to the exit code, in one process, whatever the size of the world."""
+"""The request `--dry-run`: from the plan to the printed report, in one process, whatever the size of the world."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megapipe.assembly.datasets import RunData, build_data
+from megapipe.assembly.datasets import build_data
 from megapipe.comm.bootstrap import choose_backend
+from megapipe.comm.fake_backend import Ledger
 from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks
-from megapipe.extras.dry_run.rank import RankCount, count_rank
-from megapipe.extras.dry_run.report import audited_line, counted_text, not_looked_at
+from megapipe.extras.dry_run.rank import STATE, RankCount, count_rank
+from megapipe.formatting import bytes_text, range_text, text_table
+from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Op, parse_action
 from megapipe.train.schedules import Schedules
+
+NOT_COUNTED = "workspace inside kernels, allocator slack, NCCL, the CUDA context"
 
 
 def dry_run(plan: RunPlan, rank: int | None = None) -> int:
-    """Audit every rank, count `rank` or one rank of each kind, and print what was found beside the plan. Returns 0.
+    """Audit every rank, count `rank` or one rank of each kind, and print the counts and the plan. Return 0.
 
-    Raises ConfigError, DataError for what would also end a training at its start.
+    Raises ConfigError or DataError for everything that would also end a training at its start.
     """
-    asked, plan = plan, without_graphs(plan)
-    device = device_of(plan)
-    if rank is not None and rank >= plan.topology.world_size:
-        raise ConfigError(
-            f"--rank {rank}: a world of {plan.topology.world_size} has the ranks 0 to {plan.topology.world_size - 1}"
-        )
+    asked, world_size = plan, plan.topology.world_size
+    if plan.config.gpu.cuda_graph_impl != "none":  # CUDA graphs can only be recorded on a GPU
+        plan = replace(plan, config=replace(plan.config, gpu=replace(plan.config.gpu, cuda_graph_impl="none")))
+    device = "cuda" if plan.shape.is_cuda else "cpu"
+    if device == "cpu":
+        choose_backend(plan.config.parallel.distributed_backend, "cpu", 0)  # raises for a backend without CPU support
+    if rank is not None and rank >= world_size:
+        raise ConfigError(f"--rank {rank}: a world of {world_size} has the ranks 0 to {world_size - 1}")
     if not plan.config.training.skip_train:
-        Schedules.of(plan.config)
+        Schedules.of(plan.config)  # raises for schedules that cannot be built
     started = time.perf_counter()
     num_groups = audit_grid(plan)
     kinds = kinds_of_ranks(plan)
-    print(audited_line(plan, num_groups, kinds, time.perf_counter() - started), flush=True)
+    seconds = time.perf_counter() - started
+    same = "all do the same" if len(kinds) == 1 else f"{len(kinds)} kinds that differ in shapes or in their actions"
+    print(
+        f"dry run: {world_size:,} ranks, {num_groups:,} process groups and {plan.placement.num_stages} stages audited "
+        f"in {seconds:.1f} s; {same}",
+        flush=True,
+    )
     data = build_data(plan)
     try:
-        counts = _counted(
-            plan, kinds if rank is None else [kind for kind in kinds if rank in kind.ranks], rank, data, device
-        )
+        loader = data.train or data.valid or data.test
+        if loader is None:
+            raise ConfigError("there is no data for a step: raise --train-iters, or --eval-iters with --skip-train")
+        dp, micro = plan.topology.dp, plan.config.training.micro_batch_size
+
+        def read(dp_rank: int, k: int) -> Batch:
+            return loader.microbatch(0, k, dp_rank, dp, micro)
+
+        chosen = [(kind, kind.ranks[0]) for kind in kinds]
+        if rank is not None:
+            chosen = [(kind, rank) for kind in kinds if rank in kind.ranks]
+        counts = [(kind, count_rank(plan, counted, read, device)) for kind, counted in chosen]
     finally:
         data.close()
-    print("\n".join([*counted_text(plan, counts, device), *not_looked_at(asked)]), flush=True)
+    print("\n".join([*counted_text(plan, counts, device), *_not_checked(asked)]), flush=True)
     return 0
 
 
-def without_graphs(plan: RunPlan) -> RunPlan:
-    """The plan without CUDA graphs, which need a card to be recorded."""
-    if plan.config.gpu.cuda_graph_impl == "none":
-        return plan
-    gpu = replace(plan.config.gpu, cuda_graph_impl="none")
-    return replace(plan, config=replace(plan.config, gpu=gpu))
-
-
-def device_of(plan: RunPlan) -> str:
-    """Whose kernels are counted: 'cpu' with --device cpu, else 'cuda'. Raises ConfigError for a backend that CPUs do not have."""
-    if plan.shape.is_cuda:
-        return "cuda"
-    choose_backend(plan.config.parallel.distributed_backend, "cpu", 0)
-    return "cpu"
-
-
-def _counted(
-    plan: RunPlan, kinds: Sequence[Kind], rank: int | None, data: RunData, device: str
-) -> list[tuple[Kind, RankCount]]:
-    loader = data.train or data.valid or data.test
-    if loader is None:
-        raise ConfigError(
-            "there is no data to take a step with: raise --train-iters, or --eval-iters with --skip-train"
+def counted_text(plan: RunPlan, counts: Sequence[tuple[Kind, RankCount]], device: str) -> Iterator[str]:
+    """Yield a line for every counted rank, then the items and messages of the fullest one."""
+    kernels = "CUDA" if device == "cuda" else "CPU"
+    yield f"  counted  storages alive at the peak of a step, as {kernels} kernels keep them; not counted: {NOT_COUNTED}"
+    rows = [("pp_rank", "ranks", "counted on", "planned", "counted", "difference", "peak in", "seconds")]
+    for kind, count in counts:
+        planned = _planned(plan, count).total
+        rows.append(
+            (
+                _ranges(kind.pp_ranks),
+                f"{len(kind.ranks):,}",
+                f"rank {count.global_rank}",
+                bytes_text(planned),
+                bytes_text(count.peak),
+                difference_text(planned, count.peak),
+                count.peak_action or "optimizer",
+                f"{count.seconds:.1f}",
+            )
         )
-    dp, micro = plan.topology.dp, plan.config.training.micro_batch_size
+    yield from text_table(rows, indent=11)
+    kind, fullest = max(counts, key=lambda pair: pair[1].peak)
+    yield from _items(plan, kind, fullest)
+    if fullest.ledger is not None and fullest.ledger.counts:
+        yield from _messages(fullest.ledger)
 
-    def read(dp_rank: int, k: int) -> Batch:
-        return loader.microbatch(0, k, dp_rank, dp, micro)
 
-    return [(kind, count_rank(plan, kind.ranks[0] if rank is None else rank, read, device)) for kind in kinds]
+def difference_text(planned: int, counted: int) -> str:
+    """Return how much more was counted than planned, such as '+1.2 %'."""
+    return "" if not planned else f"{(counted - planned) / planned:+.1%}".replace("%", " %")
+
+
+def _planned(plan: RunPlan, count: RankCount) -> RankMemory:
+    return rank_memory(plan, plan.topology.coordinates(count.global_rank).pp_rank)
+
+
+def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
+    memory = _planned(plan, count)
+    full = plan.batch.full // plan.batch.samples_per_microbatch
+    run = (
+        "" if count.num_run == full else f"; {count.num_run} of {full} microbatches run, enough for every memory state"
+    )
+    yield f"  memory   of rank {count.global_rank}, which represents {len(kind.ranks):,}{run}"
+    rows = [(item, memory.items[item], count.items[item]) for item in STATE if memory.items[item] or count.items[item]]
+    step = memory.total - sum(memory.items[item] for item in STATE)
+    inside = memory.items["temporaries"] + memory.items["recompute"]
+    if count.peak_action and parse_action(count.peak_action).op in (Op.B, Op.I):
+        # the plan's items are those at the start of a backward
+        rows.append(("at the start of the peak's action", step - inside, count.before_action))
+        rows.append((f"allocated in {count.peak_action}", inside, count.items["step"] - count.before_action))
+    else:
+        rows.append((f"in {count.peak_action or 'the optimizer'}", step, count.items["step"]))
+    rows.append(("total", memory.total, count.peak))
+    cells = [
+        (name, bytes_text(planned), bytes_text(counted), difference_text(planned, counted))
+        for name, planned, counted in rows
+    ]
+    yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
+
+
+def _messages(ledger: Ledger) -> Iterator[str]:
+    yield (
+        "  sent     in a step, over groups of more than one rank; bytes of a collective's whole tensor, or of each "
+        "message"
+    )
+    rows = [
+        (group, operation.replace("_", "-"), f"{count:,}", bytes_text(ledger.bytes[group, operation]))
+        for (group, operation), count in sorted(ledger.counts.items(), key=lambda entry: -ledger.bytes[entry[0]])
+    ]
+    yield from text_table([("group", "operation", "times", "bytes"), *rows], indent=11)
+
+
+def _not_checked(plan: RunPlan) -> Iterator[str]:
+    """Yield what a start of training does and a dry run does not."""
+    checkpoint = plan.config.checkpoint
+    flags = [flag for flag, folder in (("--load", checkpoint.load), ("--save", checkpoint.save)) if folder is not None]
+    if flags:
+        yield f"  not checked: the folder of {' and of '.join(flags)}; devices and network"
+    if plan.config.gpu.cuda_graph_impl != "none":
+        graphs = max(memory.items["graphs"] for memory in all_rank_memory(plan))
+        yield f"  not counted: the pools of CUDA graphs; planned {bytes_text(graphs)} more on the rank with the most"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text, such as '0, 2 to 5'."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(range_text(run) for run in runs)

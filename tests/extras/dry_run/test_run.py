@@ -37,7 +37,7 @@ def test_one_rank_of_each_kind_is_counted_beside_the_plan(small: list[str], caps
 def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*small, "--dry-run", "--world-size", "64", "--rank", "37"]) == 0
     text = capsys.readouterr().out
-    assert "of rank 37, which stands for 32" in text and "rank 0 " not in text
+    assert "of rank 37, which represents 32" in text and "rank 0 " not in text
 
 
 @pytest.mark.parametrize(
