@@ -51,8 +51,8 @@ def test_ranks_that_share_a_card_are_profiled_by_events(schedule: str, tmp_path:
     grid = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --untie-embeddings-and-output-weights"
     profile = "--profile-pipeline --profile-step-start 1 --profile-step-end 3"
     words = [*WORDS, *SHARED.split(), *grid.split(), *profile.split(), "--train-iters", "4"]
-    with launch(tmp_path, 2, *words, "--metrics-file", str(tmp_path / "m.jsonl")) as door:
-        ended = door.ended()
+    with launch(tmp_path, 2, *words, "--metrics-file", str(tmp_path / "m.jsonl")) as command:
+        ended = command.ended()
     assert ended.code == 0, ended.error
     found = read_profile(profiles_in(tmp_path)[0])
     assert all(note.error_ns > 0 for note in found.clocks), "times of the card lie on the host's clock within a bound"
@@ -73,8 +73,8 @@ def test_the_last_step_before_a_line_is_told_on_a_card(tmp_path: Path) -> None:
         "--global-batch-size",
         "8",
     ]
-    with launch(tmp_path, 2, *words, "--save", str(tmp_path / "run")) as door:
-        ended = door.ended()
+    with launch(tmp_path, 2, *words, "--save", str(tmp_path / "run")) as command:
+        ended = command.ended()
     assert ended.code == 0, ended.error
     assert "stragglers, the step before step 6: longest rank" in ended.out
 

@@ -52,8 +52,8 @@ def test_pipeline_ranks_that_share_a_card_replay_their_stages(schedule: str, tmp
     expected = on_one(tmp_path / "one", "", CARD)
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {GRAPHS}"
     words = [*WORDS, *EXACT.split(), *SHARED.split(), *flags.split(), "--train-iters", str(STEPS)]
-    with launch(tmp_path, 2, *words, "--metrics-file", str(tmp_path / "metrics.jsonl")) as door:
-        ended = door.ended()
+    with launch(tmp_path, 2, *words, "--metrics-file", str(tmp_path / "metrics.jsonl")) as command:
+        ended = command.ended()
     assert ended.code == 0, ended.error
     assert_close(losses(tmp_path), expected)
 

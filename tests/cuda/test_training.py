@@ -42,8 +42,8 @@ def on_ranks(folder: Path, ranks: int, flags: str) -> list[float]:
         "--metrics-file",
         str(folder / "metrics.jsonl"),
     ]
-    with launch(folder, ranks, *words) as door:
-        ended = door.ended()
+    with launch(folder, ranks, *words) as command:
+        ended = command.ended()
     assert ended.code == 0, ended.error
     return losses(folder)
 

@@ -30,7 +30,7 @@ from megapipe.checkpoint.folder import steps_in
 from megapipe.monitor.process import process_state
 from tests.faults.disks import can_mount, fill, free, small_disk
 from tests.faults.plants import damage_newest, order
-from tests.launch.scripts import Door
+from tests.launch.scripts import Command
 from tests.train.jobs import TINY
 from tests.train.test_saving import contents
 
@@ -103,21 +103,21 @@ class Life:
             f"{FLAGS} --train-iters {plan.num_steps} --save-interval {plan.save_interval} --save {save} --load {save}"
         )
         flags += f" --hang-timeout-seconds {plan.hang_timeout_seconds}"
-        self.door = Door([*words, str(pause_seconds), *flags.split()], folder)
+        self.command = Command([*words, str(pause_seconds), *flags.split()], folder)
         self.began = time.monotonic()
         self.ranks: list[int] = []
 
     @property
     def exit_code(self) -> int | None:
-        return self.door._process.poll()
+        return self.command.process.poll()
 
     def step(self) -> int | None:
         """The last one that was logged."""
-        found = re.findall(r"^step +(\d+)/", self.door.out(), re.MULTILINE)
+        found = re.findall(r"^step +(\d+)/", self.command.out(), re.MULTILINE)
         return int(found[-1]) if found else None
 
     def resumed(self) -> int:
-        found = re.search(r"going on after step (\d+)", self.door.out())
+        found = re.search(r"going on after step (\d+)", self.command.out())
         return int(found[1]) if found else 0
 
     def wait(self, seconds: float, until: Callable[[], bool]) -> bool:
@@ -136,10 +136,10 @@ class Life:
             raise self.fail("a run that nothing strikes does not end well")
 
     def told(self) -> str:
-        return self.door.error() + self.door.out()
+        return self.command.error() + self.command.out()
 
     def fail(self, what: str) -> SoakError:
-        return SoakError(f"{what} ({self.folder}):\n{self.door.out()[-1500:]}\n{self.door.error()[-3000:]}")
+        return SoakError(f"{what} ({self.folder}):\n{self.command.out()[-1500:]}\n{self.command.error()[-3000:]}")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _fill_disk(life: Life, choose: random.Random) -> None:
 def _corrupt_newest(life: Life, choose: random.Random) -> None:
     """The launcher is killed, and a byte of a tensor in the newest of two checkpoints turns over."""
     life.wait(END_SECONDS, lambda: len(steps_in(life.save)) > 1)
-    life.door.signal(signal.SIGKILL)
+    life.command.signal(signal.SIGKILL)
     life.wait(END_SECONDS, life.all_ended)
     damage_newest(life.save)
 
@@ -179,10 +179,12 @@ def _corrupt_newest(life: Life, choose: random.Random) -> None:
 FAULTS: dict[str, Fault] = {
     "kill -9 of a rank": Fault(_kill_rank, ("was killed by SIGKILL",), (137,)),
     "kill -9 of the launcher": Fault(
-        lambda life, _: life.door.signal(signal.SIGKILL), ("the launcher (process",), (-9,)
+        lambda life, _: life.command.signal(signal.SIGKILL), ("the launcher (process",), (-9,)
     ),
     "SIGSTOP of a rank": Fault(_stop_rank, ("training hangs on rank", "SIGSTOP"), (1,)),
-    "SIGTERM": Fault(lambda life, _: life.door.signal(signal.SIGTERM), ("SIGTERM received",), (0,), is_graceful=True),
+    "SIGTERM": Fault(
+        lambda life, _: life.command.signal(signal.SIGTERM), ("SIGTERM received",), (0,), is_graceful=True
+    ),
     "disk full": Fault(_fill_disk, ("checkpoint error", "No space left on device"), (1,)),
     "corrupted newest checkpoint": Fault(_corrupt_newest, (), (-9,)),
     "NaN in one microbatch": Fault(_planted("nan"), ("training stopped", "microbatch"), (1,)),
@@ -207,7 +209,7 @@ class Soak:
         """The report. Raises SoakError."""
         began = time.monotonic()
         undisturbed = Life(self.out / "undisturbed", self.out / "undisturbed" / "run", self.plan, 0.0)
-        with undisturbed.door, small_disk(self.out / "disk") if can_mount() else nullcontext():
+        with undisturbed.command, small_disk(self.out / "disk") if can_mount() else nullcontext():
             number = 0
             while time.monotonic() - began < 60 * self.plan.minutes:
                 self._struck_life(number)
@@ -229,7 +231,7 @@ class Soak:
         with self._life(f"life_{number:03}", self.save, self.plan.pause_seconds) as life:
             self._wait_for_first_step(life)
             time.sleep(self.choose.uniform(*self.plan.after))
-            life.ranks = life.door.ranks()
+            life.ranks = life.command.ranks()
             if len(life.ranks) != NUM_RANKS:
                 raise life.fail(f"the run ended before {kind} struck it")
             self._strike(life, kind)
@@ -299,7 +301,7 @@ class Soak:
             for rank in life.ranks:
                 with suppress(OSError):
                     os.killpg(rank, signal.SIGKILL)
-            life.door.__exit__()
+            life.command.__exit__()
 
     def _report(self, minutes: float, is_equal: bool) -> dict[str, Any]:
         kinds = {}

@@ -26,7 +26,7 @@ from megapipe.train.step import TrainStep
 from tests.faults.disks import can_mount, fill, free, small_disk
 from tests.faults.plants import damage_newest, flipped_bit, nan_in_one_microbatch, unreadable_data
 from tests.harness import RankPool
-from tests.launch.scripts import Door, launch
+from tests.launch.scripts import Command, launch
 from tests.train.jobs import TINY, job_on_rank
 from tests.train.test_hangs import at_step
 from tests.train.test_saving import contents
@@ -207,15 +207,20 @@ def test_who_is_slow_is_named_and_nothing_is_lost(name: str, tmp_path: Path, und
 
 
 LAUNCHED: dict[
-    str, tuple[Callable[[Door], None], int, str, float]
+    str, tuple[Callable[[Command], None], int, str, float]
 ] = {  # the last: most seconds until all ranks have ended
     "kill -9 of a rank, under the launcher": (
-        lambda door: os.kill(door.ranks()[2], signal.SIGKILL),
+        lambda command: os.kill(command.ranks()[2], signal.SIGKILL),
         137,
         "rank 2 was killed by SIGKILL",
         20.0,
     ),
-    "kill -9 of the launcher": (lambda door: door.signal(signal.SIGKILL), -9, "rank 0: the launcher (process ", 5.0),
+    "kill -9 of the launcher": (
+        lambda command: command.signal(signal.SIGKILL),
+        -9,
+        "rank 0: the launcher (process ",
+        5.0,
+    ),
 }
 
 
@@ -228,19 +233,19 @@ def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_a
     flags = (
         f"{TINY} {FLAGS} --save {save} --hang-timeout-seconds 30".split()
     )  # a busy machine imports for seconds in the first step
-    with launch(tmp_path, NUM_RANKS, str(tmp_path), PAUSE_SECONDS, *flags, script=SCRIPT) as door:
-        door.wait_for(f"step {STRUCK_STEP - 1:2}/{NUM_STEPS}")
-        ranks = door.ranks()
+    with launch(tmp_path, NUM_RANKS, str(tmp_path), PAUSE_SECONDS, *flags, script=SCRIPT) as command:
+        command.wait_for(f"step {STRUCK_STEP - 1:2}/{NUM_STEPS}")
+        ranks = command.ranks()
         began = time.monotonic()
-        strike(door)
-        ended = door.ended()
+        strike(command)
+        ended = command.ended()
         while (
             not all(process_state(rank, None).has_ended for rank in ranks) and time.monotonic() < began + most_seconds
         ):
             time.sleep(0.01)
         seconds = time.monotonic() - began
         assert not [rank for rank in ranks if not process_state(rank, None).has_ended]
-        error = door.error()  # what a rank says may come after the launcher's end
+        error = command.error()  # what a rank says may come after the launcher's end
     assert (ended.code, len(error.splitlines())) == (code, 1), error
     assert error.startswith(words), error
     lost = undisturbed.assert_recovers(save, tmp_path, SAVE_INTERVAL)

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from tests.launch.scripts import REPOSITORY, Door
+from tests.launch.scripts import REPOSITORY, Command
 
 LIVES = 'mount -t tmpfs -o size=64m tmpfs /dev/shm; hostname "$1"; touch "$2"; exec sleep 1000000'
 PORT = 29400
@@ -89,7 +89,7 @@ class Nodes:
             self.inside(node, command), check=True, capture_output=True, text=True, timeout=60, cwd=REPOSITORY
         ).stdout
 
-    def launch(self, node: int, folder: Path, ranks: int, *words: str, flags: Sequence[str] = ()) -> Door:
+    def launch(self, node: int, folder: Path, ranks: int, *words: str, flags: Sequence[str] = ()) -> Command:
         """`megapipe launch` on one of the machines. words: the script, or -m and a module, with their flags. flags: of the launcher."""
         meeting = [
             "--nnodes",
@@ -113,7 +113,7 @@ class Nodes:
         ]
         own = folder / self.name(node)
         own.mkdir(exist_ok=True)
-        return Door(self.inside(node, command), own)
+        return Command(self.inside(node, command), own)
 
     def slow_down(self, node: int, rate: str) -> None:
         """What leaves a machine. rate: as tc takes it, "20mbit"."""

@@ -18,7 +18,8 @@ import pytest
 from megapipe.checkpoint.compare import compare
 from megapipe.checkpoint.folder import find_checkpoint
 from tests.lab.nodes import PORT, Nodes, why_not
-from tests.launch.scripts import REPOSITORY, TINY, Door, Ended, launch
+from tests.launch.scripts import REPOSITORY, Command, Ended, launch
+from tests.tiny import TINY_FLAGS
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt.py")
 LIMIT_SECONDS = 3.0
@@ -37,16 +38,16 @@ def nodes() -> Iterator[Nodes]:
 
 def on_all(nodes: Nodes, folder: Path, ranks: int, *words: str) -> list[Ended]:
     """The same command on every machine, to its end."""
-    doors = [nodes.launch(node, folder, ranks, *words) for node in range(nodes.count)]
+    commands = [nodes.launch(node, folder, ranks, *words) for node in range(nodes.count)]
     try:
-        return [door.ended() for door in doors]
+        return [command.ended() for command in commands]
     finally:
-        close(doors)
+        close(commands)
 
 
-def close(doors: list[Door]) -> None:
-    for door in doors:
-        door.__exit__()
+def close(commands: list[Command]) -> None:
+    for command in commands:
+        command.__exit__()
 
 
 def diagnosis(ended: list[Ended]) -> dict:  # type: ignore[type-arg]
@@ -57,7 +58,16 @@ def diagnosis(ended: list[Ended]) -> dict:  # type: ignore[type-arg]
 
 def training(folder: Path, steps: int, limit_seconds: float = 100.0) -> list[str]:
     save = ["--save", str(folder / "run"), "--load", str(folder / "run"), "--save-interval", "2", "--keep-last", "20"]
-    return [SCRIPT, *TINY, *GRID, "--train-iters", str(steps), "--hang-timeout-seconds", str(limit_seconds), *save]
+    return [
+        SCRIPT,
+        *TINY_FLAGS,
+        *GRID,
+        "--train-iters",
+        str(steps),
+        "--hang-timeout-seconds",
+        str(limit_seconds),
+        *save,
+    ]
 
 
 def assert_same_state(one: Path, other: Path, step: int) -> None:
@@ -90,24 +100,24 @@ def test_a_slow_direction_between_two_machines_is_named(nodes: Nodes, tmp_path: 
 
 
 def test_each_side_of_a_cut_names_the_other_and_ends(nodes: Nodes, tmp_path: Path) -> None:
-    doors = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000, LIMIT_SECONDS)) for node in range(2)]
+    commands = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000, LIMIT_SECONDS)) for node in range(2)]
     try:
-        doors[0].wait_for("step      3/")
+        commands[0].wait_for("step      3/")
         status = nodes.run(0, [sys.executable, "-m", "megapipe", "status", str(tmp_path / "run"), "--json"])
         assert [rank["host"] for rank in json.loads(status)["ranks"]] == ["node-a", "node-b"]
         nodes.cut(1)
         began, told = time.monotonic(), {}
         while len(told) < 2 and time.monotonic() - began < MOST_SECONDS:
-            for node, door in enumerate(doors):
-                if "training hangs" in door.error():
+            for node, command in enumerate(commands):
+                if "training hangs" in command.error():
                     told.setdefault(node, time.monotonic() - began)
             time.sleep(0.02)
-        ended = [door.ended() for door in doors]
+        ended = [command.ended() for command in commands]
         print(f"{told[0]:.1f} s to the report of the store's side, {told[1]:.1f} s to that of the other")
         assert time.monotonic() - began < MOST_SECONDS
     finally:
         nodes.join(1)
-        close(doors)
+        close(commands)
     assert [end.code for end in ended] == [1, 1]
     assert "hangs: host node-b (rank 1) no longer answers node-a: it is down or cut off" in ended[0].error
     assert "hangs: host node-a (rank 0) no longer answers node-b: it is down or cut off" in ended[1].error
@@ -121,8 +131,8 @@ def test_training_over_two_machines_equals_one_machine(nodes: Nodes, tmp_path: P
         folder.mkdir()
     ended = on_all(nodes, there, 2, *training(there, 6))
     assert [end.code for end in ended] == [0, 0], ended[0].error
-    with launch(here, 4, *training(here, 6)[1:]) as door:
-        assert door.ended().code == 0
+    with launch(here, 4, *training(here, 6)[1:]) as command:
+        assert command.ended().code == 0
     assert_same_state(there, here, 6)
 
 
@@ -140,22 +150,22 @@ def test_after_a_machine_is_lost_a_relaunch_goes_on_to_the_bit(nodes: Nodes, tmp
     for folder in (whole, broken):
         folder.mkdir()
     steps = 300
-    doors = [nodes.launch(node, broken, 2, *training(broken, steps, LIMIT_SECONDS)) for node in range(2)]
+    commands = [nodes.launch(node, broken, 2, *training(broken, steps, LIMIT_SECONDS)) for node in range(2)]
     try:
-        doors[0].wait_for("step  11/")
+        commands[0].wait_for("step  11/")
         nodes.kill(1)
         began = time.monotonic()
-        while "communication error" not in doors[0].error():
-            assert time.monotonic() - began < MOST_SECONDS, doors[0].error()
+        while "communication error" not in commands[0].error():
+            assert time.monotonic() - began < MOST_SECONDS, commands[0].error()
             time.sleep(0.02)
         print(f"{time.monotonic() - began:.1f} s to the message, ", end="")
-        ended = doors[0].ended()
+        ended = commands[0].ended()
         print(f"{time.monotonic() - began:.1f} s to the end of all ranks")
         assert ended.code == 1
         assert "host node-b (ranks 2, 3) no longer answers node-a" in ended.error
     finally:
         nodes.restart(1)
-        close(doors)
+        close(commands)
     again = on_all(nodes, broken, 2, *training(broken, steps))
     assert [end.code for end in again] == [0, 0], again[0].error
     assert "going on after step" in again[0].out
@@ -165,7 +175,7 @@ def test_after_a_machine_is_lost_a_relaunch_goes_on_to_the_bit(nodes: Nodes, tmp
 
 @pytest.mark.slow
 def test_machines_meet_by_c10d_too(nodes: Nodes, tmp_path: Path) -> None:
-    doors = []
+    commands = []
     try:
         for node in range(2):
             endpoint = [
@@ -174,10 +184,10 @@ def test_machines_meet_by_c10d_too(nodes: Nodes, tmp_path: Path) -> None:
                 "--rdzv-id=test",
             ]
             flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--local-addr", nodes.address(node), *endpoint]
-            doors.append(nodes.launch(node, tmp_path, 1, *training(tmp_path, 2), flags=flags))
-        assert [door.ended().code for door in doors] == [0, 0], doors[0].error()
+            commands.append(nodes.launch(node, tmp_path, 1, *training(tmp_path, 2), flags=flags))
+        assert [command.ended().code for command in commands] == [0, 0], commands[0].error()
     finally:
-        close(doors)
+        close(commands)
 
 
 @pytest.mark.slow
@@ -213,11 +223,11 @@ def test_what_a_hardware_file_expects_names_a_link_without_its_like(nodes: Nodes
 
 @pytest.mark.slow
 def test_ctrl_c_on_one_machine_saves_and_ends_both(nodes: Nodes, tmp_path: Path) -> None:
-    doors = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000)) for node in range(2)]
+    commands = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000)) for node in range(2)]
     try:
-        doors[0].wait_for("step      3/")
-        os.kill(doors[1].ranks()[0], signal.SIGINT)  # the launcher, of which nsenter is the parent
-        assert [door.ended().code for door in doors] == [0, 0], doors[0].error()
+        commands[0].wait_for("step      3/")
+        os.kill(commands[1].ranks()[0], signal.SIGINT)  # the launcher, of which nsenter is the parent
+        assert [command.ended().code for command in commands] == [0, 0], commands[0].error()
     finally:
-        close(doors)
+        close(commands)
     assert find_checkpoint(tmp_path / "run", None) is not None

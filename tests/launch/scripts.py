@@ -1,4 +1,4 @@
-"""Runs a door as a person does: a child process, its output caught, its time limited."""
+"""`Command`: a child process with captured output and a time limit, as a user starts one."""
 
 from __future__ import annotations
 
@@ -14,37 +14,10 @@ from typing import Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 110.0
-TINY = (
-    *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "16",
-        "--num-attention-heads",
-        "2",
-        "--seq-length",
-        "8",
-        "--micro-batch-size",
-        "1",
-    ),
-    *(
-        "--vocab-size",
-        "32",
-        "--make-vocab-size-divisible-by",
-        "8",
-        "--lr",
-        "1e-3",
-        "--log-interval",
-        "1",
-        "--eval-iters",
-        "0",
-    ),
-    *("--device", "cpu"),
-)
 
 
 def environment() -> dict[str, str]:
-    """This process's, with the clone's code first; one thread a rank."""
+    """Return this process's environment with the repository first on the path and one thread a rank."""
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -55,12 +28,12 @@ class Ended:
     error: str
 
 
-class Door:
-    """A started command; as a context it is ended at the latest when left, with everything that it started."""
+class Command:
+    """A started command. Leaving it as a context kills it and everything that it started."""
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self._files = [(folder / name).open("w+") for name in ("out.txt", "error.txt")]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             words, cwd=folder, env=environment(), stdout=self._files[0], stderr=self._files[1], start_new_session=True
         )
         self._began = time.monotonic()
@@ -69,12 +42,12 @@ class Door:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process_id in (*self.ranks(), self._process.pid):
+        for process_id in (*self.ranks(), self.process.pid):
             try:
                 os.killpg(process_id, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self._process.wait()
+        self.process.wait()
         for file in self._files:
             file.close()
 
@@ -85,33 +58,33 @@ class Door:
         return Path(self._files[1].name).read_text()
 
     def ranks(self) -> list[int]:
-        """Process ids of the children, which the launcher starts in the order of their ranks."""
+        """Return the process ids of the children, which the launcher starts in the order of their ranks."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if fields[1] == str(self._process.pid) and fields[0] != "Z":
+            if fields[1] == str(self.process.pid) and fields[0] != "Z":
                 found.append(int(stat.parent.name))
         return sorted(found)
 
     def wait_for(self, text: str) -> None:
-        """Until `text` stands on standard output."""
+        """Wait until `text` is in standard output."""
         while text not in self.out():
-            if self._process.poll() is not None or time.monotonic() - self._began > LIMIT_SECONDS:
+            if self.process.poll() is not None or time.monotonic() - self._began > LIMIT_SECONDS:
                 raise AssertionError(
-                    f"{text!r} never came (exit code {self._process.poll()}):\n{self.out()[-2000:]}\n{self.error()[-3000:]}"
+                    f"{text!r} was not printed (exit code {self.process.poll()}):\n{self.out()[-2000:]}\n{self.error()[-3000:]}"
                 )
             time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
-        """To the launcher alone."""
-        self._process.send_signal(number)
+        """Send a signal to the launcher only."""
+        self.process.send_signal(number)
 
     def ended(self) -> Ended:
         """Wait for the end."""
-        code = self._process.wait(max(1.0, LIMIT_SECONDS - (time.monotonic() - self._began)))
+        code = self.process.wait(max(1.0, LIMIT_SECONDS - (time.monotonic() - self._began)))
         return Ended(code, self.out(), self.error())
 
 
@@ -121,9 +94,9 @@ def launch(
     *words: str,
     script: str | Path = REPOSITORY / "pretrain_gpt.py",
     before: Sequence[str] = (),
-) -> Door:
-    """`megapipe launch` of a script on this many ranks. before: flags of the launcher."""
-    return Door(
+) -> Command:
+    """Start a script with `megapipe launch`. before: flags of the launcher."""
+    return Command(
         [sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), *before, str(script), *words],
         folder,
     )

@@ -13,7 +13,8 @@ import pytest
 
 from megapipe.data.indexed_file import IndexedWriter
 from megapipe.extras.cli.pretrain import main
-from tests.launch.scripts import REPOSITORY, TINY, Door, Ended, launch
+from tests.launch.scripts import REPOSITORY, Command, Ended, launch
+from tests.tiny import TINY_FLAGS
 
 
 def token_file(prefix: Path) -> Path:
@@ -109,21 +110,21 @@ CASES = {
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
 def test_a_single_rank_says_what_is_wrong(make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    code = main([*TINY, *make(tmp_path)])
+    code = main([*TINY_FLAGS, *make(tmp_path)])
     out, error = capfd.readouterr()
     assert_one_message(Ended(code, out, error), *CASES[make])
 
 
 def test_a_mistake_that_four_ranks_see_is_told_once(tmp_path: Path) -> None:
-    with launch(tmp_path, 4, *TINY, *truncated_data(tmp_path), "--tensor-model-parallel-size", "2") as door:
-        ended = door.ended()
+    with launch(tmp_path, 4, *TINY_FLAGS, *truncated_data(tmp_path), "--tensor-model-parallel-size", "2") as command:
+        ended = command.ended()
     assert_one_message(ended, 1, "data error", "tokens.bin")
 
 
 def test_a_world_that_does_not_fit_is_refused_by_all_ranks_once(tmp_path: Path) -> None:
     words = ["--train-iters", "2", "--mock-data", "--tensor-model-parallel-size", "2"]
-    with launch(tmp_path, 3, *TINY, *words) as door:
-        ended = door.ended()
+    with launch(tmp_path, 3, *TINY_FLAGS, *words) as command:
+        ended = command.ended()
     assert_one_message(ended, 2, "this cannot run", "3")
 
 
@@ -145,10 +146,10 @@ def test_the_quickstart_trains_and_goes_on_and_ctrl_c_saves(tmp_path: Path) -> N
     small = ["--hidden-size", "32", "--ffn-hidden-size", "64", "--seq-length", "32", "--global-batch-size", "8"]
     script = [str(REPOSITORY / "launch" / "quickstart.sh"), "--no-install", "--out", "out", *words, *small]
     environment = {"VENV": sys.prefix}
-    with Door(
+    with Command(
         ["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "3"], tmp_path
-    ) as door:
-        first = door.ended()
+    ) as command:
+        first = command.ended()
     assert (first.code, first.error) == (0, "")
     for line in (
         "== tokenizer: 500",
@@ -162,12 +163,12 @@ def test_the_quickstart_trains_and_goes_on_and_ctrl_c_saves(tmp_path: Path) -> N
         float(value) for value in re.findall(r"(?:validation loss|unigram entropy) +(\d\.\d+) nats", first.out)
     )
     assert entropy < 5.5 < loss, "three steps cannot beat the unigram entropy, which is below that of 500 equal tokens"
-    with Door(
+    with Command(
         ["env", *(f"{name}={value}" for name, value in environment.items()), *script, "--steps", "5000"], tmp_path
-    ) as door:
-        door.wait_for("step    5/5003 |")
-        door.signal(signal.SIGINT)
-        second = door.ended()
+    ) as command:
+        command.wait_for("step    5/5003 |")
+        command.signal(signal.SIGINT)
+        second = command.ended()
     assert (second.code, second.error) == (0, "")
     assert "is used again" in second.out and "going on after step 3" in second.out and "SIGINT received" in second.out
     step = int(re.findall(r"== stopped: after step (\d+)", second.out)[0])

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.extras.launch.torchrun import free_port
-from tests.launch.scripts import TINY, launch
+from tests.launch.scripts import launch
+from tests.tiny import TINY_FLAGS
 from tests.train.jobs import furthest, steps_of
 
 SLOW_STEPS = """
@@ -27,7 +28,7 @@ TrainStep.run = one_step
 sys.exit(main())
 """
 FLAGS = (
-    *TINY,
+    *TINY_FLAGS,
     "--mock-data",
     "--fp64",
     "--adam-eps",
@@ -70,8 +71,8 @@ def test_the_node_that_is_left_goes_on_with_half_the_replicas(tmp_path: Path) ->
     assert ended.code == 0, ended.error
     assert "restart 1 of at most 3" in ended.error and "a restart: going on from --save" in ended.out
     assert " dp 2" in ended.out and ended.out.count("plan: 1 rank") == 1
-    with launch(folders[2], 1, *FLAGS, "--save", str(tmp_path / "straight")) as door:
-        assert door.ended().code == 0
+    with launch(folders[2], 1, *FLAGS, "--save", str(tmp_path / "straight")) as command:
+        assert command.ended().code == 0
     assert furthest(run, tmp_path / "straight") <= 1e-12
     last = {line["step"]: line["loss"] for line in steps_of(run / "metrics.jsonl")}  # steps made twice: the last one
     undisturbed = {line["step"]: line["loss"] for line in steps_of(tmp_path / "straight" / "metrics.jsonl")}

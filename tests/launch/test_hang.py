@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.extras.cli.status import main
-from tests.launch.scripts import TINY, launch
+from tests.launch.scripts import launch
+from tests.tiny import TINY_FLAGS
 
 LIMIT_SECONDS = 2.0
 MOST_SECONDS = 2.0  # from the limit to the report
@@ -22,21 +23,21 @@ END_SECONDS = 6.0  # from the report to the end; the launcher gives the stopped 
 def test_a_stopped_rank_of_four_is_named_and_all_are_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--save", "run"]
     words = [*grid, "--mock-data", "--train-iters", "100000", "--hang-timeout-seconds", str(LIMIT_SECONDS)]
-    with launch(tmp_path, 4, *TINY, *words) as door:
-        door.wait_for("step      3/")
+    with launch(tmp_path, 4, *TINY_FLAGS, *words) as command:
+        command.wait_for("step      3/")
         assert main([str(tmp_path / "run"), "--json"]) == 0
         before = json.loads(capsys.readouterr().out)["ranks"]
         assert [rank["place"] for rank in before] == ["pp 0, dp 0", "pp 0, dp 1", "pp 1, dp 0", "pp 1, dp 1"]
         assert all(rank["answers"] and rank["step"] >= 3 for rank in before), before
         os.kill(before[3]["pid"], signal.SIGSTOP)
         began = time.monotonic()
-        while "training hangs" not in door.error():
-            assert time.monotonic() - began < LIMIT_SECONDS + MOST_SECONDS + 2, door.error()
+        while "training hangs" not in command.error():
+            assert time.monotonic() - began < LIMIT_SECONDS + MOST_SECONDS + 2, command.error()
             time.sleep(0.02)
         seconds = time.monotonic() - began
-        ended = door.ended()
+        ended = command.ended()
         assert time.monotonic() - began - seconds < END_SECONDS
-        assert door.ranks() == []
+        assert command.ranks() == []
     assert ended.code == 1
     assert LIMIT_SECONDS * 0.9 < seconds < LIMIT_SECONDS + MOST_SECONDS
     assert "communication error (rank 0): training hangs on rank 3 (pp 1, dp 1, stage 1)" in ended.error

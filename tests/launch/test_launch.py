@@ -11,7 +11,7 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.extras.launch.torchrun import free_port, outcome_of, parse
-from tests.launch.scripts import Door, launch
+from tests.launch.scripts import Command, launch
 
 REPORTS_AND_WAITS = """
 import os, signal, sys, time
@@ -35,11 +35,11 @@ time.sleep(60)
 def test_an_interrupt_reaches_the_ranks_and_their_success_is_the_launchers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(REPORTS_AND_WAITS)
-    with launch(tmp_path, 2, script=script) as door:
+    with launch(tmp_path, 2, script=script) as command:
         for rank in range(2):
-            door.wait_for(f"rank {rank} 2 {rank} 127.0.0.1 1\n")
-        door.signal(signal.SIGINT)
-        ended = door.ended()
+            command.wait_for(f"rank {rank} 2 {rank} 127.0.0.1 1\n")
+        command.signal(signal.SIGINT)
+        ended = command.ended()
     assert (ended.code, ended.error) == (0, "")
     assert "saved 0" in ended.out and "saved 1" in ended.out
 
@@ -47,8 +47,8 @@ def test_an_interrupt_reaches_the_ranks_and_their_success_is_the_launchers(tmp_p
 def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ONE_FAILS)
-    with launch(tmp_path, 2, script=script) as door:
-        ended = door.ended()
+    with launch(tmp_path, 2, script=script) as command:
+        ended = command.ended()
     assert (ended.code, ended.out) == (7, "")
     assert ended.error == "rank 1 ended with exit code 7; all ranks were ended\n"
 
@@ -56,10 +56,10 @@ def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) 
 def test_ranks_that_were_asked_to_leave_are_not_started_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; print('started', flush=True); time.sleep(100)")
-    with Door([sys.executable, "-m", "megapipe", "launch", "--max-restarts", "3", str(script)], tmp_path) as door:
-        door.wait_for("started")
-        door.signal(signal.SIGTERM)
-        ended = door.ended()
+    with Command([sys.executable, "-m", "megapipe", "launch", "--max-restarts", "3", str(script)], tmp_path) as command:
+        command.wait_for("started")
+        command.signal(signal.SIGTERM)
+        ended = command.ended()
     assert (ended.code, ended.out.count("started")) == (143, 1), ended.error
 
 
@@ -89,10 +89,10 @@ def test_a_notice_that_comes_before_the_ranks_waits_for_them(tmp_path: Path) -> 
         "2",
         str(script),
     ]
-    with Door(words, tmp_path) as door:
-        door.wait_for("listening")
-        door.signal(signal.SIGUSR1)
-        ended = door.ended()
+    with Command(words, tmp_path) as command:
+        command.wait_for("listening")
+        command.signal(signal.SIGUSR1)
+        ended = command.ended()
     assert (ended.code, ended.error) == (0, "")
     assert ended.out.count("saved") == 2
 

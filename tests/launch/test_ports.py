@@ -47,13 +47,13 @@ def listening(process_id: int) -> list[str]:
 def test_launcher_and_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     script = tmp_path / "meets.py"
     script.write_text(MEETS)
-    with launch(tmp_path, 2, script=script) as door:
-        door.wait_for("met\nmet")
-        ranks = door.ranks()
+    with launch(tmp_path, 2, script=script) as command:
+        command.wait_for("met\nmet")
+        ranks = command.ranks()
         assert len(ranks) == 2
-        assert listening(door._process.pid), "the launcher keeps the store"
+        assert listening(command.process.pid), "the launcher keeps the store"
         assert all(listening(rank) for rank in ranks), "gloo listens"
-        assert {address for process in (door._process.pid, *ranks) for address in listening(process)} <= LOOPBACK
+        assert {address for process in (command.process.pid, *ranks) for address in listening(process)} <= LOOPBACK
 
 
 def test_ranks_without_a_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.launch.scripts import TINY, launch
+from tests.launch.scripts import launch
+from tests.tiny import TINY_FLAGS
 
 ENDS_WITH = """
 import os, sys
@@ -38,8 +39,8 @@ SAVING = ("--mock-data", "--global-batch-size", "2", "--save", "run", "--save-in
 def test_a_code_that_means_do_not_ends_the_restarts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_WITH)
-    with launch(tmp_path, 1, script=script, before=("--max-restarts", "5")) as door:
-        ended = door.ended()
+    with launch(tmp_path, 1, script=script, before=("--max-restarts", "5")) as command:
+        ended = command.ended()
     assert (ended.code, ended.out) == (3, "start 0\nstart 1\n")
     assert ended.error == "restart 1 of at most 5 (--max-restarts): see above\n"
 
@@ -47,10 +48,10 @@ def test_a_code_that_means_do_not_ends_the_restarts(tmp_path: Path) -> None:
 def test_a_signal_is_no_reason_to_start_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
-    with launch(tmp_path, 1, script=script, before=("--max-restarts", "5")) as door:
-        door.wait_for("here")
-        door.signal(signal.SIGTERM)
-        ended = door.ended()
+    with launch(tmp_path, 1, script=script, before=("--max-restarts", "5")) as command:
+        command.wait_for("here")
+        command.signal(signal.SIGTERM)
+        ended = command.ended()
     assert ended.code == 143 and ended.out == "here\n"
     assert ended.error.startswith("ended by SIGTERM")
 
@@ -59,9 +60,9 @@ def test_a_job_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(KILLED_IN_STEP)
     with launch(
-        tmp_path, 2, *TINY, *SAVING, "--train-iters", "5", script=script, before=("--max-restarts", "9")
-    ) as door:
-        ended = door.ended()
+        tmp_path, 2, *TINY_FLAGS, *SAVING, "--train-iters", "5", script=script, before=("--max-restarts", "9")
+    ) as command:
+        ended = command.ended()
     assert ended.code == 0, ended.error
     assert ended.error == "restart 1 of at most 9 (--max-restarts): rank 1 was killed by SIGKILL\n"
     assert "a restart: going on from --save run" in ended.out and "going on after step 2" in ended.out

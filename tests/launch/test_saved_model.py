@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.scripts import REPOSITORY, TINY, Door, Ended
+from tests.launch.scripts import REPOSITORY, Command, Ended
+from tests.tiny import TINY_FLAGS
 
-MODEL = [word for word in TINY if word not in ("--vocab-size", "32")]
+MODEL = [word for word in TINY_FLAGS if word not in ("--vocab-size", "32")]
 RANKS = ("-m", "megapipe", "launch", "--nproc-per-node", "2")
 
 
@@ -27,8 +28,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(folder: Path, *words: str) -> Ended:
-    with Door([sys.executable, *words], folder) as door:
-        return door.ended()
+    with Command([sys.executable, *words], folder) as command:
+        return command.ended()
 
 
 def tool(name: str, checkpoints: Path, *words: str, ranks: bool = False) -> Ended:

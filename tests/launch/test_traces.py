@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.launch.scripts import LIMIT_SECONDS, REPOSITORY, TINY, environment
+from tests.launch.scripts import LIMIT_SECONDS, REPOSITORY, environment
+from tests.tiny import TINY_FLAGS
 
 SECRET = "do-not-tell-7d1e"
 KEYS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NCCL_AUTH_TOKEN", "TORCH_PASSWORD")
@@ -16,7 +17,7 @@ RUN = ("--mock-data", "--global-batch-size", "2", "--train-iters", "2", "--save"
 
 def test_a_run_keeps_keys_to_itself_and_follows_the_umask(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *TINY, *RUN],
+        [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *TINY_FLAGS, *RUN],
         env={**environment(), **dict.fromkeys(KEYS, SECRET)},
         cwd=tmp_path,
         umask=0o027,

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.data import DataConfig
-from megapipe.config.model import ModelConfig
-from megapipe.config.offload import OffloadConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.training import TrainingConfig
 from tests.parity.options import Grid, schedule_name
+from tests.tiny import make_config
 
 SEQ = 12  # tp 2, 3 and 4 divide it
+# options of a grid that are options of the configuration too
+SAME_NAME = (
+    *("micro_batch_size", "rank_order", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
+    *("overlap_param_gather", "qk_layernorm", "normalization", "layernorm_zero_centered_gamma", "activation"),
+    *("window_size", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_softmax_in_fp32"),
+    *("hidden_dropout", "attention_dropout", "calculate_per_token_loss", "label_smoothing", "z_loss"),
+    *("clip_grad", "weight_decay", "decoupled_lr"),
+)
 BUCKETS = {"whole stage": None, "some parameters": 1200, "one parameter": 1}
 DOCUMENTS = {
     "ignored": (),
@@ -54,33 +54,17 @@ P2P: dict[str, dict[str, Any]] = {
 
 
 def configuration(grid: Grid, dtype: str = "fp64") -> Config:
-    """The configuration of a whole grid."""
+    """Return the configuration of a whole grid."""
     num_layers, cut = _cut(grid["cut"], grid["pp"], grid["chunks"])
-    return Config(
-        model=_model(grid, num_layers),
-        parallel=_parallel(grid, cut),
-        recompute=_recompute(grid),
-        # in grids of larger microbatches, two layers of each stage wait on the host
-        offload=OffloadConfig(2, 1) if grid["micro_batch_size"] == 2 else OffloadConfig(),
-        training=_training(grid),
-        optimizer=OptimizerConfig(**_same_name(OptimizerConfig, grid) | {"lr": 0.02} | OPTIMIZERS[grid["optimizer"]]),
-        precision=PrecisionConfig(dtype=dtype),
-        data=DataConfig(**_flags(DOCUMENTS[grid["documents"]])),
-    )
-
-
-def _same_name(section: type, grid: Grid) -> dict[str, Any]:
-    """The options that carry the name of a field of the section, and its values."""
-    return {field.name: grid[field.name] for field in dataclasses.fields(section) if field.name in grid}
-
-
-def _flags(names: tuple[str, ...]) -> dict[str, Any]:
-    return dict.fromkeys(names, True)
-
-
-def _model(grid: Grid, num_layers: int) -> ModelConfig:
     heads = 6 if grid["tp"] == 3 else 4
-    return ModelConfig(
+    unit = grid["micro_batch_size"] * grid["dp"]
+    if grid["microbatches"] == "1, 2, 3":  # in the three steps
+        batch: dict[str, Any] = {"global_batch_size": 3 * unit, "rampup_batch_size": (unit, unit, 2 * unit)}
+    else:
+        batch = {"global_batch_size": grid["microbatches"] * unit}
+    # in grids of larger microbatches, two layers of each stage are offloaded
+    offload = {"cpu_offloading_num_layers": 2, "min_offloaded_tensor_size": 1} if grid["micro_batch_size"] == 2 else {}
+    return make_config(
         num_layers=num_layers,
         hidden_size=20,
         ffn_hidden_size=24,
@@ -94,24 +78,25 @@ def _model(grid: Grid, num_layers: int) -> ModelConfig:
         add_bias_linear=grid["biases"] == "all",
         add_qkv_bias=grid["biases"] == "qkv",
         untie_embeddings_and_output_weights=not grid["tied"],
-        **POSITIONS[grid["positions"]],
-        **VOCABULARIES[grid["vocabulary"]],
-        **_same_name(ModelConfig, grid),
-    )
-
-
-def _parallel(grid: Grid, cut: dict[str, Any]) -> ParallelConfig:
-    return ParallelConfig(
-        tensor_model_parallel_size=grid["tp"],
-        pipeline_model_parallel_size=grid["pp"],
-        num_virtual_stages_per_pipeline_rank=grid["chunks"],
+        tp=grid["tp"],
+        pp=grid["pp"],
+        chunks=grid["chunks"],
         pipeline_schedule=schedule_name(grid["schedule"], grid["family"]),
         microbatch_group_size_per_virtual_pipeline_stage=None if grid["microbatch_group"] == "pp" else grid["pp"] + 1,
         pipeline_memory_limit=grid["pp"] + 1 if grid["memory_limit"] == "pp + 1" else None,
         ddp_bucket_size=BUCKETS[grid["bucket"]],
+        lr=0.02,
+        dtype=dtype,
+        **dict.fromkeys(DOCUMENTS[grid["documents"]], True),
+        **POSITIONS[grid["positions"]],
+        **VOCABULARIES[grid["vocabulary"]],
+        **OPTIMIZERS[grid["optimizer"]],
         **P2P[grid["p2p"]],
         **_tp_overlap(grid),
-        **_same_name(ParallelConfig, grid),
+        **_recompute(grid),
+        **{name: grid[name] for name in SAME_NAME},
+        **batch,
+        **offload,
         **cut,
     )
 
@@ -147,22 +132,18 @@ def _cut(cut: str, pp: int, chunks: int) -> tuple[int, dict[str, Any]]:
     return sum(counts), {"pipeline_model_parallel_layout": f"E{'|'.join('t' * count for count in counts)}L"}
 
 
-def _recompute(grid: Grid) -> RecomputeConfig:
-    """Full recompute of several layers keeps attention's results where attention is fused."""
+def _recompute(grid: Grid) -> dict[str, Any]:
+    """Return the recompute options; full recompute of several layers keeps attention's results where attention is fused."""
     words = grid["recompute"]
     if words == "none":
-        return RecomputeConfig()
+        return {}
     method, _, number = words.partition(" ")
     if method in ("uniform", "block"):
-        written_out = grid["attention_dropout"] or grid["attn_logit_softcapping"] or grid["attention_softmax_in_fp32"]
-        return RecomputeConfig("full", method, int(number), recompute_keep_attention=number == "2" and not written_out)
-    return RecomputeConfig("selective", recompute_modules=tuple(words.split()))
-
-
-def _training(grid: Grid) -> TrainingConfig:
-    unit = grid["micro_batch_size"] * grid["dp"]
-    if grid["microbatches"] == "1, 2, 3":  # in the three steps
-        batch: dict[str, Any] = {"global_batch_size": 3 * unit, "rampup_batch_size": (unit, unit, 2 * unit)}
-    else:
-        batch = {"global_batch_size": grid["microbatches"] * unit}
-    return TrainingConfig(**batch, **_same_name(TrainingConfig, grid))
+        is_unfused = grid["attention_dropout"] or grid["attn_logit_softcapping"] or grid["attention_softmax_in_fp32"]
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": method,
+            "recompute_num_layers": int(number),
+            "recompute_keep_attention": number == "2" and not is_unfused,
+        }
+    return {"recompute_granularity": "selective", "recompute_modules": tuple(words.split())}

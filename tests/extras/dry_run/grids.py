@@ -1,19 +1,15 @@
-"""Configurations that plan, dry run and real ranks are compared on, and batches without meaning."""
+"""Configurations on which plan, dry run and real ranks are compared, and random batches."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.training import TrainingConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from tests.tiny import make_config
 
 LLAMA: dict[str, Any] = {
     "num_query_groups": 2,
@@ -38,37 +34,30 @@ def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
+GPT2: dict[str, Any] = {
+    "num_layers": 8,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "seq_length": 128,
+    "vocab_size": 1000,
+    "make_vocab_size_divisible_by": 8,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.0,
+    "untie_embeddings_and_output_weights": True,
+    "micro_batch_size": 2,
+    "global_batch_size": 16,
+    "train_iters": 10,
+    "lr": 1e-2,
+}
+
+
 def make_plan(world_size: int, changes: dict[str, Any], base: dict[str, Any] | None = None) -> RunPlan:
-    """A GPT-2 shape of 8 layers, hidden 128, sequence 128; base: fields of it that are otherwise."""
-    config = Config(
-        model=ModelConfig(
-            num_layers=8,
-            hidden_size=128,
-            num_attention_heads=8,
-            seq_length=128,
-            vocab_size=1000,
-            make_vocab_size_divisible_by=8,
-            hidden_dropout=0.1,
-            attention_dropout=0.0,
-            untie_embeddings_and_output_weights=True,
-        ),
-        training=TrainingConfig(micro_batch_size=2, global_batch_size=16, train_iters=10),
-        optimizer=OptimizerConfig(lr=1e-2),
-    )
-    for name, value in ((base or {}) | changes).items():
-        section = next(
-            f.name
-            for f in dataclasses.fields(config)
-            if name in {g.name for g in dataclasses.fields(getattr(config, f.name))}
-        )
-        config = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
-        )
-    return resolve(config, world_size)
+    """Plan a GPT-2 shape of 8 layers, hidden 128, sequence 128. base: options that differ from it."""
+    return resolve(make_config(**GPT2 | (base or {}) | changes), world_size)
 
 
 def read_for(plan: RunPlan) -> Any:
-    """(dp_rank, microbatch) -> a batch of token ids that the vocabulary has."""
+    """Return a function (dp_rank, microbatch) -> a batch of random token ids."""
     micro, seq = plan.config.training.micro_batch_size, plan.config.model.seq_length
     data = plan.config.data
     rules = DocumentRules(0, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)

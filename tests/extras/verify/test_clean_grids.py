@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.extras.verify.grids import LLAMA, compared, config_of
+from tests.extras.verify.grids import compared
 from tests.harness import RankPool
+from tests.tiny import LLAMA, tiny_config
 
 GPT2 = {"hidden_dropout": 0.1, "attention_dropout": 0.2, "seq_length": 16}
 WIDE = {
@@ -99,7 +100,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_grid_equals_one_process(case: str, rank_pools: Callable[[int], RankPool]) -> None:
     world, mode, options = CASES[case]
-    steps, report = rank_pools(world).run(compared, config_of(**options), mode)[0]
+    steps, report = rank_pools(world).run(compared, tiny_config(**options), mode)[0]
     assert len(steps) == 3 and all(step.passes for step in steps), report
     if mode == "fp64":
         worst = max(

@@ -13,7 +13,7 @@ from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.verify.oracle import FROM_TRAINING, GridMasks, reference_config
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
-from tests.extras.verify.grids import LLAMA, config_of
+from tests.tiny import LLAMA, tiny_config
 
 # the reference computes at least in fp32 anyway, takes its weights from outside and its padded vocabulary resolved
 WITHOUT_EFFECT = {"make_vocab_size_divisible_by", "init_method_std", "attention_softmax_in_fp32"}
@@ -25,7 +25,7 @@ def test_every_model_option_reaches_the_reference() -> None:
     known = {field.name for field in dataclasses.fields(ReferenceConfig)}
     assert options - known == WITHOUT_EFFECT
     assert known - options == set(FROM_TRAINING)
-    config = resolve(config_of(**LLAMA, tp=2, label_smoothing=0.1, z_loss=1e-3), 2).config
+    config = resolve(tiny_config(**LLAMA, tp=2, label_smoothing=0.1, z_loss=1e-3), 2).config
     made = reference_config(config)
     assert all(getattr(made, name) == getattr(config.model, name) for name in options & known)
     assert (made.label_smoothing, made.z_loss) == (0.1, 1e-3)
@@ -33,7 +33,7 @@ def test_every_model_option_reaches_the_reference() -> None:
 
 @pytest.mark.parametrize("options", [{}, LLAMA, {"qk_layernorm": True}], ids=["gpt2", "llama", "qk-norm"])
 def test_the_reference_has_the_parameters_of_the_specs_in_their_order(options: dict) -> None:
-    plan = resolve(config_of(**options), 1)
+    plan = resolve(tiny_config(**options), 1)
     model = ReferenceGPT(reference_config(plan.config))
     assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == {
         s.name: s.shape for s in plan.specs
@@ -41,7 +41,7 @@ def test_the_reference_has_the_parameters_of_the_specs_in_their_order(options: d
 
 
 def masks(**options: object) -> GridMasks:
-    return GridMasks(resolve(config_of(tp=2, hidden_dropout=0.25, attention_dropout=0.5, **options), 2).config, KEY)
+    return GridMasks(resolve(tiny_config(tp=2, hidden_dropout=0.25, attention_dropout=0.5, **options), 2).config, KEY)
 
 
 def test_attention_masks_are_cut_by_heads() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.extras.verify import planted
-from tests.extras.verify.grids import compared, config_of
+from tests.extras.verify.grids import compared
 from tests.extras.verify.planted import Plant
 from tests.harness import RankPool
+from tests.tiny import tiny_config
 
 MODES = ("fp64", "native")  # the configurations below are fp32
 Pools = Callable[[int], RankPool]
@@ -99,7 +100,7 @@ CASES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Pools) -> None:
-    answers = rank_pools(case.world).run(compared, config_of(**case.options), mode, case.plant)
+    answers = rank_pools(case.world).run(compared, tiny_config(**case.options), mode, case.plant)
     assert all(answer == answers[0] for answer in answers), "every rank knows what any rank found"
     (first, *_), report = answers[0]
     assert not first.passes
@@ -118,13 +119,13 @@ def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Poo
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_same_grid_passes_without_the_bug(case: Case, mode: str, rank_pools: Pools) -> None:
-    steps, report = rank_pools(case.world).run(compared, config_of(**case.options), mode)[0]
+    steps, report = rank_pools(case.world).run(compared, tiny_config(**case.options), mode)[0]
     assert [step.passes for step in steps] == [True] * 3, report
     assert report.splitlines()[-1].strip().startswith("same:")
 
 
 def test_a_loss_scale_that_is_not_divided_out_is_found_in_fp16(rank_pools: Pools) -> None:
-    config = config_of(dtype="fp16", hidden_size=8, num_layers=1)
+    config = tiny_config(dtype="fp16", hidden_size=8, num_layers=1)
     assert all(step.passes for step in rank_pools(2).run(compared, config, "native")[0][0])
     (first, *_), report = rank_pools(2).run(compared, config, "native", planted.loss_scale_misread)[0]
     assert not first.passes and first.loss_passes
@@ -132,7 +133,7 @@ def test_a_loss_scale_that_is_not_divided_out_is_found_in_fp16(rank_pools: Pools
 
 
 def test_shards_that_are_not_gathered_are_found_as_weights(rank_pools: Pools) -> None:
-    steps, report = rank_pools(2).run(compared, config_of(zero=True), "fp64", planted.shards_not_gathered)[0]
+    steps, report = rank_pools(2).run(compared, tiny_config(zero=True), "fp64", planted.shards_not_gathered)[0]
     assert all(not rank.wrong_gradients for rank in steps[0].ranks)
     assert not steps[0].passes
     assert "DIFFERENT in step 1, first of all in the weight of embedding.word_embeddings.weight" in report
@@ -140,7 +141,7 @@ def test_shards_that_are_not_gathered_are_found_as_weights(rank_pools: Pools) ->
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_differs_alone_is_named_and_nobody_hangs(mode: str, rank_pools: Pools) -> None:
-    answers = rank_pools(4).run(compared, config_of(tp=2, pp=2), mode, planted.one_rank_differs)
+    answers = rank_pools(4).run(compared, tiny_config(tp=2, pp=2), mode, planted.one_rank_differs)
     assert all(answer == answers[0] for answer in answers)
     steps, report = answers[0]
     assert [bool(rank.wrong_gradients) for rank in steps[0].ranks] == [False, False, False, True]
@@ -152,4 +153,4 @@ def test_a_rank_that_differs_alone_is_named_and_nobody_hangs(mode: str, rank_poo
 
 def test_a_comparison_that_passes_over_a_gradient_is_no_proof() -> None:
     with pytest.raises(RuntimeError, match="no rank has compared the whole gradients of"):
-        compared(0, 1, config_of(), "fp64", planted.gradient_left_out)
+        compared(0, 1, tiny_config(), "fp64", planted.gradient_left_out)

@@ -11,8 +11,8 @@ from megapipe.extras.cli.pretrain import main
 from megapipe.extras.verify import parity
 from megapipe.plan.resolve import resolve
 from tests.extras.verify import planted
-from tests.extras.verify.grids import config_of
 from tests.harness import RankPool
+from tests.tiny import tiny_config
 
 FLAGS = [
     *(
@@ -50,7 +50,7 @@ def exit_code(rank: int, world_size: int, plant: planted.Plant | None) -> int:
         patch.setattr(parity, "shutdown", lambda code: None)
         if plant is not None:
             plant(patch, rank)
-        return parity.verify(resolve(config_of(), world_size), environment, "fp64")
+        return parity.verify(resolve(tiny_config(), world_size), environment, "fp64")
 
 
 @pytest.mark.parametrize(("plant", "code"), [(None, 0), (planted.one_rank_differs, 1)], ids=["same", "different"])

@@ -11,7 +11,7 @@ from megapipe.extras.verify.report import plan_text
 from megapipe.extras.verify.shrink import MAX_LAYERS, Shrunk, shrink
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from tests.extras.verify.grids import LLAMA, config_of
+from tests.tiny import LLAMA, tiny_config
 
 GPT3: dict[str, Any] = {
     "num_layers": 24,
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 def shrunk(case: str, mode: str = "fp64") -> Shrunk:
     world, options = CASES[case]
-    return shrink(resolve(config_of(**options), world), mode, world)
+    return shrink(resolve(tiny_config(**options), world), mode, world)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -173,7 +173,7 @@ CHANGED |= {"cpu_offloading_num_layers": 1}
 
 def test_all_that_is_no_size_is_kept() -> None:
     """Switches are set to other values than their defaults, so that a forgotten one shows."""
-    small = shrink(resolve(config_of(**GPT3, **CHANGED), 8), "fp64", 8)
+    small = shrink(resolve(tiny_config(**GPT3, **CHANGED), 8), "fp64", 8)
     for section, sizes in SIZES.items():
         was, now = (vars(getattr(plan.config, section)) for plan in (small.original, small.plan))
         for name in now.keys() - set(sizes.split()):
@@ -215,7 +215,7 @@ def test_rotary_pairs_stay_whole() -> None:
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> None:
     options = {"pp": 2, "pipeline_schedule": name, "clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
-    small = shrink(resolve(config_of(**options, global_batch_size=64), 2), "native", 2)
+    small = shrink(resolve(tiny_config(**options, global_batch_size=64), 2), "native", 2)
     assert small.num_microbatches[-1] == 6
     assert (
         small.plan.weight_versions(6, 0).version_of
@@ -226,7 +226,7 @@ def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> N
 
 def test_many_microbatches_become_fewer_with_the_same_remainder_and_it_is_said() -> None:
     options = GPT3 | {"pp": 3, "chunks": 2, "global_batch_size": 4 * 200}
-    small = shrink(resolve(config_of(**options), 3), "fp64", 3)
+    small = shrink(resolve(tiny_config(**options), 3), "fp64", 3)
     assert small.num_microbatches[-1] == 65 and 65 % 3 == 200 % 3
     assert "microbatches 200 -> 65" in plan_text(small)
 
@@ -239,7 +239,7 @@ def test_a_ramp_up_begins_with_its_smallest_batch() -> None:
         "train_iters": None,
         "train_samples": 9999,
     }
-    small = shrink(resolve(config_of(**options), 2), "fp64", 2)
+    small = shrink(resolve(tiny_config(**options), 2), "fp64", 2)
     assert small.num_microbatches == (2, 8, 8)
     assert small.plan.batch.size_at(0) == 2 * 2 and small.plan.batch.size_at(5) == 8 * 2
 
@@ -250,7 +250,7 @@ def buckets(plan: RunPlan) -> int:
 
 def test_several_gradient_buckets_stay_several() -> None:
     options = GPT3 | {"zero": True, "overlap_grad_reduce": True, "ddp_bucket_size": 300_000_000}
-    small = shrink(resolve(config_of(**options), 4), "fp64", 4)
+    small = shrink(resolve(tiny_config(**options), 4), "fp64", 4)
     assert buckets(small.original) >= 4
     assert buckets(small.plan) >= 3
 
@@ -266,13 +266,13 @@ def test_several_gradient_buckets_stay_several() -> None:
     ids=lambda value: value.split()[0],
 )
 def test_what_is_replaced_is_said(dtype: str, mode: str, runs_in: str, said: str) -> None:
-    small = shrink(resolve(config_of(dtype=dtype), 2), mode, 2)
+    small = shrink(resolve(tiny_config(dtype=dtype), 2), mode, 2)
     assert small.plan.config.precision.dtype == runs_in
     assert said in plan_text(small)
 
 
 def test_a_reduction_in_bf16_is_replaced_in_fp64_and_kept_in_the_native_mode() -> None:
-    plan = resolve(config_of(dtype="bf16", grad_reduce_in_bf16=True), 2)
+    plan = resolve(tiny_config(dtype="bf16", grad_reduce_in_bf16=True), 2)
     assert "gradients reduced in bf16 by" in plan_text(shrink(plan, "fp64", 2))
     assert shrink(plan, "native", 2).plan.config.parallel.grad_reduce_in_bf16
 
@@ -284,7 +284,7 @@ def test_attention_is_kept_but_in_fp64_on_gpus() -> None:
         "recompute_num_layers": 1,
         "recompute_keep_attention": True,
     }
-    plan = resolve(config_of(dtype="bf16", **full), 2)
+    plan = resolve(tiny_config(dtype="bf16", **full), 2)
     for mode, on_gpus, is_kept in (("fp64", True, False), ("fp64", False, True), ("native", True, True)):
         small = shrink(plan, mode, 2, on_gpus=on_gpus)
         assert small.plan.config.recompute.recompute_keep_attention == is_kept
@@ -292,5 +292,5 @@ def test_attention_is_kept_but_in_fp64_on_gpus() -> None:
 
 
 def test_a_constant_loss_scale_is_kept() -> None:
-    plan = resolve(config_of(dtype="fp16", loss_scale=512.0), 2)
+    plan = resolve(tiny_config(dtype="fp16", loss_scale=512.0), 2)
     assert shrink(plan, "native", 2).plan.config.precision == dataclasses.replace(plan.config.precision)
