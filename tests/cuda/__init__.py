@@ -1,1 +1,1 @@
-"""Tests on a card: launch/test.sh --gpu. What they compare with is computed on this machine's CPU."""
+"""Tests on a GPU: launch/test.sh --gpu. Expected values are computed on this machine's CPU."""

@@ -1,4 +1,4 @@
-"""The benchmark runs on a card at a tiny size; its figures are not looked at."""
+"""The GPU benchmark runs at a tiny size; its figures are not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checksum of a card's memory is that of the same bits on the CPU, and a copy in which one bit differs is found."""
+"""The checksum of GPU memory equals that of the same bits on the CPU, and a copy with one different bit is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Times of a card by events in its streams: on the host's clock, without a wait, in profiles and beside stragglers."""
+"""Times of a GPU from events in its streams: on the host's clock, without a synchronization, in profiles and for
+stragglers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_a_moment_lies_where_the_host_sees_it_and_costs_no_wait() -> None:
     torch.cuda.synchronize()
     done = perf_counter_ns()
     clock.end()
-    assert launched - idle < 10_000_000 < done - launched, "the sleep was too short to tell, or a mark waited for it"
+    assert launched - idle < 10_000_000 < done - launched, "the sleep was too short to measure, or a mark waited for it"
     assert clock.error_ns < 1_000_000
     assert idle - clock.error_ns <= clock.time_of(mark) <= launched + clock.error_ns
     assert launched < clock.time_of(after) <= done + clock.error_ns
@@ -55,7 +56,7 @@ def test_ranks_that_share_a_card_are_profiled_by_events(schedule: str, tmp_path:
         ended = command.ended()
     assert ended.code == 0, ended.error
     found = read_profile(profiles_in(tmp_path)[0])
-    assert all(note.error_ns > 0 for note in found.clocks), "times of the card lie on the host's clock within a bound"
+    assert all(note.error_ns > 0 for note in found.clocks), "times of the GPU are on the host's clock within a bound"
     for step in found.pipelines[0].steps:
         for row in step.rows:
             assert all(end >= start for start, end in zip(row.starts_ns, row.ends_ns, strict=True))

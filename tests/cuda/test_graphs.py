@@ -1,4 +1,5 @@
-"""CUDA graphs on a card: the losses of steps without them, in one process, over pipeline stages and with what surrounds them."""
+"""CUDA graphs: losses equal those without graphs, in one process, over pipeline stages and with evaluation and
+checkpoints."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: py
 def test_no_replay_reads_memory_that_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", functools.partial(torch.cuda.graph, check_input_liveness=True))
     code, said = job(
-        f"--device {CARD} --bf16 --train-iters {STEPS} {EXACT} {GRAPHS} {LLAMA} --window-size 5 --eval-iters 1 --eval-interval 3"
+        f"--device {CARD} --bf16 --train-iters {STEPS} {EXACT} {GRAPHS} {LLAMA} --window-size 5 --eval-iters 1 "
+        "--eval-interval 3"
     )
     assert code == 0, said
 

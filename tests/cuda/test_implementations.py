@@ -1,4 +1,4 @@
-"""Kernels of other libraries, fp8 and compiled functions on a card: against what the CPU tests hold them to."""
+"""Kernels of other libraries, fp8 and compiled functions on a GPU, held to the tolerances of the CPU tests."""
 
 from __future__ import annotations
 
@@ -201,7 +201,10 @@ def test_apex_adds_weight_gradients_in_the_gemm() -> None:
 )
 def test_a_job_with_fp8_trains(flags: str, tmp_path: Path) -> None:
     needs_fp8()
-    sizes = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 --attention-dropout 0"
+    sizes = (
+        "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 32 --hidden-dropout 0 "
+        "--attention-dropout 0"
+    )
     code, said = job(
         f"{sizes} --bf16 --fp8 hybrid --device {CARD} --train-iters 20 --metrics-file {tmp_path}/m.jsonl {flags}"
     )

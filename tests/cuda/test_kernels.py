@@ -1,4 +1,4 @@
-"""Kernels that only a card has: gradients added in the GEMM, gathered rows in a fixed order."""
+"""Kernels that only a GPU has: gradients added in the GEMM, gathered rows in a fixed order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_weight_gradients_are_added_in_fp32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_a_chunk_is_multiplied_where_it_lies_in_the_whole(has_bias: bool) -> None:
-    """Rows with a stride are read and written in place: no copy of operand, matrix or result."""
+    """Strided rows are read and written in place: no copy of operand, matrix or result."""
     ranks, rows, inputs, outputs = 4, 512, 1024, 2048
     x, y = (torch.randn(ranks, 2 * rows, width, device=CARD).bfloat16() for width in (inputs, outputs))
     weight, bias = torch.randn(outputs, inputs, device=CARD).bfloat16(), torch.randn(outputs, device=CARD).bfloat16()
@@ -47,7 +47,7 @@ def test_a_chunk_is_multiplied_where_it_lies_in_the_whole(has_bias: bool) -> Non
 
 
 def test_the_gemm_itself_adds_on_this_card() -> None:
-    """Allocates nothing but its result: no fp32 product beside the gradient."""
+    """The GEMM allocates nothing but its result: no fp32 product in addition to the gradient."""
     device = torch.device(CARD, torch.cuda.current_device())
     if not gemm_adds_to_fp32(device, torch.bfloat16):
         pytest.skip(f"torch {torch.__version__} on {torch.cuda.get_device_name()} adds products of bf16 apart")

@@ -1,4 +1,4 @@
-"""A step's bytes on a card, as torch's allocator counts them, against the plan and against the dry run."""
+"""A step's bytes on a GPU, as torch's allocator counts them, against the plan and the dry run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 CLOSE = 0.10
 OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
-# large enough that cuBLAS's workspace and the allocator's rounding are small beside it
+# large enough that cuBLAS's workspace and the allocator's rounding are small in comparison
 SIZE = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 1024, "vocab_size": 32000, "micro_batch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
     "gpt2_bf16": {"dtype": "bf16"},
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
-    """(bytes of the card at its peak, planned ones, bytes of the host's buffers)."""
+    """Return (peak bytes on the GPU, planned bytes, bytes of host buffers)."""
     plan = make_plan(1, changes | {"device": "cuda"}, SIZE)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,5 @@
-"""Whole jobs on a card against the same jobs on the CPU: one rank, ranks that share the card over host memory, resumed runs."""
+"""Whole jobs on a GPU against the same jobs on the CPU: one rank, ranks that share the GPU over host memory, resumed
+runs."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from tests.train.jobs import TINY, job, lines_of
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 CARD = "cuda"
-EXACT = "--hidden-dropout 0 --attention-dropout 0"  # a card draws other masks than a CPU, and tensor-parallel ranks others than one rank
-SHARED = f"--device {CARD} --distributed-backend gloo"  # ranks share the card
+# a GPU draws other masks than a CPU, and tensor-parallel ranks others than one rank
+EXACT = "--hidden-dropout 0 --attention-dropout 0"
+SHARED = f"--device {CARD} --distributed-backend gloo"  # ranks share the GPU
 WORDS = [word for word in TINY.split() if word not in ("--device", "cpu")]
 STEPS = 5
 TOLERANCE = 1e-4  # fp32 without TF32
@@ -50,7 +52,7 @@ def on_ranks(folder: Path, ranks: int, flags: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def cpu_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Of the plain job, on one rank of the CPU."""
+    """Return the losses of the plain job on one rank of the CPU."""
     found = on_one(tmp_path_factory.mktemp("cpu"), "", "cpu")
     assert len(found) == STEPS
     return found
@@ -150,7 +152,8 @@ def test_a_resumed_run_on_a_card_is_the_same_run_to_the_bit(tmp_path: Path) -> N
     for name, parts in {"whole": (6,), "parts": (3, 6)}.items():
         for until in parts:
             code, said = job(
-                f"{flags} --train-iters 6 --exit-interval {until} --save {tmp_path / name} --load {tmp_path / name} --async-save"
+                f"{flags} --train-iters 6 --exit-interval {until} --save {tmp_path / name} --load "
+                f"{tmp_path / name} --async-save"
             )
             assert code == 0, said
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

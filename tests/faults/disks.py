@@ -1,4 +1,4 @@
-"""A small disk of its own, which can be filled, for tests that run as root."""
+"""A small disk that can be filled, for tests that run as root."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FILLER = "filler"
 
 
 def can_mount() -> bool:
-    """Whether this user may mount a tmpfs here."""
+    """Return True if this user may mount a tmpfs here."""
     if os.geteuid() != 0 or shutil.which("mount") is None or shutil.which("unshare") is None:
         return False
-    # in a mount namespace of its own: nothing is left behind
+    # in a separate mount namespace, which leaves nothing behind
     tried = subprocess.run(
         ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
     )
@@ -26,7 +26,7 @@ def can_mount() -> bool:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """Inside the block `folder` is a disk of DISK_BYTES."""
+    """Make `folder` a disk of DISK_BYTES inside the block."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)], check=True)
     try:
@@ -36,7 +36,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def fill(folder: Path) -> None:
-    """Write until the disk takes no more."""
+    """Write until the disk is full."""
     with (folder / FILLER).open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(1 << 12)):
             pass

@@ -1,4 +1,4 @@
-"""Faults inside a rank, struck on order while it trains: a NaN, a data set that cannot be read, a flipped bit, slowness."""
+"""Faults inside a training rank, injected on request: a NaN, an unreadable data set, a flipped bit, slowness."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ORDER = "order"
 
 
 def order(folder: Path, kind: str, rank: int) -> None:
-    """Let the armed rank strike when its next step begins."""
+    """Request that the armed rank injects a fault when its next step begins."""
     temporary = folder / f"{ORDER}.part"
     temporary.write_text(f"{kind} {rank}")
     os.replace(temporary, folder / ORDER)
 
 
 def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
-    """From now on this rank carries out what is ordered in `folder`. pause_seconds: that every step takes longer."""
+    """Make this rank carry out the requests in `folder`. pause_seconds: added to every step."""
     launch, path = TrainStep.run, folder / ORDER
 
     def launched(self: TrainStep, *arguments: Any, **named: Any) -> bool:
@@ -46,7 +46,7 @@ def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
 
 
 def nan_in_one_microbatch(step: TrainStep) -> None:
-    """The output of one layer, once."""
+    """Make one output of one layer NaN."""
     forward = Block.forward
 
     def broken(self: Block, *arguments: Any) -> torch.Tensor:
@@ -57,7 +57,7 @@ def nan_in_one_microbatch(step: TrainStep) -> None:
 
 
 def unreadable_data(step: TrainStep) -> None:
-    """What a disk that fails does."""
+    """Make reading the data set fail as on a broken disk."""
 
     def unreadable(self: SyntheticDataset, index: int) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -66,7 +66,7 @@ def unreadable_data(step: TrainStep) -> None:
 
 
 def flipped_bit(step: TrainStep) -> None:
-    """One bit of one weight; the value stays finite."""
+    """Flip one bit of one weight; the value stays finite."""
     runtime = step.runtime
     runtime.gather.finish()
     buffers = next(iter(runtime.buffers.values()))
@@ -75,7 +75,7 @@ def flipped_bit(step: TrainStep) -> None:
 
 
 def damage_newest(save: Path) -> None:
-    """One bit of one tensor in the newest checkpoint turns over."""
+    """Flip one bit of one tensor in the newest checkpoint."""
     newest = find_checkpoint(save)
     assert newest is not None
     saved = next(iter(newest.manifest.tensors.values())).boxes[0]

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py with faults on order: FOLDER PAUSE_SECONDS [flags of pretrain_gpt.py]."""
+"""pretrain_gpt.py with faults on request: FOLDER PAUSE_SECONDS [flags of pretrain_gpt.py]."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""A run on four ranks that is struck by one fault after another, and started again each time, until it ends; then its weights and moments
-must be those of a run that nobody disturbed, to the bit.
+"""A run on four ranks that is hit by one fault after another and restarted each time until it ends; then its weights
+and moments must be bitwise those of an undisturbed run.
 
-    python -m tests.faults.soak --minutes 30 --out soak
+python -m tests.faults.soak --minutes 30 --out soak
 
-A fault comes --after seconds (20 to 60) after the first step that follows each start. When the minutes are over nothing strikes any more
-and the run goes to its end. --out/report.json holds the figures.
+A fault comes --after seconds (20 to 60) after the first step of each start. When the minutes are over, no more faults
+come and the run finishes. --out/report.json holds the figures.
 """
 
 from __future__ import annotations
@@ -44,32 +44,38 @@ FLAGS = f"{TINY} --pipeline-model-parallel-size 2 --keep-last 3 --check-weight-h
 
 
 class SoakError(AssertionError):
-    """Something went otherwise than promised; says what, and where its output lies."""
+    """An unexpected outcome; the message says which, and where the output is."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """minutes: of disturbance. after: seconds from the first step of a life to its fault. pause_seconds: that a step takes longer while
-    faults come, so that few of many steps are done between two."""
+    """The settings of a soak.
+
+    minutes: how long faults come. after: seconds from the first step of a life to its fault. pause_seconds: added to
+    each step while faults come, so that few steps are made between two of them.
+    """
 
     minutes: float
     after: tuple[float, float] = (20.0, 60.0)
     pause_seconds: float = 0.25
     save_interval: int = 10
     seed: int = 1
-    without: tuple[str, ...] = ()  # kinds of faults that are left out
+    without: tuple[str, ...] = ()  # kinds of faults to leave out
     hang_timeout_seconds: float = 20.0
 
     @property
     def num_steps(self) -> int:
-        """More than can be done in the minutes."""
+        """Return more steps than fit into the minutes."""
         return int(self.minutes * 60 / self.pause_seconds)
 
 
 @dataclass(frozen=True)
 class Struck:
-    """One fault. step: last one that was logged before it. seconds: until all ranks had ended. resumed: the step that the next life went
-    on from. said: the line that told it."""
+    """One fault that was injected.
+
+    step: last one logged before it. seconds: until all ranks had ended. resumed: the step from which the next life
+    resumed. said: the line that reported the fault.
+    """
 
     kind: str
     step: int
@@ -84,7 +90,7 @@ class Struck:
 
 
 class Life:
-    """One start of the run, in a folder of its own."""
+    """One start of the run, in a separate folder."""
 
     def __init__(self, folder: Path, save: Path, plan: Plan, pause_seconds: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +118,7 @@ class Life:
         return self.command.process.poll()
 
     def step(self) -> int | None:
-        """The last one that was logged."""
+        """Return the last step that was logged."""
         found = re.findall(r"^step +(\d+)/", self.command.out(), re.MULTILINE)
         return int(found[-1]) if found else None
 
@@ -133,7 +139,7 @@ class Life:
 
     def assert_ends_well(self) -> None:
         if not self.wait(3600.0, lambda: self.exit_code is not None) or self.exit_code != 0:
-            raise self.fail("a run that nothing strikes does not end well")
+            raise self.fail("the undisturbed run fails")
 
     def told(self) -> str:
         return self.command.error() + self.command.out()
@@ -144,7 +150,11 @@ class Life:
 
 @dataclass(frozen=True)
 class Fault:
-    """strike: does it to a life, from outside. words: what must be told. codes: of the launcher."""
+    """A kind of fault.
+
+    strike: injects it into a life from outside. words: have to be in the output. codes: allowed exit codes of the
+    launcher.
+    """
 
     strike: Callable[[Life, random.Random], object]
     words: tuple[str, ...]
@@ -169,7 +179,7 @@ def _fill_disk(life: Life, choose: random.Random) -> None:
 
 
 def _corrupt_newest(life: Life, choose: random.Random) -> None:
-    """The launcher is killed, and a byte of a tensor in the newest of two checkpoints turns over."""
+    """Kill the launcher and flip a byte of a tensor in the newest of two checkpoints."""
     life.wait(END_SECONDS, lambda: len(steps_in(life.save)) > 1)
     life.command.signal(signal.SIGKILL)
     life.wait(END_SECONDS, life.all_ended)
@@ -194,7 +204,7 @@ FAULTS: dict[str, Fault] = {
 
 
 class Soak:
-    """Everything lies in `out`: undisturbed/, disk/run, a folder for each life."""
+    """A soak whose files are in `out`: undisturbed/, disk/run, a folder for each life."""
 
     def __init__(self, plan: Plan, out: Path) -> None:
         self.plan, self.out = plan, out.resolve()
@@ -206,7 +216,7 @@ class Soak:
         out.mkdir(parents=True)
 
     def run(self) -> dict[str, Any]:
-        """The report. Raises SoakError."""
+        """Run the soak and return the report. Raises SoakError."""
         began = time.monotonic()
         undisturbed = Life(self.out / "undisturbed", self.out / "undisturbed" / "run", self.plan, 0.0)
         with undisturbed.command, small_disk(self.out / "disk") if can_mount() else nullcontext():
@@ -233,7 +243,7 @@ class Soak:
             time.sleep(self.choose.uniform(*self.plan.after))
             life.ranks = life.command.ranks()
             if len(life.ranks) != NUM_RANKS:
-                raise life.fail(f"the run ended before {kind} struck it")
+                raise life.fail(f"the run ended before {kind} was injected")
             self._strike(life, kind)
 
     def _strike(self, life: Life, kind: str) -> None:
@@ -241,7 +251,7 @@ class Soak:
         began = time.monotonic()
         fault.strike(life, self.choose)
         if not life.wait(END_SECONDS, life.all_ended):
-            raise life.fail(f"{END_SECONDS:g} s after {kind} not all ranks have ended")
+            raise life.fail(f"{END_SECONDS:g} s after {kind} some ranks are still running")
         seconds, code = time.monotonic() - began, life.exit_code
         free(life.save.parent)
         if code not in fault.codes or not all(word in life.told() for word in fault.words):
@@ -261,7 +271,7 @@ class Soak:
             not life.wait(START_SECONDS, lambda: life.step() is not None or life.exit_code is not None)
             or life.step() is None
         ):
-            raise life.fail("a start came to no first step")
+            raise life.fail("a start did not reach its first step")
         before = steps_in(life.save)
         resumed = life.resumed()
         if self.struck:
@@ -286,7 +296,7 @@ class Soak:
         )
 
     def _draw(self) -> str:
-        """Every kind once in random order, then again."""
+        """Yield every kind once in random order, then again."""
         if not self._bag:
             self._bag = self.choose.sample(self.kinds, len(self.kinds))
         return self._bag.pop()

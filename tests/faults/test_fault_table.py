@@ -1,7 +1,8 @@
-"""The fault table of docs/reliability.md: each fault strikes real ranks in the middle of a run; it is told within seconds, and the next
-start goes on from the newest complete checkpoint and ends with the weights of a run that nobody disturbed, to the bit.
+"""The fault table of docs/reliability.md: each fault is injected into real ranks in the middle of a run. It is reported
+within seconds, and the next start resumes from the newest complete checkpoint and ends with bitwise the weights of an
+undisturbed run.
 
-`pytest -rP` prints a row of the table for each: seconds from the fault to the first message, and the steps that were done again.
+`pytest -rP` prints a row of the table for each: seconds from the fault to the first message, and the repeated steps.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ from tests.train.test_saving import contents
 from tests.train.test_stragglers import slow_link, slow_stage
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
-PAUSE_SECONDS = "0.2"  # in every step under the launcher, so that the blow comes in time
+PAUSE_SECONDS = "0.2"  # in every step under the launcher, so that the fault comes in time
 NUM_RANKS, NUM_STEPS, STRUCK_STEP, SAVE_INTERVAL = 4, 12, 8, 3
 FLAGS = (
-    f"--pipeline-model-parallel-size 2 --train-iters {NUM_STEPS} --save-interval {SAVE_INTERVAL} --hang-timeout-seconds 1.5 "
+    f"--pipeline-model-parallel-size 2 --train-iters {NUM_STEPS} --save-interval {SAVE_INTERVAL} "
+    "--hang-timeout-seconds 1.5 "
     "--check-weight-hash-across-dp-replicas-interval 2"
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """strike: what the victim does when step STRUCK_STEP begins. words: of the message. error: type, None where the run leaves by itself.
-    most_lost: steps that are done again."""
+    """A fault inside a rank.
+
+    strike: what the victim does when step STRUCK_STEP begins. words: of the message. error: its type, None if the run
+    exits on its own decision. most_lost: the most steps that are repeated.
+    """
 
     strike: Callable[[TrainStep], object]
     words: tuple[str, ...]
@@ -93,7 +98,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def life(rank: int, world_size: int, flags: str, folder: str, fault: str | None) -> str:
-    """What the job said. A rank that fails writes why and ends, as it does under a launcher."""
+    """Run a job and return its output. A rank that fails writes why and exits, as it does under a launcher."""
 
     def prepare(_: int) -> None:
         if fault is not None and rank == FAULTS[fault].victim:
@@ -112,7 +117,7 @@ def life(rank: int, world_size: int, flags: str, folder: str, fault: str | None)
 
 
 def run(pool: RankPool, save: Path, folder: Path, fault: str | None = None) -> str:
-    """One start; what rank 0 said."""
+    """Make one start and return rank 0's output."""
     said: str | None = pool.run(
         life, f"{FLAGS} --save {save} --load {save}", str(folder), fault, may_die=range(NUM_RANKS)
     )[0]
@@ -120,14 +125,14 @@ def run(pool: RankPool, save: Path, folder: Path, fault: str | None = None) -> s
 
 
 def errors(folder: Path) -> list[tuple[float, str, str]]:
-    """(Unix seconds, type, text) of every rank that raised, the first one first."""
+    """Return (Unix seconds, type, text) of every rank that raised, the first one first."""
     found = [path.read_text().split("\n", 2) for path in folder.glob("*.error")]
     return sorted((float(when), kind, text) for when, kind, text in found)
 
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The end of a run without faults, and ranks for the next starts."""
+    """The final state of a run without faults, and ranks for the next starts."""
 
     pool: RankPool
     expected: dict[str, Tensor]
@@ -138,7 +143,8 @@ class Undisturbed:
         assert [name for name in after if not torch.equal(after[name], self.expected[name])] == []
 
     def assert_recovers(self, save: Path, folder: Path, most_lost: int, words: str = "") -> int:
-        """The next start goes on and ends like this run. Returns the steps that were done again. words: that it says."""
+        """Start again, require the same end, and return the number of repeated steps. words: have to be in the
+        output."""
         for left in folder.glob("*.error"):
             left.unlink()
         said = run(self.pool, save, folder)
@@ -160,7 +166,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Undisturbe
 
 
 def reports(folder: Path) -> list[tuple[float, str, str]]:
-    """`errors`, and where there are none the report of a hang, after which ranks end without another word."""
+    """Return `errors`, or the report of a hang, after which ranks exit without an error."""
     record = folder / "run" / "run.jsonl"
     lines = map(json.loads, record.read_text().splitlines()) if record.exists() else ()
     return errors(folder) or [
@@ -182,7 +188,7 @@ def test_a_fault_is_told_and_the_next_start_ends_like_an_undisturbed_run(
     assert not found if fault.error is None else {kind for _, kind, _ in found} <= {fault.error, "CommunicationError"}
     seconds = f"{found[0][0] - float((tmp_path / 'struck').read_text()):.1f}" if found else "-"
     lost = undisturbed.assert_recovers(save, tmp_path, fault.most_lost)
-    print(f"| {name} | {seconds} | {fault.words[0]} ... | {lost} | to the bit |")
+    print(f"| {name} | {seconds} | {fault.words[0]} ... | {lost} | bit-exact |")
 
 
 SLOW: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
@@ -208,7 +214,7 @@ def test_who_is_slow_is_named_and_nothing_is_lost(name: str, tmp_path: Path, und
 
 LAUNCHED: dict[
     str, tuple[Callable[[Command], None], int, str, float]
-] = {  # the last: most seconds until all ranks have ended
+] = {  # the last: the most seconds until all ranks have ended
     "kill -9 of a rank, under the launcher": (
         lambda command: os.kill(command.ranks()[2], signal.SIGKILL),
         137,
@@ -245,11 +251,11 @@ def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_a
             time.sleep(0.01)
         seconds = time.monotonic() - began
         assert not [rank for rank in ranks if not process_state(rank, None).has_ended]
-        error = command.error()  # what a rank says may come after the launcher's end
+        error = command.error()  # a rank may print after the launcher has ended
     assert (ended.code, len(error.splitlines())) == (code, 1), error
     assert error.startswith(words), error
     lost = undisturbed.assert_recovers(save, tmp_path, SAVE_INTERVAL)
-    print(f"| {name} | {seconds:.1f} | {words} ... | {lost} | to the bit |")
+    print(f"| {name} | {seconds:.1f} | {words} ... | {lost} | bit-exact |")
 
 
 def test_a_damaged_newest_checkpoint_costs_one_interval_more(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -259,7 +265,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_more(tmp_path: Path, und
     damage_newest(save)
     lost = undisturbed.assert_recovers(save, tmp_path, 2 * SAVE_INTERVAL, "is damaged")
     assert lost == STRUCK_STEP - 1 - SAVE_INTERVAL
-    print(f"| corrupted newest checkpoint | at the next start | ... is damaged | {lost} | to the bit |")
+    print(f"| corrupted newest checkpoint | at the next start | ... is damaged | {lost} | bit-exact |")
 
 
 @pytest.fixture
@@ -271,7 +277,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill_disk(rank: int, world_size: int, flags: str, folder: str) -> str:
-    """A job whose disk is full from step STRUCK_STEP on."""
+    """Run a job whose disk is full from step STRUCK_STEP on."""
 
     def strike(step: TrainStep) -> None:
         (Path(folder) / "struck").write_text(str(time.time()))
@@ -298,4 +304,4 @@ def test_a_full_disk_costs_the_save_and_not_the_checkpoints(
     free(disk)
     seconds = found[0][0] - float((tmp_path / "struck").read_text())
     lost = undisturbed.assert_recovers(save, tmp_path, SAVE_INTERVAL)
-    print(f"| disk full | {seconds:.1f} (at the next save) | ... No space left on device | {lost} | to the bit |")
+    print(f"| disk full | {seconds:.1f} (at the next save) | ... No space left on device | {lost} | bit-exact |")

@@ -1,4 +1,4 @@
-"""The soak, shortened: faults of several kinds, one after another, and the weights are those of an undisturbed run.
+"""A short soak: several kinds of faults in sequence; the final weights are those of an undisturbed run.
 
 The long one: python -m tests.faults.soak --minutes 30 --out FOLDER
 """

@@ -7,8 +7,9 @@ To try things by hand, as root, with Debian's slurm-wlm, slurmctld, slurmd and m
 
     python -m tests.lab.cluster FOLDER           brings it up, prints what to export, takes it down at Ctrl-C
 
-Nodes are called n1, n2, ...; each has 4 CPUs and 2 GPUs, which are made up, and all share this machine's. No cgroups and no systemd are
-needed. A requeued job waits for the life of a credential, 120 seconds unless slurm.conf says otherwise; here it says 5, SLURM's least.
+Nodes are called n1, n2, ...; each has 4 CPUs and 2 GPUs, which are made up, and all share this machine's. No cgroups
+and no systemd are needed. A requeued job waits for the life of a credential, 120 seconds unless slurm.conf says
+otherwise; here it says 5, SLURM's least.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no SLURM here, None if there can."""
+    """Return why SLURM cannot run here, None if it can."""
     lacking = [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
     if lacking:
         return (
-            f"SLURM is not installed ({', '.join(lacking)} not found); launch/test.sh --lab installs it on Debian and Ubuntu, or by hand: "
+            f"SLURM is not installed ({', '.join(lacking)} not found); launch/test.sh --lab installs it on Debian "
+            "and Ubuntu, or by hand: "
             "apt-get install --no-install-recommends slurm-wlm slurmctld slurmd munge"
         )
     if os.geteuid() != 0:
@@ -90,7 +92,8 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What SLURM's commands need to find this cluster and no other; nothing of a job that this process may be part of."""
+        """Return the environment in which SLURM's commands find this cluster only, without variables of an outer
+        job."""
         outer = {
             name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
         }
@@ -133,7 +136,8 @@ class SlurmCluster:
             os.kill(process_id, signal.SIGKILL)
 
     def run(self, *words: str, folder: Path | None = None, **settings: str) -> str:
-        """Standard output of one of SLURM's commands, stripped. Raises AssertionError with what it said if it fails."""
+        """Run one of SLURM's commands and return its stripped output. Raises AssertionError with the output if it
+        fails."""
         environment = self.environment | settings
         ended = subprocess.run(
             words, cwd=folder or self._root, env=environment, capture_output=True, text=True, timeout=60
@@ -142,7 +146,7 @@ class SlurmCluster:
         return ended.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol says of a job, by key."""
+        """Return scontrol's fields of a job."""
         words = self.run("scontrol", "show", "job", number, "--oneliner").split()
         return {key: value for key, is_there, value in (word.partition("=") for word in words) if is_there}
 
@@ -150,7 +154,7 @@ class SlurmCluster:
         return self.job(number)["JobState"]
 
     def left_over(self) -> list[int]:
-        """Processes of jobs of this cluster, by what stands in their environment."""
+        """Return the processes of jobs of this cluster, found by their environment variables."""
         mark = f"SLURM_CONF={self._root / 'slurm.conf'}".encode()
         found = ((process_id, _environment_of(process_id)) for process_id in _all_processes())
         return [
@@ -160,7 +164,7 @@ class SlurmCluster:
         ]
 
     def logs(self) -> str:
-        """The last lines of the daemons, for a test that fails."""
+        """Return the last lines of the daemons' logs, for a test that fails."""
         parts = (
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
             for path in self._root.glob("*.log")
@@ -181,7 +185,7 @@ class SlurmCluster:
             last_srun_port=first + self._num_nodes + SRUN_PORTS,
             first_job=random.SystemRandom().randrange(
                 1000, 60_000_000
-            ),  # the ranks' port follows from it: two clusters must not meet
+            ),  # the ranks' port depends on it: two clusters must not use the same
             num_nodes=self._num_nodes,
             node=f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 Gres=gpu:{GPUS} State=UNKNOWN",
             plugins=f"PluginDir={plugins}" if plugins.is_dir() else "",
@@ -233,12 +237,12 @@ class SlurmCluster:
 
 
 def _search_path() -> str:
-    """Daemons lie where a user's PATH does not look."""
+    """Return a path with the daemons, which a user's PATH does not contain."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def _free_block(size: int) -> int:
-    """The first of so many neighbouring ports that nobody listens on now."""
+    """Return the first of `count` consecutive free ports."""
     for _ in range(100):
         first = random.SystemRandom().randrange(41000, 60000)
         if all(_is_free(port) for port in range(first, first + size)):

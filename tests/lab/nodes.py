@@ -1,9 +1,10 @@
-"""Machines in network namespaces: own addresses, host name, process ids and shared memory, joined by a bridge on this one.
+"""Machines in network namespaces: own addresses, host name, process ids and shared memory, joined by a bridge on this
+one.
 
     with Nodes(2) as nodes:
         nodes.run(1, ["hostname"])
         nodes.slow_down(0, "20mbit")     what leaves machine 0
-        nodes.cut(1)                     nothing comes or goes, and nobody is told
+        nodes.cut(1)                     all packets are dropped silently
         nodes.kill(1)                    every process of it, at once
 
 Needs root and iproute2; `why_not()` says what is missing. The files of a disk are shared, as on a cluster.
@@ -33,7 +34,7 @@ _numbers = itertools.count()
 
 @cache
 def why_not() -> str:
-    """Why there can be no such machines here; "" if they can."""
+    """Return why such machines cannot be made here; "" if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc", "unshare", "nsenter") if shutil.which(name) is None]
@@ -47,7 +48,7 @@ def why_not() -> str:
 
 
 class Nodes:
-    """So many machines, named node-a, node-b, ...; gone, with all that runs on them, when the context is left."""
+    """Machines named node-a, node-b, ...; gone, with everything that runs on them, when the context is left."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -80,17 +81,18 @@ class Nodes:
         return f"{self._network}.{node + 1}"
 
     def inside(self, node: int, command: Sequence[str]) -> list[str]:
-        """The command that runs another one on a machine."""
+        """Return the command that runs another one on a machine."""
         return ["nsenter", "--target", str(self._inits[node]), "--net", "--uts", "--mount", "--pid", "--", *command]
 
     def run(self, node: int, command: Sequence[str]) -> str:
-        """Standard output of a command that succeeds."""
+        """Run a command and return its output; it has to succeed."""
         return subprocess.run(
             self.inside(node, command), check=True, capture_output=True, text=True, timeout=60, cwd=REPOSITORY
         ).stdout
 
     def launch(self, node: int, folder: Path, ranks: int, *words: str, flags: Sequence[str] = ()) -> Command:
-        """`megapipe launch` on one of the machines. words: the script, or -m and a module, with their flags. flags: of the launcher."""
+        """Start `megapipe launch` on one of the machines. words: the script, or -m and a module, with their flags.
+        flags: of the launcher."""
         meeting = [
             "--nnodes",
             str(self.count),
@@ -116,7 +118,7 @@ class Nodes:
         return Command(self.inside(node, command), own)
 
     def slow_down(self, node: int, rate: str) -> None:
-        """What leaves a machine. rate: as tc takes it, "20mbit"."""
+        """Limit the rate at which a machine sends. rate: in tc's format, "20mbit"."""
         _run(
             "ip",
             "netns",
@@ -127,27 +129,27 @@ class Nodes:
         )
 
     def free(self, node: int) -> None:
-        """The opposite of `slow_down`."""
+        """Undo `slow_down`."""
         _run("ip", "netns", "exec", self._space(node), "tc", *["qdisc", "del", "dev", "eth0", "root"])
 
     def cut(self, node: int) -> None:
-        """Everything to and from a machine is lost from now on."""
+        """Drop all packets to and from a machine from now on."""
         _run("ip", "link", "set", self._outside(node), "nomaster")
 
     def join(self, node: int) -> None:
-        """The opposite of `cut`."""
+        """Undo `cut`."""
         _run("ip", "link", "set", self._outside(node), "master", self._bridge)
 
     def kill(self, node: int) -> None:
-        """All processes of a machine, as when its power goes; its addresses do not answer any more."""
+        """Kill all processes of a machine, as in a power failure; its addresses do not answer any more."""
         _quietly("ip", "link", "set", self._outside(node), "nomaster")
         with suppress(ProcessLookupError, IndexError):
-            os.kill(self._inits[node], signal.SIGKILL)  # the kernel ends all others of its process space
+            os.kill(self._inits[node], signal.SIGKILL)  # the kernel kills all others in its process namespace
         self._lives[node].kill()
         self._lives[node].wait()
 
     def restart(self, node: int) -> None:
-        """A machine that was killed comes back, with nothing running on it."""
+        """Bring a killed machine back, with nothing running on it."""
         self.join(node)
         self._live(node)
 
@@ -199,7 +201,7 @@ class Nodes:
         return f"{self._prefix}br"
 
     def _outside(self, node: int) -> str:
-        """The end of a machine's cable."""
+        """Return the outer end of a machine's cable."""
         return f"{self._prefix}h{node}"
 
     def _space(self, node: int) -> str:
@@ -207,7 +209,7 @@ class Nodes:
 
 
 def _only_child(process_id: int) -> int:
-    """Of unshare, which `ip` has become: the first process of the new process space."""
+    """Return the only child of unshare: the first process of the new namespace."""
     return int(Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()[0])
 
 

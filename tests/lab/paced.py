@@ -1,4 +1,5 @@
-"""A script, with steps that take as long as a test wants, and a fault in one of them. Run by the Python that the test gives to a job.
+"""A script, with steps that take as long as a test wants, and a fault in one of them. Run by the Python that the test
+gives to a job.
 
     python -m tests.lab.paced SCRIPT [arguments]
 

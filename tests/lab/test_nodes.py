@@ -1,6 +1,6 @@
-"""Two machines, each in a network namespace of its own: training over them, a slow link, a cut one, a machine that is lost.
+"""Two machines, each in its network namespace: training over them, a slow link, a cut one, a machine that is lost.
 
-Seconds that docs/reliability.md and docs/doctor.md say are printed: pytest -rP.
+The seconds in docs/reliability.md and docs/doctor.md are printed with pytest -rP.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.tiny import TINY_FLAGS
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt.py")
 LIMIT_SECONDS = 3.0
-MOST_SECONDS = 20.0  # from the fault to the end of all that lives, on a machine with other things to do
+MOST_SECONDS = 20.0  # from the fault to the end of all processes, on a busy machine
 GRID = ("--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--mock-data")
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """Two machines; a test that breaks one mends it."""
+    """Two machines; a test that breaks one repairs it."""
     if why_not():
         pytest.skip(why_not())
     with Nodes(2) as found:
@@ -37,7 +37,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def on_all(nodes: Nodes, folder: Path, ranks: int, *words: str) -> list[Ended]:
-    """The same command on every machine, to its end."""
+    """Run the same command on every machine and wait for its end."""
     commands = [nodes.launch(node, folder, ranks, *words) for node in range(nodes.count)]
     try:
         return [command.ended() for command in commands]
@@ -203,7 +203,7 @@ def test_of_three_machines_the_one_whose_sending_is_slow_is_named(tmp_path: Path
 
 @pytest.mark.slow
 def test_what_a_hardware_file_expects_names_a_link_without_its_like(nodes: Nodes, tmp_path: Path) -> None:
-    """Both directions are slow, so only the table can tell."""
+    """Both directions are slow, so only the hardware table shows it."""
     file = tmp_path / "hardware.yaml"
     link = "{bytes_per_second: 5.0e+8, latency_seconds: 1.0e-3}"
     file.write_text(f"like: h100\nname: two nodes\nnode: {link}\nnetwork: {link}\n")

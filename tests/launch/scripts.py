@@ -74,7 +74,8 @@ class Command:
         while text not in self.out():
             if self.process.poll() is not None or time.monotonic() - self._began > LIMIT_SECONDS:
                 raise AssertionError(
-                    f"{text!r} was not printed (exit code {self.process.poll()}):\n{self.out()[-2000:]}\n{self.error()[-3000:]}"
+                    f"{text!r} was not printed (exit code "
+                    f"{self.process.poll()}):\n{self.out()[-2000:]}\n{self.error()[-3000:]}"
                 )
             time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""What goes wrong ends all ranks within seconds, with one readable message, a code that is not 0 and no traceback."""
+"""Bad input ends all ranks within seconds, with one readable message, a non-zero exit code and no traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megapipe launch --nnodes 1:2`: a node is lost, the other goes on alone."""
+"""`megapipe launch --nnodes 1:2`: after one node is lost, training continues on the other."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def test_the_node_that_is_left_goes_on_with_half_the_replicas(tmp_path: Path) ->
     with launch(folders[2], 1, *FLAGS, "--save", str(tmp_path / "straight")) as command:
         assert command.ended().code == 0
     assert furthest(run, tmp_path / "straight") <= 1e-12
-    last = {line["step"]: line["loss"] for line in steps_of(run / "metrics.jsonl")}  # steps made twice: the last one
+    last = {line["step"]: line["loss"] for line in steps_of(run / "metrics.jsonl")}  # the later of repeated steps
     undisturbed = {line["step"]: line["loss"] for line in steps_of(tmp_path / "straight" / "metrics.jsonl")}
     assert last == pytest.approx(undisturbed, rel=0, abs=1e-12)

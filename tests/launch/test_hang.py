@@ -1,4 +1,4 @@
-"""A rank that stops under the launcher: the report, the status before and after, and the end of all ranks."""
+"""A rank that stops under the launcher: the report, the status before and after, and the termination of all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_stopped_rank_of_four_is_named_and_all_are_ended(tmp_path: Path, capsy
     assert "the process is stopped (SIGSTOP)" in ended.error
     assert ended.error.count("error") == 1, ended.error
     assert main([str(tmp_path / "run")]) == 0
-    # a rank that notices the others' end before its own has left with an error
+    # a rank that notices the others' end first exits with an error
     assert re.match(
         r"run: 4 ranks, (\d gone|\d left|\d gone, \d left)\nrank  where       step", capsys.readouterr().out
     )

@@ -1,4 +1,4 @@
-"""`megapipe launch`: exit codes kept, signals passed on, no word of torchrun's own."""
+"""`megapipe launch` keeps exit codes, passes signals on and hides torchrun's own messages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_notice_that_comes_before_the_ranks_waits_for_them(tmp_path: Path) -> 
     assert ended.out.count("saved") == 2
 
 
-# says when the launcher has its handlers, which is before it imports torch
+# printed once the launcher has installed its handlers, before it imports torch
 TELLS_WHEN_IT_LISTENS = """
 import sys
 from megapipe.extras.cli.launch import main
@@ -123,7 +123,7 @@ sys.exit(main(sys.argv[1:]))
         ({0: -15, 1: -15}, signal.SIGTERM, 143, "ended by SIGTERM before the ranks could save"),
         ({5: 7}, None, 7, "rank 5 ended with exit code 7"),
     ],
-    ids=["refused", "error", "interrupted twice", "killed", "crashed", "terminated early", "code of its own"],
+    ids=["refused", "error", "interrupted twice", "killed", "crashed", "terminated early", "own exit code"],
 )
 def test_one_rank_answers_for_all(
     exit_codes: dict[int, int], received: signal.Signals | None, code: int, message: str

@@ -1,4 +1,4 @@
-"""A rank that the launcher ends because a peer has failed keeps silent; one with a message of its own gives it."""
+"""A rank that the launcher terminates because a peer has failed prints nothing; one with its own error prints it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with stop_requests(True) as request:
 @pytest.mark.parametrize(
     ("asked", "error", "code", "speaks"),
     [("terminated", "lost", -signal.SIGTERM, False), ("terminated", "stopped", 1, True), ("running", "lost", 1, True)],
-    ids=["ended with its peers", "a message of its own", "a peer lost without a launcher"],
+    ids=["ended with its peers", "own message", "a peer lost without a launcher"],
 )
 def test_a_rank_speaks_only_for_itself(asked: str, error: str, code: int, speaks: bool) -> None:
     words = [sys.executable, "-c", LEAVES, asked, error]

@@ -1,4 +1,4 @@
-"""Which process a rank takes for its launcher. That it ends with it is a row of the fault table, tests/faults."""
+"""The process that a rank takes for its launcher. Ranks end with it: see the fault table, tests/faults."""
 
 from __future__ import annotations
 

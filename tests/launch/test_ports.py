@@ -1,4 +1,4 @@
-"""Which ports a job of one machine opens: on the loopback device alone, the launcher's and the ranks', with and without the launcher."""
+"""The ports of a job on one machine: on the loopback device only, with and without the launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.launch.scripts import environment, launch
 
-LISTENING = "0A"  # /proc/net/tcp's word
+LISTENING = "0A"  # in /proc/net/tcp
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 MEETS = """
 import time
@@ -28,7 +28,7 @@ time.sleep(100)
 
 
 def listening(process_id: int) -> list[str]:
-    """Addresses, as the kernel writes them, on which a process listens."""
+    """Return the addresses on which a process listens, as the kernel writes them."""
     held = set()
     for link in Path(f"/proc/{process_id}/fd").iterdir():
         try:
@@ -57,7 +57,7 @@ def test_launcher_and_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
-    """As srun starts them, on one node."""
+    """Ranks as srun starts them, on one node."""
     step = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NUM_NODES": "1",

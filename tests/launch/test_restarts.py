@@ -1,5 +1,5 @@
-"""`megapipe launch --max-restarts`: what is worth another start gets one, goes on from the newest checkpoint, and ends where it leads
-nowhere."""
+"""`megapipe launch --max-restarts`: recoverable failures are restarted from the newest checkpoint, others end the
+job."""
 
 from __future__ import annotations
 

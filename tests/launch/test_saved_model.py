@@ -1,4 +1,4 @@
-"""`megapipe generate` and `megapipe evaluate` as a person starts them, on a checkpoint that pretraining wrote."""
+"""`megapipe generate` and `megapipe evaluate` from the command line, on a checkpoint written by pretraining."""
 
 from __future__ import annotations
 

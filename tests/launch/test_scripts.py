@@ -1,4 +1,5 @@
-"""launch/torchrun.sh and the course of a SLURM job, with stand-ins for python, srun and SLURM's commands: words, settings, decisions."""
+"""launch/torchrun.sh and the SLURM job script, with fake python, srun and SLURM commands: arguments, settings,
+decisions."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Ended:
 
 
 def run(script: str, *arguments: str, folder: Path, **settings: str) -> Ended:
-    """A script of launch/, among the stand-ins and with no other settings."""
+    """Run a script of launch/ with the fake commands and no other settings."""
     stub = folder / "stand-ins"
     stub.mkdir()
     for name, text in STAND_INS.items():

@@ -1,4 +1,5 @@
-"""launch/slurm/pretrain.sbatch on a real SLURM: asked to leave, queued up again, resumed to the bit; failures told; nothing left behind."""
+"""launch/slurm/pretrain.sbatch on a real SLURM: asked to exit, requeued, resumed bit-exactly; failures reported,
+nothing left running."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @dataclass
 class Job:
-    """A submitted job, in a folder of its own."""
+    """A submitted job in a separate folder."""
 
     cluster: SlurmCluster
     folder: Path
@@ -98,14 +99,14 @@ class Job:
         return self.folder / "run with a space"
 
     def wait_for(self, text: str, seconds: float = 250.0) -> None:
-        """Until the log holds a text, a regular expression."""
+        """Wait until the log matches a regular expression."""
         began = time.monotonic()
         while not re.search(text, self.log):
             assert time.monotonic() - began < seconds, f"{text!r} never came\n{self.log[-4000:]}\n{self.cluster.logs()}"
             time.sleep(0.1)
 
     def ended(self, seconds: float = 400.0) -> str:
-        """The state in which it ended."""
+        """Wait for the end and return SLURM's state."""
         began = time.monotonic()
         while (state := self.cluster.state(self.number)) in (
             "PENDING",
@@ -119,11 +120,11 @@ class Job:
         return state
 
     def ask_to_leave(self) -> None:
-        """What --signal=B:USR1 does, at a moment of the test's choosing."""
+        """Send the signal that --signal=B:USR1 sends, at a moment of the test's choosing."""
         self.cluster.run("scancel", "--batch", "--signal=USR1", self.number)
 
     def losses(self) -> dict[int, float]:
-        """By step; a step that was logged twice has the same loss in both."""
+        """Return the losses by step; a step that was logged twice has the same loss in both."""
         found: dict[int, float] = {}
         for line in (self.run / "metrics.jsonl").read_text().splitlines():
             record = json.loads(line)
@@ -132,7 +133,7 @@ class Job:
         return found
 
     def weights(self) -> dict[str, bytes]:
-        """Every file of the last checkpoint that holds tensors."""
+        """Return every file of the last checkpoint that holds tensors."""
         return {path.name: path.read_bytes() for path in sorted((self.run / f"step_{STEPS:08d}").glob("*.safetensors"))}
 
 
@@ -151,7 +152,7 @@ def submit(
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The same training without a disturbance, and by the other way to start ranks: one launcher a node."""
+    """The same training without a disturbance, started in the other way: one launcher for each node."""
     return submit(cluster, tmp_path_factory.mktemp("undisturbed"), LAUNCHER="launch")
 
 
@@ -198,7 +199,7 @@ def test_a_job_that_failed_goes_on_from_what_it_saved(cluster: SlurmCluster, und
 
 @pytest.mark.slow
 def test_the_time_limit_itself_sends_the_signal(cluster: SlurmCluster, undisturbed: Job, tmp_path: Path) -> None:
-    # SLURM looks at time limits every 30 seconds, so the signal comes up to that much later than asked for
+    # SLURM checks time limits every 30 seconds, so the signal may come that much later
     job = submit(cluster, tmp_path, "--time=2", "--signal=B:USR1@75", PACE="5")
     job.wait_for("the time limit is near", 150)
     assert job.ended() == "COMPLETED", job.log

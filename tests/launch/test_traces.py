@@ -1,4 +1,4 @@
-"""What a run leaves behind: no key of the environment anywhere, and every file with the modes that the user's umask says."""
+"""Files that a run leaves: no key of the environment anywhere, and the modes that the user's umask gives."""
 
 from __future__ import annotations
 

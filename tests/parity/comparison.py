@@ -1,4 +1,4 @@
-"""One grid against the plain reference: what each rank does, and what is read from it."""
+"""The comparison of one grid with the plain reference: the job of each rank, and the differences."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ STEPS = 3
 
 
 def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = (), steps: int = STEPS) -> None:
-    """Train a grid and the reference for three steps, or fewer. Raises AssertionError with everything that differs, and the grid to run
-    again.
+    """Train a grid and the reference for up to three steps. Raises AssertionError with all differences and the grid.
 
     without_loss: microbatches of each global batch in which no token counts.
     """
@@ -40,7 +39,8 @@ def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int,
 
 
 def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...], steps: int) -> list[str]:
-    """A job for the ranks of a grid: a line for each loss, gradient norm, gradient and weight that differs; the same on every rank."""
+    """Return a line for each loss, gradient norm, gradient and weight that differs; run by all ranks, the same on
+    each."""
     assert world_size == world_of(grid)
     plan = resolve(configuration(grid), world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
@@ -62,7 +62,7 @@ def _masked(batch: Batch) -> Batch:
 
 
 def microbatch_counts(plan: RunPlan) -> list[int]:
-    """Microbatches of a dp rank in each step."""
+    """Return the number of microbatches of a dp rank in each step."""
     counts: list[int] = []
     consumed = 0
     for _ in range(STEPS):
@@ -90,7 +90,9 @@ def _lines(step: ParityStep) -> list[str]:
 
 def _line(difference: Difference) -> str:
     return (
-        f"{difference.name} (stage {difference.stage}) differs by {difference.difference:.3g} of {difference.scale:.3g}: at "
-        f"{difference.index} {difference.part} {difference.grid!r}, reference {difference.plain!r}; {difference.num_wrong} of "
+        f"{difference.name} (stage {difference.stage}) differs by {difference.difference:.3g} of "
+        f"{difference.scale:.3g}: at "
+        f"{difference.index} {difference.part} {difference.grid!r}, reference {difference.plain!r}; "
+        f"{difference.num_wrong} of "
         f"{difference.num_held} elements"
     )

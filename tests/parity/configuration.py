@@ -1,4 +1,4 @@
-"""A drawn grid as a configuration: a model of a few tiny layers, every option that the grid names, fp64."""
+"""The configuration of a drawn grid: a model of a few tiny layers with every option of the grid, in fp64."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def configuration(grid: Grid, dtype: str = "fp64") -> Config:
 
 
 def _tp_overlap(grid: Grid) -> dict[str, Any]:
-    """Where a microbatch group is larger than pp, a linear's collectives run in two chunks: both kinds or, by recompute, one of them."""
+    """Run a linear's collectives in two chunks if a microbatch group is larger than pp: both kinds, or one by
+    recompute."""
     if grid["microbatch_group"] == "pp":
         return {}
     gathers, reduces = {"layernorm": (True, False), "core_attn": (False, True)}.get(grid["recompute"], (True, True))
@@ -115,7 +116,7 @@ def _tp_overlap(grid: Grid) -> dict[str, Any]:
 
 
 def _cut(cut: str, pp: int, chunks: int) -> tuple[int, dict[str, Any]]:
-    """Number of layers and what says where they go; none of the cuts by hand is even."""
+    """Return the number of layers and the options that partition them; none of the manual partitions is even."""
     stages = pp * chunks
     if cut == "cost":
         return stages + 1, {}
@@ -127,13 +128,14 @@ def _cut(cut: str, pp: int, chunks: int) -> tuple[int, dict[str, Any]]:
     if cut == "first and last":
         return stages, {"decoder_first_pipeline_num_layers": 2 * chunks, "decoder_last_pipeline_num_layers": 0}
     counts = [2] + [1] * (stages - 1)
-    if cut == "empty stages":  # the embedding alone, the head alone, one between
+    if cut == "empty stages":  # the embedding alone, the head alone, and one stage in between
         counts = [0, 2, 0, *[1] * (stages - 4), 0][:stages]
     return sum(counts), {"pipeline_model_parallel_layout": f"E{'|'.join('t' * count for count in counts)}L"}
 
 
 def _recompute(grid: Grid) -> dict[str, Any]:
-    """Return the recompute options; full recompute of several layers keeps attention's results where attention is fused."""
+    """Return the recompute options; full recompute of several layers keeps attention's results where attention is
+    fused."""
     words = grid["recompute"]
     if words == "none":
         return {}

@@ -1,6 +1,6 @@
-"""What a random grid is drawn from: every option with its values, and which of them fit together.
+"""Options of random grids with their values, and the rules for combining them.
 
-A grid is a dict of one value for each option, in words; tests/parity/configuration.py makes a Config of it.
+A grid is a dict with one value for each option; tests/parity/configuration.py makes a Config of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2, 3, 4),
     "chunks": (1, 2, 3),
     "schedule": ("auto", "whole backward", "split backward", "loop", "V", "pairs"),
-    "family": (0, 1, 2),  # which of FAMILIES, counted round and round
+    "family": (0, 1, 2),  # index in FAMILIES, modulo their number
     "memory_limit": ("pp", "pp + 1"),
     "cut": ("cost", "even", "layout", "empty stages", "first and last", "ends counted"),
     "microbatch_group": ("pp", "pp + 1"),
@@ -77,13 +77,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Some options fit together only if `holds` of their values, in the order of `names`."""
+    """A rule: the values of `names`, in this order, fit together only if `holds` of them."""
 
     names: tuple[str, ...]
     holds: Callable[..., bool]
 
     def may_hold(self, known: Mapping[str, Any]) -> bool:
-        """Whether values can be found for the options that are not known yet."""
+        """Return True if values can be found for the options that are not known yet."""
         return _may_hold(self, tuple((known[name],) if name in known else OPTIONS[name] for name in self.names))
 
 
@@ -92,7 +92,8 @@ def _may_hold(rule: Rule, choices: tuple[tuple[Any, ...], ...]) -> bool:
     return any(rule.holds(*values) for values in itertools.product(*choices))
 
 
-# the schedules of one kind take the same paths through engine and stages, so that pairs of kinds with the other options are enough
+# the schedules of one kind take the same paths through engine and stages, so that pairs of kinds with the other options
+# are enough
 FAMILIES = {
     "auto": ("auto",),
     "whole backward": ("1f1b", "gpipe", "naive"),
@@ -112,13 +113,15 @@ CHUNKS = {
 
 
 def schedule_name(kind: str, number: int) -> str:
-    """The schedule that the options "schedule" and "family" come to; a grid made by hand may name one instead of a kind."""
+    """Return the schedule of the options "schedule" and "family"; a hand-written grid may name one instead of a
+    kind."""
     families = FAMILIES.get(kind, (kind,))
     return families[number % len(families)]
 
 
 def _pairs_fit(kind: str, family: int, chunks: int, pp: int, microbatches: Any) -> bool:
-    """DualPipe(V) takes two microbatches for each rank, DualPipe an even number of both."""
+    """Return True if DualPipe(V) gets two microbatches for each rank, and DualPipe an even number of ranks and
+    microbatches."""
     if kind != "pairs":
         return True
     if schedule_name(kind, family) == "dualpipe":
@@ -147,30 +150,33 @@ RULES = (
 
 @functools.cache
 def rules(worlds: tuple[int, ...]) -> tuple[Rule, ...]:
-    """RULES, and that the grid has as many ranks as one of the worlds."""
+    """Return RULES, and the rule that the number of ranks is one of the worlds."""
     return (*RULES, Rule(("tp", "pp", "dp"), lambda tp, pp, dp: tp * pp * dp in worlds))
 
 
 def plain_grid(**changes: Any) -> Grid:
-    """Every option at its first value, but for the changes."""
+    """Return a grid of every option's first value, with some changes."""
     assert changes.keys() <= OPTIONS.keys(), changes
     return {name: changes.get(name, values[0]) for name, values in OPTIONS.items()}
 
 
 def world_of(grid: Grid) -> int:
-    """Ranks of a grid."""
+    """Return the number of ranks of a grid."""
     return int(grid["tp"] * grid["pp"] * grid["dp"])
 
 
 def may_fit(known: Mapping[str, Any], worlds: tuple[int, ...]) -> bool:
-    """False if some rule already cannot hold any more."""
+    """Return False if some rule can no longer hold."""
     return all(rule.may_hold(known) for rule in rules(worlds))
 
 
 def completed(
     known: Grid, worlds: tuple[int, ...], order: Sequence[str], ranked: Callable[[str, Grid], Sequence[Any]]
 ) -> Grid | None:
-    """A whole grid with the known values, or None if there is none. ranked: an option's values, those to be tried first first."""
+    """Complete the known values to a whole grid; None if that is impossible.
+
+    ranked: returns an option's values in the order in which to try them.
+    """
     missing = next((name for name in order if name not in known), None)
     if missing is None:
         return known
@@ -184,7 +190,7 @@ def completed(
 
 
 def possible_values(name: str, known: Grid, worlds: tuple[int, ...]) -> tuple[Any, ...]:
-    """The values of an option with which the known ones can be completed."""
+    """Return the values of an option with which the known ones can be completed."""
     constrained = tuple(dict.fromkeys(other for rule in rules(worlds) for other in rule.names))
     candidates = (value for value in OPTIONS[name] if may_fit(known | {name: value}, worlds))
     in_order = lambda option, _: OPTIONS[option]  # noqa: E731
@@ -197,12 +203,12 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs_of(grid: Grid) -> Iterator[Pair]:
-    """All pairs of option values of a whole grid."""
+    """Yield all pairs of option values of a whole grid."""
     return itertools.combinations(((name, grid[name]) for name in OPTIONS), 2)
 
 
 def possible_pairs(worlds: tuple[int, ...]) -> set[Pair]:
-    """All pairs of option values that occur in some grid."""
+    """Return all pairs of option values that occur in some grid."""
     found: set[Pair] = set()
     for (one, values), (other, _) in itertools.combinations(OPTIONS.items(), 2):
         found |= {
@@ -214,7 +220,7 @@ def possible_pairs(worlds: tuple[int, ...]) -> set[Pair]:
 
 
 def topologies(worlds: tuple[int, ...]) -> list[Grid]:
-    """All sizes of the three axes, the largest world first."""
+    """Return all sizes of the three axes, the largest world first."""
     axes = [
         dict(zip(("tp", "pp", "dp"), sizes, strict=True))
         for sizes in itertools.product(OPTIONS["tp"], OPTIONS["pp"], OPTIONS["dp"])
@@ -223,10 +229,12 @@ def topologies(worlds: tuple[int, ...]) -> list[Grid]:
 
 
 def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_candidates: int = 8) -> list[Grid]:
-    """Grids in which every topology and every possible pair of option values occur; the first num_cubes have tp = pp = dp = 2.
+    """Return grids that cover every topology and every possible pair of option values; the first num_cubes have tp = pp
+    = dp = 2.
 
-    Grown one by one (AETG, Cohen et al. 1997): of some candidates, each greedy in a random order of options, the one with most new pairs
-    for its number of ranks (its root, so that large worlds are not left out for long).
+    Grids are added one by one (AETG, Cohen et al. 1997): of some candidates, each greedy in a random order of options,
+    the one with the most new pairs relative to the square root of its number of ranks, so that large worlds are not
+    postponed.
     """
     random = Random(seed)
     uncovered = possible_pairs(worlds)

@@ -1,4 +1,4 @@
-"""Asynchronous schedules equal their emulation in one process, in fp64: stale weights and all."""
+"""Asynchronous schedules equal their emulation in one process, stale weights included, in fp64."""
 
 from __future__ import annotations
 

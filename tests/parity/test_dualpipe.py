@@ -1,4 +1,4 @@
-"""DualPipe and DualPipeV against the plain reference; both copies of every parameter equal to the bit."""
+"""DualPipe and DualPipeV against the plain reference; both copies of every parameter are bitwise equal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folded(microbatches: int, **changes: Any) -> Grid:
 GRIDS = {
     "pp 2": two_ways(4, pp=2),
     "pp 4, untied, per token": two_ways(10, pp=4, tied=False, calculate_per_token_loss=True, documents="all"),
-    "pp 4, dp 2, each with a gradient of its own": two_ways(
+    "pp 4, dp 2, each with a different gradient": two_ways(
         8, pp=4, dp=2, overlap_grad_reduce=True, bucket="one parameter"
     ),
     "everything": two_ways(6, **EVERYTHING),
@@ -71,7 +71,7 @@ def test_dualpipe_equals_reference(rank_pools: Pools, name: str) -> None:
 
 
 def different_copies(rank: int, world_size: int, config: Config) -> list[str]:
-    """Trains two steps; the parameters of which two ranks hold different bits."""
+    """Train two steps and return the names of the parameters whose copies on two ranks differ in a bit."""
     plan = resolve(config, world_size)
     runtime = TrainingRuntime(
         plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"), drawn_slices(7, torch.float32)

@@ -1,4 +1,4 @@
-"""Grids at the edges of what a 3D-parallel trainer is asked for, each against the plain reference; half precision across grids."""
+"""Unusual grids of a 3D-parallel trainer, each against the plain reference; half precision across grids."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def test_corner_equals_reference(rank_pools: Pools, name: str) -> None:
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of microbatches", "mean of tokens"])
 def test_microbatches_without_a_token_that_counts_equal_reference(rank_pools: Pools, per_token: bool) -> None:
-    """Of the global batch 0 1 | 2 3 | 4 5, dp rank 0 has no loss at all and dp rank 1 none in its last microbatch."""
+    """Train a global batch 0 1 | 2 3 | 4 5 in which dp_rank 0 has no loss at all and dp_rank 1 none in its last
+    microbatch."""
     grid = plain_grid(
         tp=2,
         pp=2,
@@ -102,7 +103,8 @@ def runtime_of(config: Config, rank: int, world_size: int) -> TrainingRuntime:
 
 
 def evaluation_and_oracle(rank: int, world_size: int, config: Config, count: int) -> tuple[float, float]:
-    """Losses of one batch without dropout, after two steps of `count` microbatches with it: of the grid and of the reference."""
+    """Return the losses of one batch without dropout after two steps of `count` microbatches with it: grid,
+    reference."""
     runtime = runtime_of(config, rank, world_size)
     oracle = Oracle(runtime.plan.config, whole_weights(runtime.plan.specs, drawn_slices(7, torch.float32)))
     batches = random_batches(runtime.plan.config, 2, [count, count, count - 1], seed=1)
@@ -143,7 +145,8 @@ def losses_of(rank: int, world_size: int, config: Config) -> list[float]:
 
 
 def test_bf16_losses_of_two_grids_agree_to_rounding(rank_pools: Pools) -> None:
-    """Dropout streams depend on tp, so both have tp 2; the global batches are the same six microbatches."""
+    """Compare two grids with tp 2, on which dropout streams depend; their global batches are the same six
+    microbatches."""
     dropout = {"tp": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1, "microbatches": 5}
     pipeline = plain_grid(pp=2, **INTERLEAVED, **dropout, recompute="uniform 1", cut="even")
     replicas = plain_grid(dp=2, **dropout, sequence_parallel=False, cut="layout", **SHARDED)
@@ -163,7 +166,7 @@ def without_cut(config: Config) -> ParallelConfig:
 
 
 def scale_history(rank: int, world_size: int, config: Config, num_steps: int) -> list[tuple[bool, float, float]]:
-    """(skipped, loss scale of the next step, this rank's largest weight) of each step."""
+    """Return (skipped, next loss scale, this rank's largest weight) of each step."""
     runtime = runtime_of(config, rank, world_size)
     step, found = TrainStep(runtime), []
     batches = random_batches(runtime.plan.config, runtime.plan.topology.dp, [2] * num_steps, seed=1)
@@ -178,7 +181,8 @@ def scale_history(rank: int, world_size: int, config: Config, num_steps: int) ->
 
 
 def test_fp16_ranks_skip_the_same_steps(rank_pools: Pools) -> None:
-    """The scale falls from where every gradient overflows, through where only some ranks' do, to where steps are taken."""
+    """The scale falls from where every gradient overflows, through where only some ranks' do, to where updates are
+    made."""
     config = configuration(plain_grid(tp=2, pp=2, dp=2, microbatches=2, **SHARDED), "fp16")
     precision = dataclasses.replace(config.precision, initial_loss_scale=2.0**24, hysteresis=1, loss_scale_window=2)
     histories = rank_pools(8).run(scale_history, dataclasses.replace(config, precision=precision), 16)

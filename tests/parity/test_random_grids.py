@@ -1,7 +1,8 @@
-"""Random grids compute the same losses, gradients and weights as one plain process: fp64, two steps or three, 1e-10 a tensor.
+"""Random grids compute the same losses, gradients and weights as one plain process: fp64, two or three steps, 1e-10 a
+tensor.
 
-The grids are drawn twice: a fixed list in which every two option values that can meet do meet, and by hypothesis. A failing test prints
-its grid; to run it again, put it among the CORNERS of the file beside this one. A long run of five hundred more:
+The grids come from a fixed list that covers every possible pair of option values, and from hypothesis. A failing test
+prints its grid; to run it again, add it to CORNERS in test_megatron_like_corners.py. A long run of five hundred more:
 pytest tests/parity --slow -k long_run, or -k shard-07 for a part of it.
 """
 
@@ -53,7 +54,7 @@ def covering() -> list[Grid]:
 
 @st.composite
 def grids(draw: st.DrawFn, worlds: tuple[int, ...] = WORLDS) -> Grid:
-    """Any valid grid of one of the worlds, option by option; a third of them with tp, pp and dp above 1."""
+    """Draw any valid grid of one of the worlds, option by option; a third of them with tp, pp and dp above 1."""
     axes = topologies(worlds)
     grid: Grid = dict(draw(st.sampled_from(axes + 4 * [sizes for sizes in axes if min(sizes.values()) > 1])))
     for name in OPTIONS:
@@ -98,7 +99,7 @@ def test_grids_are_many_and_parallel() -> None:
 SIZES = {"hidden_size", "ffn_hidden_size", "kv_channels", "seq_length", "max_position_embeddings", "padded_vocab_size"}
 CONSTANTS = {"norm_epsilon", "init_method_std", "distributed_timeout_minutes"}
 ROPE_CONSTANTS = {field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith(("rope_", "yarn_"))}
-# what says the same as something drawn, rounds to bf16, or is not about numbers
+# equivalent to a drawn option, rounds to bf16, or has no effect on numbers
 ELSEWHERE = {
     "num_layers_per_virtual_pipeline_stage",
     "grad_reduce_in_bf16",
@@ -113,7 +114,7 @@ NOT_THERE_YET = {"context_parallel_size"}
 
 
 def test_every_field_of_the_model_and_its_layout_takes_several_values() -> None:
-    """A new field needs an option here, or a reason above."""
+    """Require for each field of the configuration an option here, or a reason above."""
     configs = [configuration(grid) for grid in covering()]
     for section in ("model", "parallel", "recompute"):
         values = [vars(getattr(config, section)) for config in configs]
@@ -123,7 +124,7 @@ def test_every_field_of_the_model_and_its_layout_takes_several_values() -> None:
 
 @pytest.fixture(scope="module")
 def long_run(request: pytest.FixtureRequest) -> Iterator[list[Grid]]:
-    """Collects the grids of the long run and says at its end how many were equal."""
+    """The grids of the long run, with a summary at its end."""
     done: list[Grid] = []
     start = time.monotonic()
     failed_before = request.session.testsfailed
@@ -132,7 +133,8 @@ def long_run(request: pytest.FixtureRequest) -> Iterator[list[Grid]]:
     with capture.global_and_fixture_disabled():
         cubes = sum(grid["tp"] > 1 and grid["pp"] > 1 and grid["dp"] > 1 for grid in done)
         print(
-            f"\nlong run: {len(done)} grids equal the reference ({len({str(grid) for grid in done})} different, {cubes} with tp, pp and dp "
+            f"\nlong run: {len(done)} grids equal the reference ({len({str(grid) for grid in done})} different, "
+            f"{cubes} with tp, pp and dp "
             f"above 1), {request.session.testsfailed - failed_before} tests failed, {time.monotonic() - start:.0f} s"
         )
 

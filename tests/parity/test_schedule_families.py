@@ -1,4 +1,4 @@
-"""Every schedule trains what one process trains: against the reference, and bit for bit against each other."""
+"""Every schedule trains like one process: against the reference, and bitwise equal to each other."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_family_equals_reference(rank_pools: Pools, name: str) -> None:
 def test_no_family_is_left_out() -> None:
     elsewhere = {
         name for name in SCHEDULES if "pipe" in name and name != "gpipe"
-    }  # DualPipe and PipeDream have files of their own
+    }  # DualPipe and PipeDream have separate test files
     assert set(NAMES) == set(SCHEDULES) - elsewhere
 
 
 def weights_after(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """This rank's parameters after three steps with dropout, fp32."""
+    """Return this rank's parameters after three steps with dropout, fp32."""
     runtime = runtime_of(tiny(**changes), rank, world_size)
     step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (10, 9))
@@ -73,7 +73,7 @@ def weights_after(rank: int, world_size: int, changes: dict[str, Any]) -> dict[s
     return {name: tensor.clone() for name, tensor in whole_parameters(runtime)}
 
 
-# layers and vocabulary such that flat buffers start and end at odd places, another on each rank
+# layers and vocabulary that make flat buffers start and end at odd positions, different on each rank
 BITS = {
     "num_layers": 9,
     "ffn_hidden_size": 23,
@@ -84,14 +84,14 @@ BITS = {
 IN_ORDER = {
     "one chunk": [(name, {}) for name in ("1f1b", "gpipe", "naive", "zb-h1", "zb-h2", "zb-auto")],
     "loop": [(name, {"num_virtual_stages_per_pipeline_rank": 2}) for name in LOOPS],
-    # tied, the embedding and the head of a V add to one gradient, in an order of its own in each schedule
+    # tied, the embedding and the head of a V add to one gradient, in an order that depends on the schedule
     "V": [(name, {"untie_embeddings_and_output_weights": True}) for name in VS],
 }
 
 
 @pytest.mark.parametrize("kind", IN_ORDER)
 def test_schedules_that_add_up_in_order_of_microbatches_agree_to_the_bit(rank_pools: Pools, kind: str) -> None:
-    """The same stages in another order of actions, with dropout and clipping: no sum is formed in another order."""
+    """Compare schedules that run the same stages in another order of actions: no sum is formed in another order."""
     runs = {}
     for name, changes in IN_ORDER[kind]:
         changes = BITS | changes | {"pipeline_model_parallel_size": 2, "pipeline_schedule": name}
@@ -104,7 +104,7 @@ def test_schedules_that_add_up_in_order_of_microbatches_agree_to_the_bit(rank_po
 
 
 def test_the_whole_model_agrees_to_the_bit_over_loop_v_and_line(rank_pools: Pools) -> None:
-    """Other stages on other ranks: without clipping nothing is summed over ranks but the loss."""
+    """Compare schedules with other stages on other ranks: without clipping only the loss is summed over ranks."""
     changes = BITS | {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True, "clip_grad": 0.0}
     models = []
     for kind in ("one chunk", "loop", "V"):
@@ -120,7 +120,7 @@ def test_the_whole_model_agrees_to_the_bit_over_loop_v_and_line(rank_pools: Pool
 
 
 def events_of_a_step(rank: int, world_size: int, name: str) -> list[Event]:
-    """Of the second step, in which nothing is made for the first time."""
+    """Return the events of the second step, in which nothing is allocated for the first time."""
     tracer = Tracer()
     config = tiny(
         num_layers=8,

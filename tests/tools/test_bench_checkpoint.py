@@ -1,4 +1,4 @@
-"""The benchmark of saving and loading measures what it says and leaves nothing behind."""
+"""The checkpoint benchmark prints its figures and leaves no files."""
 
 from __future__ import annotations
 

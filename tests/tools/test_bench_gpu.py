@@ -1,4 +1,4 @@
-"""tools/bench/bench_gpu.py on a CPU: contenders train the same model, a difference is found before anything is timed, bars say what missed."""
+"""tools/bench/bench_gpu.py on a CPU: all contenders train the same model, and missed bars are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tools = Callable[[str], ModuleType]
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # the tool sets it where nobody has
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # the tool sets it if it is unset
     return importlib.import_module
 
 
@@ -96,8 +96,8 @@ def test_a_card_without_fp8_is_told_before_anything_runs(
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
     assert tools("bench_gpu").main(["--check"]) == 2
     assert (
-        "NVIDIA A100-SXM4-80GB, compute capability 8.0, has no fp8 matrix units (8.9 or higher has); leave megapipe-fp8 out of --contenders"
-        in capsys.readouterr().err
+        "NVIDIA A100-SXM4-80GB, compute capability 8.0, has no fp8 matrix units (8.9 or higher has); leave "
+        "megapipe-fp8 out of --contenders" in capsys.readouterr().err
     )
 
 
@@ -115,7 +115,8 @@ def test_a_check_without_anything_to_check_is_refused(
 
 
 def measured(figures: ModuleType, **seconds: float) -> object:
-    """Contenders that need so many seconds for 100 TFLOP in each of three rounds; one of the rounds is ten times slower for all."""
+    """Contenders that need so many seconds for 100 TFLOP in each of three rounds; in one round all are ten times
+    slower."""
     slow = (1.0, 10.0, 1.0)
     turns = {
         name.replace("_", "-"): [figures.Turn(each * factor, 0.1) for factor in slow] for name, each in seconds.items()

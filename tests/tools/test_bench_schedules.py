@@ -1,4 +1,4 @@
-"""The benchmark of schedules runs, counts what it says, and puts its tables where they belong. Its times are not tested."""
+"""The benchmark of schedules runs, counts actions and inserts its tables into a page. Its times are not tested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCH = REPOSITORY / "tools" / "bench"
-PAGE = "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- /real -->\nend\n"
+PAGE = (
+    "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- "
+    "/real -->\nend\n"
+)
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +45,7 @@ def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
         assert len(found["steps"]) == 2
         assert all(step["cpu_seconds"] > 0 for step in found["steps"])
-    for found in emulated["contenders"].values():  # 2 ms of sleep cannot be undercut: (m + p - 1) (F + I + W)
+    for found in emulated["contenders"].values():  # a lower bound from 2 ms of sleep: (m + p - 1) (F + I + W)
         assert all(step["replay_seconds"] >= 4 * 0.006 for step in found["steps"])
     assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
     text = page.read_text()
@@ -84,6 +87,9 @@ def test_peaks_delays_replay_and_gaps_are_those_of_a_row_written_by_hand() -> No
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here\n")
-    code = f"from pathlib import Path; from schedule_bench.page import insert; insert(Path({str(page)!r}), {{'zero': 'table'}}, 'here')"
+    code = (
+        f"from pathlib import Path; from schedule_bench.page import insert; insert(Path({str(page)!r}), "
+        f"{{'zero': 'table'}}, 'here')"
+    )
     done = run("-c", code)
     assert "has no markers <!-- zero --> and <!-- /zero -->" in done.stderr

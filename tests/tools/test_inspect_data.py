@@ -1,4 +1,5 @@
-"""tools/inspect_data.py says what the loader really gives: every token of every microbatch, under blends, ramp-up and skipped windows."""
+"""tools/inspect_data.py prints what the loader gives: every token of every microbatch, with blends, ramp-up and
+skipped windows."""
 
 from __future__ import annotations
 
@@ -21,15 +22,17 @@ from tools.inspect_data import main, read_run
 
 SEQ = 16
 FLAGS = (
-    f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length {SEQ} --vocab-size 4000 --micro-batch-size 2 "
+    f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length {SEQ} --vocab-size 4000 "
+    "--micro-batch-size 2 "
     "--world-size 2 "
-    "--rampup-batch-size 4 4 12 --global-batch-size 12 --train-samples 100 --lr 1e-3 --eval-iters 0 --num-workers 0 --split 100,0,0"
+    "--rampup-batch-size 4 4 12 --global-batch-size 12 --train-samples 100 --lr 1e-3 --eval-iters 0 "
+    "--num-workers 0 --split 100,0,0"
 )
 WINDOWS = [[10, 20], [41, 47]]
 
 
 def files(folder: Path) -> list[Path]:
-    """Two files of documents of one to three sequences, some of them empty; every token is there once."""
+    """Write two files of documents of one to three sequences, some of them empty; every token occurs once."""
     random, token, prefixes = np.random.default_rng(0), 0, []
     for name, count in (("a", 60), ("b", 25)):
         with IndexedWriter(folder / name, "<u2") as writer:
@@ -60,7 +63,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def tokens(pieces: list[dict[str, Any]]) -> list[int]:
-    """Read from the files anew, document by document."""
+    """Read the tokens from the files, document by document."""
     found: list[int] = []
     for piece in pieces:
         file = IndexedFile(piece["prefix"])
@@ -135,7 +138,10 @@ def test_what_cannot_be_told_is_refused(flags: list[str], capsys: pytest.Capture
 
 
 def test_it_answers_without_torch(flags: list[str]) -> None:
-    code = f"import sys; from tools.inspect_data import main; main({['--step', '1', *flags]!r}); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from tools.inspect_data import main; main({['--step', '1', *flags]!r}); sys.exit('torch' in "
+        "sys.modules)"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

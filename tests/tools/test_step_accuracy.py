@@ -1,4 +1,5 @@
-"""tools/bench/step_accuracy.py sets a prediction beside turns of real ranks; the turns themselves are tested with tools/bench/bench_cpu.py."""
+"""tools/bench/step_accuracy.py prints predicted and measured steps; the measurement is tested with
+tools/bench/bench_cpu.py."""
 
 from __future__ import annotations
 

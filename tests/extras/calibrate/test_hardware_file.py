@@ -1,4 +1,4 @@
-"""`megapipe calibrate`: the file says what was measured, reads back, and plans; two ranks measure the link between them."""
+"""`megapipe calibrate`: the file holds what was measured, can be read and plans; two ranks measure their link."""
 
 from __future__ import annotations
 

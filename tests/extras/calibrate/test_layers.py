@@ -1,4 +1,5 @@
-"""`megapipe profile-layers`: what it writes is what --pipeline-layer-times reads, for the same shapes on another grid."""
+"""`megapipe profile-layers`: what it writes is what --pipeline-layer-times reads, for the same shapes on another
+grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole examination on four ranks: every group of the layout is measured, a slow direction is named, the same on all ranks."""
+"""A whole examination on four ranks: every group is measured, a slow direction is named, on all ranks alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of hosts: what they lack, in what they differ, and nothing that is secret."""
+"""Remarks about hosts: missing resources and differences; no secret is ever printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layout is measured by: every group of every axis, every boundary each way, and never a rank in two places at once."""
+"""The trials of a layout: every group of every axis, every boundary each way, and no rank twice in a round."""
 
 from __future__ import annotations
 

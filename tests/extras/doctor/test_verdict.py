@@ -1,4 +1,4 @@
-"""From times to what is slow: planted slow links are named, and noise below the factor is not."""
+"""Verdicts from times: planted slow links are named, and noise below the factor is not."""
 
 from __future__ import annotations
 

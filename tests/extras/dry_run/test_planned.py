@@ -1,4 +1,4 @@
-"""The plan's bytes against those that the real code takes with tensors on paper, over recompute options, grids and schedules."""
+"""Planned bytes against those counted with meta tensors, over recompute options, grids and schedules."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("name", "base", "device"), VARIANTS)
-def test_the_plan_holds_what_the_code_takes_on_paper(name: str, base: str, device: str) -> None:
+def test_planned_bytes_equal_the_counted_ones(name: str, base: str, device: str) -> None:
     world_size, changes = CASES[name]
     plan = make_plan(world_size, changes | {"device": device}, LLAMA if base == "llama" else {})
     for rank in ranks_at_ends(plan.topology.pp, world_size):
@@ -117,5 +117,5 @@ def test_the_plan_holds_what_the_code_takes_on_paper(name: str, base: str, devic
 
 
 def ranks_at_ends(pp: int, world_size: int) -> list[int]:
-    """The first rank and the last one: with the embedding, with the head."""
+    """Return the first and the last rank: one with the embedding, one with the head."""
     return sorted({0, world_size - 1}) if pp > 1 else [0]

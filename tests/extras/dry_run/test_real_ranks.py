@@ -1,4 +1,4 @@
-"""The whole step of real ranks on CPUs, every storage that operations make counted, against the plan and against the dry run."""
+"""A whole step of real ranks on CPUs, counting every storage, against the plan and the dry run."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def test_plan_and_dry_run_hold_what_real_ranks_take(name: str, rank_pools: Calla
     world_size, changes = CASES[name]
     plan = make_plan(world_size, changes | {"device": "cpu"})
     for rank, real in enumerate(rank_pools(world_size).run(counted_on_a_rank, changes)):
-        on_paper = count_rank(plan, rank, read_for(plan), "cpu", in_full=True)
+        with_meta = count_rank(plan, rank, read_for(plan), "cpu", in_full=True)
         planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
-        assert on_paper.peak == pytest.approx(real.peak, rel=CLOSE), (rank, on_paper, real)
+        assert with_meta.peak == pytest.approx(real.peak, rel=CLOSE), (rank, with_meta, real)
         assert planned.total == pytest.approx(real.peak, rel=CLOSE), (rank, dict(planned.items), real)
-        assert on_paper.items | {"step": 0} == real.items | {"step": 0}
+        assert with_meta.items | {"step": 0} == real.items | {"step": 0}
 
 
 def test_a_kept_tensor_raises_the_count_of_a_real_step() -> None:
-    """What nobody planned is seen."""
+    """A tensor that is kept without being planned raises the count."""
     with LiveBytes() as live:
         kept = [torch.ones(1000) for _ in range(3)]
         before = live.now
-        kept.append(kept[0].view(10, 100)[2:])  # no bytes of its own
+        kept.append(kept[0].view(10, 100)[2:])  # a view adds no bytes
         assert live.now == before == 3 * 4000
         del kept[1]
         assert live.now == before - 4000

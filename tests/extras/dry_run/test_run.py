@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py --dry-run` as a user meets it: the text, and what is refused with which words."""
+"""`pretrain_gpt.py --dry-run` from the command line: the printed text and the refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shorter step that has every situation of the long one shows the same bytes and, counted up, the same messages."""
+"""A shorter step with every situation of the long one has the same peak and, extrapolated, the same messages."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def second_holder_forgotten(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """With two directions a rank keeps the gradients of its own direction to itself."""
+    """Keep the gradients of the second direction on their rank, without the sum over both holders of a stage."""
     build = GradientReducer.__init__
 
     def planted(self: GradientReducer, stages: Any, groups: ProcessGroups, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ def second_holder_forgotten(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Gradients are sums over dp, which is the world, divided as if there were one replica."""
+    """Divide gradients, which are sums over dp (here the world), by the denominator of a single replica."""
     denominator = PendingLoss.denominator.fget
     assert denominator is not None
     patch.setattr(

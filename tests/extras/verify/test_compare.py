@@ -1,4 +1,4 @@
-"""What counts as different, and what is said about where."""
+"""The comparison of tensors: which differences count, and how their place is described."""
 
 from __future__ import annotations
 

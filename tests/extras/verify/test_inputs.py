@@ -1,4 +1,5 @@
-"""The inputs of a verification: weights drawn in slices are slices of the whole tensors; batches are cut over dp as in training."""
+"""The inputs of a verification: weights drawn in slices are slices of the whole tensors; batches are cut over dp as in
+training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every bug planted in the workers' own code is found, in fp64 and in fp32, and named where it is; without it the same grids pass."""
+"""Every bug planted in the workers' own code is found, in fp64 and in fp32, and named where it is; without it the same
+grids pass."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ Pools = Callable[[int], RankPool]
 
 @dataclass(frozen=True)
 class Case:
-    """first: how the first wrong tensor's name ends. wrong: what is in the names of the gradients that are wrong in step 1, and of no
-    others."""
+    """A planted bug and how it has to be reported.
+
+    first: end of the first wrong tensor's name. wrong: parts of the names of all gradients that are wrong in step 1.
+    """
 
     plant: Plant
     world: int

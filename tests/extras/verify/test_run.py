@@ -1,4 +1,4 @@
-"""`--verify-grid` as a user meets it: its exit code, its words, and what it refuses."""
+"""`--verify-grid` from the command line: exit codes, printed text and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FLAGS = [
 
 
 def exit_code(rank: int, world_size: int, plant: planted.Plant | None) -> int:
-    """verify() on this rank; a rank of the harness must not end its process."""
+    """Return the exit code of verify() on this rank, without ending the harness's process."""
     environment = Environment(rank, world_size, rank, world_size, 1, 0, "127.0.0.1", 0, "torchrun")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parity, "shutdown", lambda code: None)

@@ -1,4 +1,4 @@
-"""What the shrunk configuration keeps of the one that was asked for, and that it is small."""
+"""The shrunk configuration keeps everything about the grid, and it is small."""
 
 from __future__ import annotations
 
@@ -104,12 +104,14 @@ def test_the_model_is_small(case: str) -> None:
 
 SIZES = {
     "model": (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings "
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels seq_length "
+        "max_position_embeddings "
         "vocab_size padded_vocab_size window_size softmax_scale"
     ),
     "parallel": "pipeline_model_parallel_layout pipeline_schedule ddp_bucket_size",
     "training": (
-        "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_duration_in_mins exit_signal_handler skip_train "
+        "micro_batch_size global_batch_size train_iters train_samples exit_interval exit_duration_in_mins "
+        "exit_signal_handler skip_train "
         "eval_interval eval_iters check_for_nan_in_loss_and_grad"
     ),
     "optimizer": "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples decoupled_lr decoupled_min_lr adam_eps",
@@ -172,7 +174,7 @@ CHANGED |= {"cpu_offloading_num_layers": 1}
 
 
 def test_all_that_is_no_size_is_kept() -> None:
-    """Switches are set to other values than their defaults, so that a forgotten one shows."""
+    """Set switches to values other than their defaults, so that a forgotten one is found."""
     small = shrink(resolve(tiny_config(**GPT3, **CHANGED), 8), "fp64", 8)
     for section, sizes in SIZES.items():
         was, now = (vars(getattr(plan.config, section)) for plan in (small.original, small.plan))
