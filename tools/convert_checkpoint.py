@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checkpoints from and to Hugging Face and Megatron: `megapipe convert` as a script."""
+"""Convert checkpoints from and to Hugging Face and Megatron: `megapipe convert` as a script."""
 
 import sys
 

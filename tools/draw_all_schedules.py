@@ -16,16 +16,16 @@ from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.compare import Model, measure
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
-SHORT = {"naive": 2}  # microbatches, where more show nothing new
+SHORT = {"naive": 2}  # microbatches: more would add nothing new
 
 
 def pictures() -> dict[str, str]:
-    """File name -> SVG."""
+    """Return the SVG of every picture by file name."""
     drawn = {}
     for name, family in SCHEDULES.items():
         chunks = family.chunks or (2 if family.takes_chunks else 1)
         schedule = build_schedule(name, RANKS, chunks, SHORT.get(name, MICROBATCHES))
-        # received in time: a picture without transfers shows no messages
+        # no messages: transfers take no time in these pictures
         _, timeline = measure(schedule, Model.equal(RANKS, 1.0, 1.0, 1.0), receive_depth=MICROBATCHES)
         drawn[f"{name}.svg"] = svg(timeline, WIDTH)
     return drawn

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Draw the pipeline schedule of a configuration as SVG, to the scale of its stages' FLOPs (a forward of the cheapest stage takes 1 s).
+"""Draw the pipeline schedule of a configuration as SVG, to the scale of its stages' FLOPs (a forward of the cheapest
+stage takes 1 s).
 
 python tools/draw_schedule.py --world-size 8 --output schedule.svg --config configs/quickstart.yaml --vocab-size 2048
 
-Without a configuration it is `megapipe schedule`, which draws, compares, checks and simulates schedules by name or from CSV files:
+Without a configuration it is `megapipe schedule`, which draws, compares, checks and simulates schedules by name or from
+CSV files:
 
 python tools/draw_schedule.py compare -p 8 -m 32 -v 2
 python tools/draw_schedule.py draw zb-v -p 8 -m 32 --svg zb-v.svg
@@ -27,7 +29,7 @@ from megapipe.schedule.simulate import simulate
 
 
 def drawing(plan: RunPlan, width: int) -> str:
-    """The step of a full batch as SVG."""
+    """Return the step of a full batch as SVG."""
     costs = plan.stage_costs
     unit = min(seconds for (_, op), seconds in costs.seconds.items() if op is Op.F)
     scaled = dataclasses.replace(costs, seconds={key: seconds / unit for key, seconds in costs.seconds.items()})

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Loss and perplexity of a trained model: `megapipe evaluate`, to be started on several ranks."""
+"""Compute loss and perplexity of a trained model: `megapipe evaluate`, to be started on several ranks."""
 
 import sys
 

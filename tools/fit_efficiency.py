@@ -1,10 +1,11 @@
-"""Fits the efficiencies of planner/hardware.py to published runs, and says how well what was not fitted is met.
+"""Fit the efficiencies of megapipe/plan/hardware.py to published runs, and print how well the others are predicted.
 
-    python tools/fit_efficiency.py
+python tools/fit_efficiency.py
 
-Two numbers for A100: `highest` and `half_at` of the curve of GEMMs; least squares of log(predicted / published) over the steps of
-Narayanan et al. 2021 and Korthikanti et al. 2022. Then the same fitted to each of the two papers alone, as a check on the other. One
-number for H100, `highest`, to one of two rows of Dubey et al. 2024. The share of the memory's rate is not fitted: left free it ends at 1.
+Two numbers for A100: `highest` and `half_at` of the curve of GEMMs; least squares of log(predicted / published) over
+the steps of Narayanan et al. 2021 and Korthikanti et al. 2022. Then the same fitted to each of the two papers alone, as
+a check on the other. One number for H100, `highest`, to one of two rows of Dubey et al. 2024. The share of the memory's
+rate is not fitted: as a free parameter it ends at 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def with_point(hardware: Hardware, point: Point) -> Hardware:
 
 
 class Fast:
-    """A step's seconds as a function of the layers' alone: what else it holds is simulated once and kept."""
+    """A step's seconds as a function of the layers' efficiencies only: everything else is simulated once and kept."""
 
     def __init__(self, run: PublishedRun, plan: RunPlan, hardware: Hardware) -> None:
         self.run, self._plan = run, plan
@@ -55,7 +56,7 @@ class Fast:
 
 
 def least(loss: Callable[[Point], float], start: Point) -> Point:
-    """By ever smaller steps along both axes and their diagonals."""
+    """Minimize a function by ever smaller steps along both axes and their diagonals."""
     best, width = (loss(start), start), 0.2
     while width > 1e-3:
         around = [
@@ -86,7 +87,8 @@ def told(name: str, point: Point, fitted: Sequence[PublishedRun], held_out: Sequ
             errors = [math.log(run.predicted_seconds(hardware) / run.seconds) for run in runs]
             rms = math.sqrt(sum(error * error for error in errors) / len(errors))
             parts.append(
-                f"{what} {len(runs)} rows: rms {rms:.1%}, from {math.exp(min(errors)) - 1:+.1%} to {math.exp(max(errors)) - 1:+.1%}"
+                f"{what} {len(runs)} rows: rms {rms:.1%}, from {math.exp(min(errors)) - 1:+.1%} to "
+                f"{math.exp(max(errors)) - 1:+.1%}"
             )
     return "; ".join(parts)
 

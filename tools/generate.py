@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Texts from a trained model: `megapipe generate`, to be started on several ranks."""
+"""Generate text with a trained model: `megapipe generate`, to be started on several ranks."""
 
 import sys
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What a checkpoint holds: step, grid, position, files and tensors; its checksums; how it differs from another one.
+"""Show what a checkpoint holds: step, grid, position, files and tensors; verify its checksums; compare it with another.
 
 python tools/inspect_checkpoint.py checkpoints
 python tools/inspect_checkpoint.py checkpoints --step 100 --tensors --verify
 python tools/inspect_checkpoint.py checkpoints/step_00000100 --diff other/step_00000100
 
-Exit code: 0; 1 if --verify finds damage or --diff another tensor (what stands beside the tensors is shown, and does not count); 2 if a
-checkpoint cannot be read.
+Exit code: 0; 1 if --verify finds damage or --diff finds a tensor that differs (other differences are shown and do not
+count); 2 if a checkpoint cannot be read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def tensor_lines(folder: CheckpointFolder) -> Iterator[str]:
 
 
 def content(folder: CheckpointFolder, with_tensors: bool) -> dict[str, Any]:
-    """The same for --json."""
+    """Return the same for --json."""
     manifest = folder.manifest
     found: dict[str, Any] = {
         "path": str(folder.path),
@@ -94,9 +94,15 @@ def content(folder: CheckpointFolder, with_tensors: bool) -> dict[str, Any]:
 def difference_line(found: TensorComparison) -> str:
     if None in found.shapes:
         side = 0 if found.shapes[1] is None else 1
-        return f"  {found.name}: only in the {('first', 'second')[side]}, {found.dtypes[side]} {list(found.shapes[side] or ())}"
+        return (
+            f"  {found.name}: only in the {('first', 'second')[side]}, {found.dtypes[side]} "
+            f"{list(found.shapes[side] or ())}"
+        )
     if found.shapes[0] != found.shapes[1]:
-        return f"  {found.name}: shape {list(found.shapes[0] or ())} in the first, {list(found.shapes[1] or ())} in the second"
+        return (
+            f"  {found.name}: shape {list(found.shapes[0] or ())} in the first, {list(found.shapes[1] or ())} in the "
+            "second"
+        )
     dtype = (
         ""
         if found.dtypes[0] == found.dtypes[1]
@@ -116,14 +122,15 @@ def state_differences(first: CheckpointFolder, second: CheckpointFolder) -> dict
 
 
 def as_values(found: TensorComparison) -> dict[str, Any]:
-    """For JSON, which has no infinity."""
+    """Replace infinities, which JSON does not have, by strings."""
     values = asdict(found) | {"num_elements": found.num_elements}
     return {key: "infinite" if value == math.inf else value for key, value in values.items()}
 
 
 def show_difference(first: CheckpointFolder, second: CheckpointFolder, with_equal: bool, as_json: bool) -> bool:
-    """Print how two checkpoints differ; True if a tensor does."""
-    from megapipe.checkpoint.compare import compare  # torch: seconds that listing and verifying need not wait for
+    """Print how two checkpoints differ, and return True if a tensor does."""
+    # imports torch, which takes seconds; listing and verifying do without
+    from megapipe.checkpoint.compare import compare
 
     states, num_equal, differing = state_differences(first, second), 0, []
     if not as_json:
@@ -145,7 +152,7 @@ def show_difference(first: CheckpointFolder, second: CheckpointFolder, with_equa
 
 
 def show(folder: CheckpointFolder, arguments: argparse.Namespace) -> bool:
-    """Print what the checkpoint holds; True if it is damaged."""
+    """Print what the checkpoint holds, and return True if it is damaged."""
     found = list(damage(folder)) if arguments.verify else []
     if arguments.json:
         print(json.dumps(content(folder, arguments.tensors) | ({"damage": found} if arguments.verify else {})))

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Which documents a step was trained on, and which steps saw a document.
+"""Show which documents a step was trained on, and which steps saw a document.
 
 python tools/inspect_data.py --step 1234 --world-size 8 --config run.yaml [flags of the run]
-python tools/inspect_data.py --sample 5000 --text 80 --config run.yaml     one sample of the training data, by its place
+python tools/inspect_data.py --sample 5000 --text 80 --config run.yaml     one sample of the training data, by its index
 python tools/inspect_data.py --document 17 --in data/web --config run.yaml
 
-Takes the flags of the run. --world-size gives the data-parallel ranks (by default one). Windows that --spike-rollback skipped, and the
-place of each step, are taken from the newest checkpoint of --save, or else of --load. Needs no torch. Exit code 2: it cannot be told.
+Takes the flags of the run. --world-size gives the data-parallel ranks (by default one). Windows skipped by
+--spike-rollback and the position of each step are read from the newest checkpoint of --save, or else of --load. Does
+not import torch. Exit code 2 if the answer cannot be found.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Run:
-    """What the flags and the checkpoints of a run say of its data."""
+    """The data of a run, by its flags and checkpoints."""
 
     plan: RunPlan
     course: Course
@@ -92,7 +93,7 @@ def read_run(flags: Sequence[str]) -> Run:
 
 
 def anchors(root: Path) -> Iterator[tuple[int, int]]:
-    """(step, consumed samples) of every complete checkpoint."""
+    """Return (step, consumed samples) of every complete checkpoint."""
     for step in steps_in(root):
         try:
             training = open_folder(root / folder_name(step)).manifest.state["training"]
@@ -128,7 +129,7 @@ def sample(run: Run, place: int) -> dict[str, Any]:
 
 
 def given_up(run: Run, step: int) -> list[int]:
-    """Numbers of the rollbacks that gave up a step of this number, which had taken other samples."""
+    """Return the numbers of the rollbacks that abandoned this step, which had used other samples."""
     return [rollback.number for rollback in run.rollbacks if rollback.to_step < step <= rollback.from_step]
 
 
@@ -137,7 +138,7 @@ def of_sample(run: Run, place: int) -> dict[str, Any]:
 
 
 def taken(run: Run, place: int) -> dict[str, Any]:
-    """Who takes a sample, whether it is skipped, or lies behind the end of the run."""
+    """Return which step and rank take a sample, if it is skipped, or if it is behind the end of the run."""
     turn: Turn | None = run.course.turn(place)
     last = run.plan.config.training.train_iters
     if turn is None:
@@ -168,7 +169,7 @@ def of_document(run: Run, document: int, prefix: str | None) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any], show: Any) -> Iterator[str]:
-    """For a person. show: a piece's tokens as text, or None."""
+    """Yield the lines for a person. show: returns a piece's tokens as text, or None."""
     if "microbatches" in found:
         yield f"step {found['step']}, after {found['consumed_samples']:,} samples"
         for number in found["given_up"]:
@@ -204,7 +205,7 @@ def whose(one: dict[str, Any]) -> str:
 
 
 def reader(run: Run, num_tokens: int) -> Any:
-    """A piece as JSON -> its first tokens as text, or as numbers without a tokenizer."""
+    """Return a function from a piece as JSON to its first tokens as text, or as numbers without a tokenizer."""
     files, tokenizer = files_of(run.dataset), tokenizer_of(run.plan.config, is_resolved=True)
 
     def text(piece: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""The table of docs/planner.md: bytes of the fullest rank as planned, as the dry run counts them, and as real ranks on CPUs take them.
+"""Print the table of docs/planner.md: bytes of the fullest rank as planned, as counted by the dry run, and as used by
+real ranks.
 
-    python tools/memory_accuracy.py
+python tools/memory_accuracy.py
 
-Every case is trained for one step by real gloo ranks on this machine, each storage that an operation makes being counted until it is
-freed. What kernels allocate for themselves inside an operation is seen by none of the three.
+Each case is trained for one step by real gloo ranks on this machine, counting every storage that an operation creates
+until it is freed. Memory that kernels allocate within an operation is in none of the three.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ SIZES = (
 )
 SIZES += " --global-batch-size 16 --device cpu"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 512"
-LLAMA += " --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+LLAMA += (
+    " --group-query-attention --num-query-groups 4 --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0"
+)
 CASES: dict[str, tuple[int, str]] = {  # ranks, flags
     "GPT-2 shape, fp32": (1, "--attention-dropout 0"),
     "Llama shape, bf16": (1, f"{LLAMA} --bf16"),
@@ -81,7 +85,7 @@ def plan_of(name: str) -> RunPlan:
 
 
 def reader(plan: RunPlan) -> ReadBatch:
-    """Batches of synthetic data."""
+    """Return a function that reads batches of synthetic data."""
     micro, seq, vocabulary = (
         plan.config.training.micro_batch_size,
         plan.config.model.seq_length,
@@ -98,7 +102,7 @@ def reader(plan: RunPlan) -> ReadBatch:
 
 
 def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
-    """The peak of every rank of a case that real processes train."""
+    """Return the peak of every rank of a case, trained by real processes."""
     command = [
         sys.executable,
         "-m",
@@ -115,7 +119,7 @@ def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
 
 
 def measure(name: str) -> int:
-    """One rank's part: build, take a step, tell the peak."""
+    """Build the runtime, make a step and print the peak, as one rank."""
     plan = plan_of(name)
     world = start(read_environment(), "gloo", 600.0, "cpu")
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several token files as one: `megapipe merge` under the name of Megatron's tool."""
+"""Merge several token files into one: `megapipe merge` under the name of Megatron's tool."""
 
 import sys
 

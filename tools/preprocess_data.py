@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Text to token files: `megapipe preprocess` under the name of Megatron's tool."""
+"""Convert text to token files: `megapipe preprocess` under the name of Megatron's tool."""
 
 import sys
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Saving and loading beside `dd` on the same disk: a large state written by several ranks, and many small tensors.
+"""Compare saving and loading with `dd` on the same disk: a large state written by several ranks, and many small
+tensors.
 
 python tools/bench/bench_checkpoint.py --folder /some/disk
 python tools/bench/bench_checkpoint.py --folder /some/disk --check --markdown
 
-dd writes and syncs as many bytes (`conv=fsync`) and reads them, the ranks save and load, all reading after the pages were dropped from the
-cache; in every other round the ranks come first. --check ends with 1 where saving or loading reaches less than 80 % of dd (medians).
+dd writes and syncs as many bytes (`conv=fsync`) and reads them; the ranks save and load, both reading after the pages
+were dropped from the cache. In every other round the ranks come first. --check exits with 1 if saving or loading
+reaches less than 80 % of dd (medians).
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ SETTLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """What ranks are asked for: 'save', 'load', 'beside' of the large or the small state, in or from a folder."""
+    """A task for the ranks: 'save', 'load' or 'beside' (a save in the background) of the large or the small state,
+    in or from a folder."""
 
     kind: str
     folder: Path
@@ -61,7 +64,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """seconds: of the task; memory_bytes: the rank's peak above what it held before; waited_seconds: of 'beside', for the copy."""
+    """The result of a task on one rank.
+
+    memory_bytes: the rank's peak above what it held before. waited_seconds: of 'beside', for the copy.
+    """
 
     seconds: float
     memory_bytes: int
@@ -70,7 +76,7 @@ class Answer:
 
 @dataclass
 class Figures:
-    """Seconds of all rounds by row; memory by row, the most of any rank and round."""
+    """Seconds of all rounds by row, and memory by row: the most of any rank and round."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -120,12 +126,12 @@ class Rank:
         generator = torch.Generator().manual_seed(self._group.rank)
         rows = shape[0] // self._group.size
         box = Box((self._group.rank * rows, 0), (rows, shape[1]))
-        memory = torch.rand(count, rows * shape[1], generator=generator)  # zeros would be kind to some disks
+        memory = torch.rand(count, rows * shape[1], generator=generator)  # some disks compress zeros
         return [TensorBox(f"master/w{index}", shape, box, memory[index]) for index in range(count)]
 
 
 def serve(connection: Connection, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
-    """A rank's life: tasks till the pipe is closed."""
+    """Run tasks on a rank until the pipe is closed."""
     worker = Rank(rank, world, port, sizes)
     connection.send("ready")
     try:
@@ -136,7 +142,7 @@ def serve(connection: Connection, rank: int, world: int, port: int, sizes: tuple
 
 
 class World:
-    """All ranks; each task is done by all of them together."""
+    """All ranks, which do each task together."""
 
     def __init__(self, world: int, sizes: tuple[int, int]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -154,7 +160,7 @@ class World:
             connection.recv()
 
     def do(self, task: Task) -> Answer:
-        """Seconds of the slowest rank, memory of the hungriest."""
+        """Run a task; return the seconds of the slowest rank and the largest memory."""
         for _, connection in self._ranks:
             connection.send(task)
         answers: list[Answer] = [connection.recv() for _, connection in self._ranks]
@@ -169,7 +175,8 @@ class World:
 
 
 def one_round(world: World, folder: Path, state_bytes: int, figures: Figures, dd_first: bool) -> None:
-    """Who comes second finds a disk that has just been written to, so that they take turns."""
+    """Run dd and the ranks in turn: the second one finds a disk that has just been written to, so the order
+    alternates."""
     raw, saved, small = folder / "dd", folder / "saved", folder / "small"
 
     def of_dd() -> None:
@@ -196,13 +203,13 @@ def one_round(world: World, folder: Path, state_bytes: int, figures: Figures, dd
 
 
 def settle() -> None:
-    """Let the disk come to rest."""
+    """Wait until the disk is idle."""
     os.sync()
     time.sleep(SETTLE_SECONDS)
 
 
 def timed(world: World, figures: Figures, row: str, task: Task) -> Answer:
-    """Loads find nothing in the page cache."""
+    """Time a task; loads find nothing in the page cache."""
     if task.kind == "load":
         for path in task.folder.rglob("*.safetensors"):
             drop(path)
@@ -227,12 +234,12 @@ def drop(path: Path) -> None:
 
 
 def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> list[list[str]]:
-    """The table: what, median seconds [least, most], rate, of dd, memory of a rank above its tensors."""
+    """Return the table: task, median seconds [min, max], rate, share of dd, memory of a rank above its tensors."""
     size = f"{state_bytes / (1 << 30):g} GiB"
     rows = [
         ("dd write", f"`dd conv=fsync`, {size}", state_bytes, None),
         ("save", f"save, {size}, {world} ranks", state_bytes, "dd write"),
-        ("save beside", f"save beside the training, {size}, {world} ranks", state_bytes, "dd write"),
+        ("save beside", f"save during training, {size}, {world} ranks", state_bytes, "dd write"),
         ("wait", "- of which the training waits", state_bytes, None),
         ("dd read", f"`dd` read, {size}, not in the page cache", state_bytes, None),
         ("load", f"load, {size}, {world} ranks, not in the page cache", state_bytes, "dd read"),
@@ -251,12 +258,12 @@ def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> lis
 
 
 def ratio_of(figures: Figures, row: str, beside: str) -> float:
-    """Speed of a row as a share of dd's, by medians."""
+    """Return the speed of a row as a share of dd's, by medians."""
     return figures.median(beside) / figures.median(row)
 
 
 def _reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
     return _peak()
 
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Training speed on CPUs, one thread a rank: megapipe against a plain PyTorch loop, and a pipeline against its own schedule on paper.
+"""Measure training speed on CPUs, one thread a rank: megapipe against a plain PyTorch loop, and a pipeline against the
+simulation of its schedule.
 
 python tools/bench/bench_cpu.py                                 the two rows with a bar, about 3 minutes
 python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
 python tools/bench/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
 
-All rows stay alive and take turns, in the opposite order every second round; ratios are formed inside a round, so that a machine that gets
-slower slows both sides. Needs an otherwise idle machine with a core for each rank. docs/performance.md says how to read it.
+All rows stay alive and take turns, in the opposite order every second round. Ratios are formed within a round, so that
+a machine that slows down slows both sides. Needs an otherwise idle machine with a core for each rank.
+docs/performance.md explains the results.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ GRIDS = {
     "pp2x2": Grid(pp=2, chunks=2),
     "dp2": Grid(dp=2),
 }
-LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in another order
+LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in different orders
 ONE_PROCESS_BAR, PIPELINE_BAR = 0.97, 0.93
 
 
@@ -44,7 +46,7 @@ class Turn:
     step_seconds: float
     cpu_seconds: float  # a step, all ranks
     row_seconds: float  # a step, inside the schedule's rows; 0 without a pipeline
-    simulated_seconds: float  # a step on paper; 0 without a pipeline
+    simulated_seconds: float  # a simulated step; 0 without a pipeline
 
 
 class Job:
@@ -59,12 +61,12 @@ class Job:
         self._ranks = [spawn(serve, shape, self.grid, rank, port) for rank in range(world)]
 
     def wait(self) -> None:
-        """Return when all ranks are there."""
+        """Wait until all ranks have started."""
         for _, connection in self._ranks:
             answer(connection, f"row {self.name}", TIMEOUT_SECONDS)
 
     def turn(self, steps: int) -> Turn:
-        """Run some steps; every other row waits meanwhile."""
+        """Run some steps, while every other row waits."""
         for _, connection in self._ranks:
             connection.send(steps)
         found: list[Measured] = [
@@ -95,19 +97,21 @@ class Job:
 
 
 def check_agreement(shape: Shape) -> float:
-    """That both loops train the same model: relative difference of losses and gradient norms. Raises BenchError."""
+    """Check that both loops train the same model: the relative difference of losses and gradient norms. Raises
+    BenchError."""
     process, connection = spawn(check, dataclasses.replace(shape, microbatches=min(2, shape.microbatches)))
     worst: float = answer(connection, "check", TIMEOUT_SECONDS)
     process.join()
     if not worst <= LARGEST_DIFFERENCE:
         raise BenchError(
-            f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the same model"
+            f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the "
+            "same model"
         )
     return worst
 
 
 def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[str, list[Turn]]:
-    """Turns of every row, [round]; a first turn of two steps is not counted."""
+    """Return the turns of every row, [round]; a first turn of two steps is not counted."""
     jobs: list[Job] = []
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     try:
@@ -137,12 +141,12 @@ def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Quartiles:
-    """Quartiles of the ratios round by round."""
+    """Return the quartiles of the ratios of each round."""
     return Quartiles.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Quartiles]]:
-    """By row: tokens/s, CPU seconds a step, and the ratios of each round."""
+    """Return tokens/s, CPU seconds a step and the ratios of each round, by row."""
     found: dict[str, dict[str, Quartiles]] = {}
     seconds = {name: [turn.step_seconds for turn in row] for name, row in turns.items()}
     for name, row in turns.items():
@@ -167,7 +171,7 @@ def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Q
 
 
 def title(name: str, shape: Shape) -> str:
-    """What a row is."""
+    """Return the title of a row."""
     if name == "plain":
         return "plain PyTorch loop"
     grid = GRIDS[name]
@@ -186,7 +190,7 @@ HEADINGS = ("row", "ranks", "tokens/s", "CPU s a step", "ratio of tokens/s", "si
 
 
 def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, ...]]:
-    """Cells, headings first."""
+    """Return the cells, headings first."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for name, mine in found.items():
         ratio = ""
@@ -215,7 +219,7 @@ def as_text(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
-    """The two bars, where their rows were measured."""
+    """Return the results of the two bars, if their rows were measured."""
     said = []
     for name, key, bar, words in (
         ("one", "speed_to_plain", ONE_PROCESS_BAR, "one process to the plain loop"),
@@ -235,14 +239,16 @@ def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
 def remarks(
     shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, steps: int, difference: float
 ) -> list[str]:
-    """What the figures were taken on, and whether the machine was free for them."""
+    """Return the machine and its load, and warnings if it was not idle."""
     import torch
 
     cores = num_cores()
     said = [
-        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, sequence {shape.seq}, vocabulary {shape.vocab}, fp32, tied; "
+        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, sequence {shape.seq}, vocabulary "
+        f"{shape.vocab}, fp32, tied; "
         f"{shape.microbatches} microbatches of {shape.micro_batch} sequences a step; AdamW and clipping included",
-        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {processor()}, {cores} cores; torch "
+        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {processor()}, "
+        f"{cores} cores; torch "
         f"{torch.__version__}",
         f"both loops agree within {difference:.0e} in loss and gradient norm over three steps",
     ]
@@ -252,7 +258,8 @@ def remarks(
             said.append(f"{name}: {ranks} ranks share {cores} cores: its wall times mean nothing")
         elif ranks == 1 and mine["on_core"].median < 0.98:
             said.append(
-                f"{name}: on a core for only {mine['on_core'].median:.0%} of the time: the machine was busy, these figures are no result"
+                f"{name}: on a core for only {mine['on_core'].median:.0%} of the time: the machine was busy, "
+                "these figures are no result"
             )
     return said
 

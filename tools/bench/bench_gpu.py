@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Training speed on one card: megapipe in bf16 and fp8 beside large GEMMs, a plain model under torch.compile, and transformers' Llama.
+"""Measure training speed on one GPU: megapipe in bf16 and fp8 against large GEMMs, a plain model under torch.compile,
+and transformers' Llama.
 
-python tools/bench/bench_gpu.py                                       8B-shaped layers, bf16 and fp8, sequence 4096 and 8192, the bars
-python tools/bench/bench_gpu.py --shapes 125m 350m 1.3b               other sizes
-python tools/bench/bench_gpu.py --contenders megapipe megapipe-fp8    without peers
-python tools/bench/bench_gpu.py --fp8 e4m3 --fp8-recipe tensorwise    fp8 otherwise
-python tools/bench/bench_gpu.py --kernels --json figures.json         where the time goes, and every number
+python tools/bench/bench_gpu.py                                       8B-shaped layers, bf16 and fp8, sequence 4096 and
+8192, the bars python tools/bench/bench_gpu.py --shapes 125m 350m 1.3b               other sizes python
+tools/bench/bench_gpu.py --contenders megapipe megapipe-fp8    without peers python tools/bench/bench_gpu.py --fp8 e4m3
+--fp8-recipe tensorwise    another fp8 recipe python tools/bench/bench_gpu.py --kernels --json figures.json
+where the time goes, and every number
 
-All contenders train the same weights on the same tokens; first losses and gradient norms of two steps are compared. Then they take turns,
-in the opposite order every second round, GEMMs in every round; ratios are formed inside a round. Times are the host's between two waits for
-the device, so that gaps between kernels count. Attention is counted half (causal); the full count stands beside it.
+All contenders train the same weights on the same tokens; losses and gradient norms of the first two steps are compared.
+Then they take turns, in the opposite order every second round, with GEMMs in every round; ratios are formed within a
+round. Times are the host's between two synchronizations, so that gaps between kernels count. Attention is counted half
+(causal), and the full count is shown too.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ GIB = 1 << 30
 
 
 class BenchError(Exception):
-    """What ends the benchmark, for a person."""
+    """An error that ends the benchmark, for a person."""
 
 
 def wishes_of(arguments: argparse.Namespace, name: str) -> Wishes:
@@ -57,7 +59,7 @@ def wishes_of(arguments: argparse.Namespace, name: str) -> Wishes:
 
 
 def make(name: str, shape: Shape, arguments: argparse.Namespace, weights: dict[str, torch.Tensor]) -> Contender:
-    """Raises BenchError for a contender that is not installed."""
+    """Build a contender. Raises BenchError if it is not installed."""
     device, dtype = torch.device(arguments.device), arguments.dtype
     makers: dict[str, Callable[[], Contender]] = {
         **{ours: lambda: Megapipe(shape, dtype, device, weights, wishes_of(arguments, name)) for ours in OURS},
@@ -71,7 +73,8 @@ def make(name: str, shape: Shape, arguments: argparse.Namespace, weights: dict[s
 
 
 def agreements(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement]:
-    """Of all contenders with the first. Raises BenchError where losses or gradient norms say that they do not train the same model."""
+    """Compare all contenders with the first. Raises BenchError if losses or gradient norms show that they do not
+    train the same model."""
     found = agreement(contenders, dtype)
     for one in found:
         if not one.holds:
@@ -100,7 +103,7 @@ def measure(contenders: dict[str, Contender], shape: Shape, arguments: argparse.
 
 
 def describe_memory(name: str, contender: Contender, device: torch.device) -> str | None:
-    """Peak of a step beside the plan's; the other contenders' tensors are not counted."""
+    """Return the peak of a step and the plan's; the other contenders' tensors are not counted."""
     if not isinstance(contender, Megapipe) or device.type != "cuda":
         return None
     planned = rank_memory(contender.plan, 0)
@@ -109,11 +112,14 @@ def describe_memory(name: str, contender: Contender, device: torch.device) -> st
     peak = peak_bytes(lambda: (contender.gradients(), contender.update()), device)
     assert peak is not None
     counted = own + peak - before
-    return f"{name}, peak memory: planned {planned.total / GIB:.2f} GiB, measured {counted / GIB:.2f} GiB, ratio {planned.total / counted:.3f}"
+    return (
+        f"{name}, peak memory: planned {planned.total / GIB:.2f} GiB, measured {counted / GIB:.2f} GiB, ratio "
+        f"{planned.total / counted:.3f}"
+    )
 
 
 def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str], dict[str, Any], bool]:
-    """(what to print, data, whether all bars are met) of one shape."""
+    """Measure one shape; return the text, the data, and True if all bars are met."""
     device, started = torch.device(arguments.device), time.perf_counter()
     weights = draw_weights(shape, device)
     contenders = {name: make(name, shape, arguments, weights) for name in arguments.contenders}
@@ -149,7 +155,7 @@ def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str
 
 
 def is_barred(key: str, arguments: argparse.Namespace) -> bool:
-    """The bars are set for this shape, on cards, in bf16."""
+    """Return True for the shape, device and dtype that the bars are set for."""
     return key in BARRED_SHAPES and arguments.device == "cuda" and arguments.dtype == "bf16"
 
 
@@ -208,7 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def refuse(arguments: argparse.Namespace) -> None:
-    """Raises BenchError for what cannot be done here."""
+    """Raise BenchError for requests that cannot be met here."""
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
             raise BenchError("torch sees no GPU (--device cpu tries the tool)")
@@ -225,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     set_for_libraries(
         PYTORCH_ALLOC_CONF="expandable_segments:True"
-    )  # as a run has it; before anything lies on the card
+    )  # as in a run; before anything is allocated on the GPU
     found: dict[str, Any] = {}
     all_met = True
     try:
@@ -239,11 +245,11 @@ def main(argv: Sequence[str]) -> int:
             lines, found[key], met = run(key, shape, arguments)
             all_met &= met
             print(f"## {key}: {shape}\n\n" + "\n".join(lines) + "\n", flush=True)
-            if arguments.json is not None:  # after every shape: what was measured is not lost with the next one
+            if arguments.json is not None:  # after every shape, so that an error in the next one loses nothing
                 arguments.json.write_text(
                     json.dumps({"device": card, "torch": torch.__version__, "shapes": found}, indent=1) + "\n"
                 )
-            torch._dynamo.reset()  # or the next shape would be compiled for sizes that vary, which is slower
+            torch._dynamo.reset()  # otherwise the next shape would be compiled for dynamic sizes, which is slower
             gc.collect()
     except (BenchError, MegapipeError) as error:
         print(f"bench_gpu: {error}", file=sys.stderr)

@@ -1,7 +1,9 @@
-"""The timed side of tools/bench/bench_cpu.py: one process a rank, which waits for orders and runs training steps.
+"""The timed side of tools/bench/bench_cpu.py: one process for each rank, which waits for orders and runs training
+steps.
 
-A job is a row of the table: the plain loop, or megapipe on some grid. megapipe's steps are those of pretrain_gpt.py: TrainingRuntime and TrainStep
-with batches cut by the data room, clipping, AdamW, and the action tracer that a pipeline has on a CPU. All jobs stay alive and take turns.
+A job is a row of the table: the plain loop, or megapipe on some grid. megapipe's steps are those of pretrain_gpt.py:
+TrainingRuntime and TrainStep with batches of megapipe.data, clipping, AdamW, and the action tracer that a pipeline has
+on a CPU. All jobs stay alive and take turns.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Grid:
-    """How megapipe is laid out; a grid of one rank is the single process."""
+    """The grid of megapipe; a grid of one rank is a single process."""
 
     tp: int = 1
     pp: int = 1
@@ -57,9 +59,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Measured:
-    """One turn of one rank. start, end: seconds of the machine's monotonic clock. cpu_seconds: of all threads of the process.
+    """One turn of one rank.
 
-    stage_seconds: mean time of (stage, op value) without waits. row_seconds: mean time of a step inside its schedule row.
+    start, end: seconds of the machine's monotonic clock. cpu_seconds: of all threads of the process. stage_seconds:
+    mean time of (stage, op value) without waits. row_seconds: mean time of a step inside its schedule row.
     """
 
     start: float
@@ -71,7 +74,7 @@ class Measured:
 
 
 def make_plan(shape: Shape, grid: Grid) -> RunPlan:
-    """The resolved configuration of a row. The batch of a step is the same on every grid."""
+    """Return the plan of a row. The batch of a step is the same on every grid."""
     config = Config(
         model=ModelConfig(
             num_layers=shape.layers,
@@ -79,7 +82,7 @@ def make_plan(shape: Shape, grid: Grid) -> RunPlan:
             num_attention_heads=shape.heads,
             seq_length=shape.seq,
             vocab_size=shape.vocab,
-            make_vocab_size_divisible_by=1,  # the plain loop pads nothing
+            make_vocab_size_divisible_by=1,  # the plain loop has no padding
             hidden_dropout=0.0,
             attention_dropout=0.0,
         ),
@@ -103,7 +106,7 @@ def make_plan(shape: Shape, grid: Grid) -> RunPlan:
 
 
 def draw_rows(shape: Shape) -> np.ndarray:
-    """One global batch of random tokens, [microbatches x micro_batch, s + 1]; the same for every job."""
+    """Return one global batch of random tokens, [microbatches x micro_batch, s + 1]; the same for every job."""
     return np.random.default_rng(SEED).integers(0, shape.vocab, (shape.microbatches * shape.micro_batch, shape.seq + 1))
 
 
@@ -123,7 +126,7 @@ class MegapipeJob:
         self._shape, self._rows, self._number = shape, draw_rows(shape), 0
 
     def step(self) -> StepResult:
-        """One optimizer step on this rank's part of the global batch."""
+        """Make one optimizer step on this rank's part of the global batch."""
         dp, dp_rank, micro = self.plan.topology.dp, self.runtime.coordinates.dp_rank, self._shape.micro_batch
 
         def read(k: int) -> Batch:
@@ -136,7 +139,7 @@ class MegapipeJob:
         return self._train.run(microbatches, Rates(LR, WEIGHT_DECAY))
 
     def turn(self, steps: int) -> Measured:
-        """A barrier, then timed steps."""
+        """Wait at a barrier, then time some steps."""
         barrier(self.runtime.groups.world)
         if self.tracer is not None:
             self.tracer.clear()
@@ -169,7 +172,7 @@ class PlainJob:
         self._rows = torch.from_numpy(draw_rows(shape))
 
     def step(self) -> tuple[float, float]:
-        """(mean loss, gradient norm) of one step."""
+        """Make one step; return (mean loss, gradient norm)."""
         return self.loop.step(self._rows)
 
     def turn(self, steps: int) -> Measured:
@@ -184,7 +187,7 @@ def _timed(step: Callable[[], float], steps: int, details: Callable[[int], dict[
 
 
 def simulated_seconds(plan: RunPlan, stage_seconds: dict[tuple[int, str], float]) -> float:
-    """What the step's schedule takes if every action takes its stage's mean time and messages take none."""
+    """Return the simulated step time with each action at its stage's mean time, and free messages."""
     costs = Costs({(stage, Op(op)): seconds for (stage, op), seconds in stage_seconds.items()})
     assert plan.config.training.global_batch_size is not None
     count = plan.config.training.global_batch_size // plan.batch.samples_per_microbatch
@@ -192,7 +195,8 @@ def simulated_seconds(plan: RunPlan, stage_seconds: dict[tuple[int, str], float]
 
 
 def agreement(shape: Shape) -> float:
-    """Largest relative difference of loss or gradient norm between the plain loop and megapipe over three steps from the same weights."""
+    """Return the largest relative difference of loss or gradient norm between the plain loop and megapipe over three
+    steps from the same weights."""
     job, plain = MegapipeJob(shape, Grid(), 0, 0), PlainJob(shape)
     with torch.no_grad():
         for name, tensor in plain.loop.model.named_parameters():
@@ -220,14 +224,14 @@ MEGATRON_NAMES = {
 
 
 def megatron_name(name: str) -> str:
-    """megapipe's name of a parameter of the plain model."""
+    """Return megapipe's name of a parameter of the plain model."""
     for plain, megatron in MEGATRON_NAMES.items():
         name = name.replace(plain, megatron)
     return name
 
 
 def _in_plain_order(name: str, values: Tensor, shape: Shape) -> Tensor:
-    """megapipe's fused rows, q|k|v of each head in turn -> all of q, all of k, all of v."""
+    """Reorder megapipe's fused rows, q|k|v of each head in turn, to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return values
     by_head = values.reshape(shape.heads, 3, shape.hidden // shape.heads, -1)
@@ -235,7 +239,7 @@ def _in_plain_order(name: str, values: Tensor, shape: Shape) -> Tensor:
 
 
 def serve(orders: Connection, shape: Shape, grid: Grid | None, rank: int, port: int) -> None:
-    """The life of a process: build the job, answer each number of steps with what was measured, end at 0. grid None: the plain loop."""
+    """Build the job and answer each number of steps with its measurement, until 0. grid None: the plain loop."""
     torch.set_num_threads(1)
     job: PlainJob | MegapipeJob = PlainJob(shape) if grid is None else MegapipeJob(shape, grid, rank, port)
     orders.send(None)
@@ -245,6 +249,6 @@ def serve(orders: Connection, shape: Shape, grid: Grid | None, rank: int, port: 
 
 
 def check(orders: Connection, shape: Shape) -> None:
-    """A process that answers with `agreement`."""
+    """Answer with `agreement`."""
     torch.set_num_threads(1)
     orders.send(agreement(shape))

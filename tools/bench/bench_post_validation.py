@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What --optimizer-post-validation gains beside the barrier, on emulated devices.
+"""Measure what --optimizer-post-validation saves compared with the barrier, on emulated devices.
 
-    torchrun --standalone --nproc-per-node 4 tools/bench/bench_post_validation.py
+torchrun --standalone --nproc-per-node 4 tools/bench/bench_post_validation.py
 
-One pipeline over all ranks. Step, engine, messages, norm, loss and optimizer are those of pretrain_gpt.py on a tiny model; F, I and W of a
-rank are stretched to --unit milliseconds each by sleeping, so that four ranks need no four cores. The run with the barrier and the one
-without take turns in the same processes. A step's time is that between two verdicts on rank 0: median [quartiles] over all rounds.
+One pipeline over all ranks. Step, engine, messages, norm, loss and optimizer are those of pretrain_gpt.py on a tiny
+model; F, I and W of a rank are stretched to --unit milliseconds each by sleeping, so that four ranks need no four
+cores. The run with the barrier and the one without take turns in the same processes. A step's time is that between two
+verdicts on rank 0: median [quartiles] over all rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from megapipe.schedule.simulate import Costs, simulate
 from megapipe.train.step import Rates, StepBatch, StepResult, train_step
 
 MODEL = (
-    "--num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 --make-vocab-size-divisible-by 4 "
+    "--num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 "
+    "--make-vocab-size-divisible-by 4 "
     "--micro-batch-size 1 --lr 1e-3 --clip-grad 0 --mock-data --train-iters 1000 --device cpu --pipeline-balance even "
     "--untie-embeddings-and-output-weights"
 )
@@ -45,7 +47,7 @@ UNITS = {Op.F: ("forward", 1), Op.B: ("backward", 2), Op.I: ("backward_input", 1
 
 
 def stretch(runner: StageRunner, seconds: float) -> None:
-    """Let every op of the stage last at least its units of `seconds`."""
+    """Make every op of the stage last at least its units of `seconds`."""
 
     def lasting(function: Callable[..., Any], least: float) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -95,7 +97,7 @@ class Contender:
         self.ideal = row + max(timeline.chained_idle_seconds if is_ahead else timeline.barrier_idle_seconds)
 
     def round(self, steps: int) -> list[float]:
-        """Seconds between verdicts, from the second to the last but one."""
+        """Return the seconds between verdicts, from the second to the last but one."""
         barrier(self.runtime.groups.world)
         verdicts: list[float] = []
 
@@ -146,7 +148,7 @@ def main() -> None:
 
 
 def line(schedule: str, times: dict[str, list[float]], ideal: dict[str, float]) -> str:
-    """A row of a Markdown table: milliseconds a step, their ratio, the ratio on paper."""
+    """Return a row of a Markdown table: milliseconds a step, their ratio, the simulated ratio."""
     cells = []
     for name in ("barrier", "ahead"):
         low, _, high = quantiles(times[name], n=4)

@@ -1,4 +1,4 @@
-"""Processes that answer orders: what the benchmarks start their ranks with."""
+"""Processes that answer orders: the ranks of the benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BenchError(Exception):
 
 
 def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    """Start target(connection, *arguments) in a process of its own; returns the process and our end of the connection."""
+    """Start target(connection, *arguments) in a new process; return the process and our end of the connection."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there, *arguments), daemon=True)
@@ -27,17 +27,17 @@ def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection
 
 
 def answer(connection: Connection, who: str, timeout_seconds: float) -> Any:
-    """What the process sends next. Raises BenchError if it is silent for too long, or has ended."""
+    """Return what the process sends next. Raises BenchError if it is silent for too long or has ended."""
     try:
         if not connection.poll(timeout_seconds):
             raise BenchError(f"{who}: no answer for {timeout_seconds:g} s")
         return connection.recv()
     except EOFError:
-        raise BenchError(f"{who}: a rank died; its error stands above") from None
+        raise BenchError(f"{who}: a rank died; its error is printed above") from None
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens to."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -45,12 +45,12 @@ def free_port() -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     info = Path("/proc/cpuinfo")
     names = (
         [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""Pipeline schedules on emulated and on real devices: megapipe's engine, torch.distributed.pipelining, and a bare gloo loop.
+"""Pipeline schedules on emulated and on real devices: megapipe's engine, torch.distributed.pipelining, and a bare gloo
+loop.
 
 python tools/bench/bench_schedules.py                              everything
 python tools/bench/bench_schedules.py --part p4-m8 --part zero     some tables
-python tools/bench/bench_schedules.py --page docs/schedules_benchmark.md --check   put the tables into the page; exit code 1 if a bar is missed
+python tools/bench/bench_schedules.py --page docs/schedules_benchmark.md --check   put the tables into the page; exit
+code 1 if a bar is missed
 
-docs/schedules_benchmark.md says what is emulated and how to read it. Needs an otherwise idle machine, and root for SCHED_FIFO.
+docs/schedules_benchmark.md explains what is emulated and the results. Needs an otherwise idle machine, and root for
+SCHED_FIFO.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks print: medians with quartiles, and tables. Imported by tools/bench/bench_cpu.py and tools/bench/bench_gpu.py."""
+"""Medians with quartiles, and tables, as bench_cpu.py and bench_gpu.py print them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A plain PyTorch training loop of the GPT-2 shape, as a good engineer would write it for one process: what megapipe is timed against.
+"""A plain PyTorch training loop of the GPT-2 shape, as a good engineer would write it for one process: the baseline.
 
-nn.Linear, scaled_dot_product_attention, F.cross_entropy, fused AdamW, tied embeddings; nothing of megapipe. Activations are [b, s, h].
-Imported by tools/bench/bench_cpu.py, which also proves that it computes what megapipe computes.
+nn.Linear, scaled_dot_product_attention, F.cross_entropy, fused AdamW, tied embeddings; nothing of megapipe. Activations
+are [b, s, h]. Imported by tools/bench/bench_cpu.py, which also checks that it computes what megapipe computes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PlainGPT(nn.Module):
 
 
 class PlainLoop:
-    """One step: forward and backward of every microbatch, clipping, AdamW without decay of norms and biases."""
+    """A training step: forward and backward of every microbatch, clipping, AdamW without decay of norms and biases."""
 
     def __init__(self, shape: Shape, lr: float, weight_decay: float, clip: float) -> None:
         self.shape, self.clip = shape, clip
@@ -98,7 +98,7 @@ class PlainLoop:
         self._parameters = list(self.model.parameters())
 
     def step(self, rows: Tensor) -> tuple[float, float]:
-        """rows: [microbatches x micro_batch, s + 1]. Returns the mean loss and the gradient norm."""
+        """Make a step and return the mean loss and the gradient norm. rows: [microbatches x micro_batch, s + 1]."""
         total = torch.zeros(())
         for batch in rows.split(self.shape.micro_batch):
             logits = self.model(batch[:, :-1])

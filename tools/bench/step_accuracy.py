@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Step times that `megapipe plan` predicts from a hardware file beside those of real ranks here, for the model of tools/bench/bench_cpu.py.
+"""Compare the step times that `megapipe plan` predicts from a hardware file with measured ones, for the model of
+tools/bench/bench_cpu.py.
 
-    megapipe launch --nproc-per-node 2 -m megapipe calibrate --output here.yaml
+megapipe launch --nproc-per-node 2 -m megapipe calibrate --output here.yaml
     python tools/bench/step_accuracy.py --hardware here.yaml --rows one pp2 tp2 dp2
 
-Needs a machine that does nothing else, with a core for each rank, as the measurement of the file did.
+Needs an otherwise idle machine with a core for each rank, as the measurement of the file did.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megapipe.plan.step_time import predict_step
 
 
 def row(name: str, shape: Shape, hardware: Hardware, turns: Sequence[Turn]) -> str:
-    """Predicted and measured milliseconds of a step, their ratio, and where the prediction spends it."""
+    """Return predicted and measured milliseconds of a step, their ratio, and the predicted parts."""
     predicted = predict_step(make_plan(shape, GRIDS[name]), hardware)
     measured = statistics.median(turn.step_seconds for turn in turns)
     parts = ", ".join(f"{part} {1000 * seconds:.0f}" for part, seconds in predicted.parts.items() if seconds >= 0.0005)
@@ -69,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
         on_core = statistics.median(turn.cpu_seconds / turn.step_seconds / GRIDS[name].world for turn in turns[name])
         if on_core < 0.98:
             print(
-                f"{name}: its ranks were on a core for {on_core:.0%} of the time; on an idle machine only waits make that less than all"
+                f"{name}: its ranks were on a core for {on_core:.0%} of the time; on an idle machine only waits "
+                "make that less than all"
             )
     return 0
 

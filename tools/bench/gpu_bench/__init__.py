@@ -1,1 +1,1 @@
-"""The parts of tools/bench/bench_gpu.py: shapes, the peers, how they are timed, what is said of them."""
+"""Parts of tools/bench/bench_gpu.py: shapes, contenders, timing, figures and their bars."""

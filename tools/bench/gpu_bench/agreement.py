@@ -1,4 +1,4 @@
-"""Whether contenders train the same model: losses and gradient norms of their first steps, and the bounds they are held to."""
+"""The check that contenders train the same model: losses and gradient norms of their first steps, with bounds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from gpu_bench.contenders import Contender
 
 STEPS = 2
 FP8 = "fp8"
-# largest relative difference of (loss, gradient norm); fp8: beside the same model without, its operands rounded to 2^-4 of themselves
+# largest relative difference of (loss, gradient norm); fp8: against the same model without, its operands rounded to
+# 2^-4
 BOUNDS = {"fp32": (1e-4, 1e-4), "bf16": (3e-2, 3e-2), FP8: (1e-2, 5e-2)}
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The largest relative differences over the steps; step: of the first that is beyond a bound, counted from 1, None where none is."""
+    """The largest relative differences over the steps.
+
+    step: the first that is beyond a bound, counted from 1; None if all are within.
+    """
 
     name: str
     reference: str
@@ -39,7 +43,7 @@ class Agreement:
 
 
 def agreement(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement]:
-    """Each contender beside the first without fp8, by two steps of training."""
+    """Compare each contender with the first without fp8, by two steps of training."""
     found = {
         name: [(float(contender.gradients()), float(contender.update())) for _ in range(STEPS)]
         for name, contender in contenders.items()
@@ -51,7 +55,7 @@ def agreement(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement
 def compared(
     name: str, reference: str, mine: list[tuple[float, float]], theirs: list[tuple[float, float]], dtype: str
 ) -> Agreement:
-    """mine, theirs: (loss, gradient norm) of each step."""
+    """Compare two contenders. mine, theirs: (loss, gradient norm) of each step."""
     bounds = BOUNDS[FP8 if FP8 in name or FP8 in reference else dtype]
     differences = [
         tuple(_relative(a, b) for a, b in zip(one, other, strict=True)) for one, other in zip(mine, theirs, strict=True)

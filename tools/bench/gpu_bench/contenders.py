@@ -1,8 +1,8 @@
-"""Who is timed: each trains the same Llama on the same tokens, on one device.
+"""The contenders: each trains the same Llama on the same tokens, on one device.
 
-A contender has `gradients` (forward and backward of all microbatches of a step; returns the mean loss as a tensor, without waiting for it)
-and `update` (the optimizer, clipping included; returns the norm of the gradients). Peers of megapipe keep everything in `dtype`, moments
-too: less to move than the fp32 masters and gradients that megapipe has.
+A contender has `gradients` (forward and backward of all microbatches of a step; returns the mean loss as a tensor,
+without waiting for it) and `update` (the optimizer, clipping included; returns the norm of the gradients). megapipe's
+peers keep everything in `dtype`, moments too: less to move than megapipe's fp32 masters and gradients.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Contender(Protocol):
 
 
 def draw_rows(shape: Shape) -> np.ndarray:
-    """One global batch of random tokens, [sequences, s + 1]."""
+    """Return one global batch of random tokens, [sequences, s + 1]."""
     return np.random.default_rng(SEED).integers(0, shape.vocab, (shape.step_sequences, shape.seq + 1))
 
 
 def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """fp32 on the device, under transformers' names; the same for all contenders."""
+    """Return fp32 weights on the device under transformers' names; the same for all contenders."""
     torch.manual_seed(SEED)
     with device:
         model = PlainLlama(shape)
@@ -56,7 +56,7 @@ def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What megapipe's contenders are asked for beyond dtype: fp8 and what of it torch.compile makes one kernel of."""
+    """Options of megapipe's contenders beyond dtype: fp8, and the functions that torch.compile fuses."""
 
     fp8_format: str | None = None
     fp8_recipe: str = "delayed"
@@ -95,7 +95,7 @@ class Megapipe:
         return torch.tensor(self._step.gradients(self._microbatches()).wait().loss)
 
     def update(self) -> float:
-        """After `gradients`: as the training step does it."""
+        """Update as the training step does, after `gradients`."""
         self.runtime.optimizer.start(1.0 / self._shape.microbatches, LR, WEIGHT_DECAY, LR, count_zero_gradients=False)
         return self.runtime.optimizer.settle().grad_norm
 
@@ -111,7 +111,8 @@ class Megapipe:
 
 
 class Peer:
-    """A model of (tokens, labels) -> mean loss under a plain loop: gradients summed over microbatches, clipped, fused AdamW."""
+    """A model of (tokens, labels) -> mean loss under a plain loop: gradients summed over microbatches, clipped, fused
+    AdamW."""
 
     def __init__(
         self, shape: Shape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
@@ -148,7 +149,7 @@ class Peer:
 def plain(
     shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor], compiled: bool
 ) -> Peer:
-    """The plain Llama, whole under torch.compile where asked for."""
+    """Return the plain Llama, compiled as a whole if requested."""
     with device:
         model = PlainLlama(shape)
     model.load_state_dict(weights)
@@ -158,7 +159,7 @@ def plain(
 
 
 def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
-    """transformers' LlamaForCausalLM with SDPA. Raises ImportError without transformers."""
+    """Return transformers' LlamaForCausalLM with SDPA. Raises ImportError without transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -180,7 +181,7 @@ def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, w
     model = model.to(device)
     for (
         parameter
-    ) in model.parameters():  # not the buffers: rotary frequencies in bf16 are wrong by whole turns at position 4096
+    ) in model.parameters():  # not the buffers: rotary frequencies in bf16 are off by whole turns at position 4096
         parameter.data = parameter.data.to(dtype)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:

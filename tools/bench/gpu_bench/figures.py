@@ -1,4 +1,4 @@
-"""What is made of the measurements: FLOP/s in both conventions, ratios formed inside a round, the bars."""
+"""Figures from the measurements: FLOP/s in both conventions, ratios within a round, the bars."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Bar:
-    """Speed of a contender's forward and backward, at least so many times another contender's, or of a GEMM's FLOP/s. A goal is what to
-    aim for: missing it is told, and nothing fails."""
+    """A bar: the minimum speed of a contender's forward and backward relative to another contender's, or to a GEMM's
+    FLOP/s.
+
+    A goal is reported when it is missed, and fails nothing.
+    """
 
     name: str
     against: str
@@ -41,27 +44,30 @@ BARS = (
     Bar("megapipe", "plain", 1.0),
     Bar("megapipe-fp8", "megapipe", 1.25, is_goal=True),
 )
-# told, held to nothing
+# reported only
 REMARKS = (("megapipe-fp8", FP8_GEMM), (FP8_GEMM, GEMM))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """turns: by contender; rates: FLOP/s of GEMM and FP8_GEMM; each by round. flops: of forward and backward of a step, causal attention
-    counted half."""
+    """The measurements of one shape.
+
+    turns: by contender; rates: FLOP/s of GEMM and FP8_GEMM; each by round. flops: of forward and backward of a step,
+    causal attention counted half.
+    """
 
     turns: Mapping[str, Sequence[Turn]]
     rates: Mapping[str, Sequence[float]]
     flops: float
 
     def speeds(self, name: str) -> Sequence[float] | None:
-        """FLOP/s of a contender or of a GEMM, by round; None of what was not measured."""
+        """Return the FLOP/s of a contender or of a GEMM, by round; None if it was not measured."""
         if name in self.turns:
             return [self.flops / turn.gradients for turn in self.turns[name]]
         return self.rates.get(name)
 
     def ratio(self, name: str, against: str) -> Quartiles | None:
-        """Over the rounds; None where one of the two was not measured."""
+        """Return the ratio over the rounds; None if one of the two was not measured."""
         mine, other = self.speeds(name), self.speeds(against)
         if mine is None or other is None:
             return None
@@ -69,12 +75,13 @@ class Measured:
 
 
 def flops_of_step(shape: Shape, causal: bool) -> float:
-    """Of forward and backward of one step; causal: attention counted half."""
+    """Return the FLOPs of forward and backward of one step; causal: attention counted half."""
     return step_flops(resolve(configuration(shape, "bf16", "cpu"), 1).config.model, shape.step_sequences, causal)
 
 
 def table(shape: Shape, measured: Measured, peak: float | None) -> list[tuple[str, ...]]:
-    """Cells, headings first. peak: FLOP/s of the data sheet in the dtype of the run, that of fp8's rows too."""
+    """Return the cells, headings first. peak: FLOP/s of the data sheet in the dtype of the run, that of fp8's rows
+    too."""
     full = flops_of_step(shape, causal=False)
     rows = [
         (
@@ -107,7 +114,7 @@ def table(shape: Shape, measured: Measured, peak: float | None) -> list[tuple[st
 
 
 def remarks(measured: Measured) -> Iterator[str]:
-    """What the fp8 rows are to be read beside."""
+    """Return the rows to compare the fp8 rows with."""
     for name, against in REMARKS:
         found = measured.ratio(name, against)
         if found is not None:
@@ -115,7 +122,7 @@ def remarks(measured: Measured) -> Iterator[str]:
 
 
 def verdicts(measured: Measured) -> list[tuple[str, bool]]:
-    """(sentence, passed) of every bar. A bar that was not measured is not met; a goal always passes."""
+    """Return (sentence, passed) of every bar. A bar that was not measured fails; a goal always passes."""
     said = []
     for bar in BARS:
         found = measured.ratio(bar.name, bar.against)

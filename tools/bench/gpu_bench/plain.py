@@ -1,4 +1,5 @@
-"""A plain Llama in PyTorch, under transformers' names of its parameters: what torch.compile is given to work on. Nothing of megapipe.
+"""A plain Llama in PyTorch, under transformers' names of its parameters: what torch.compile is given to work on.
+Nothing of megapipe.
 
 Activations are [b, s, h]; attention is scaled_dot_product_attention, causal, with grouped keys and values.
 """
@@ -43,7 +44,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[b, heads, s, d] with the halves of d as the two parts of a complex number, times (cos, sin) [s, d]."""
+    """Rotate x [b, heads, s, d], whose halves of d are the two parts of a complex number, by (cos, sin) [s, d]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

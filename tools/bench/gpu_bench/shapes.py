@@ -57,7 +57,7 @@ SHAPES = {
 
 
 def configuration(shape: Shape, dtype: str, device: str) -> Config:
-    """What pretrain_gpt.py would be asked for: one rank, no recompute."""
+    """Return the configuration of pretrain_gpt.py: one rank, no recompute."""
     return Config(
         model=ModelConfig(
             num_layers=shape.layers,

@@ -31,7 +31,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """Wall-clock seconds, the device's work included."""
+    """Return wall-clock seconds, the device's work included."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -40,22 +40,23 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def gemm_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square GEMM of random numbers: zeros would need less power and run faster."""
+    """Return the FLOP/s of a square GEMM of random numbers: zeros would need less power and run faster."""
     size = GEMM_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2.0 * size**3 / sustained_seconds(lambda: torch.mm(a, b), device)
 
 
 def fp8_gemm_rate(device: torch.device) -> float:
-    """FLOP/s of the same GEMM with e4m3 operands, one scale a tensor, as a linear's forward has it: bf16 result, fast sums."""
+    """Return the FLOP/s of the same GEMM with e4m3 operands, one scale a tensor, as in a linear's forward: bf16
+    result, fast sums."""
     size = GEMM_SIZE[device.type]
     a, b = (Fp8Tensor.of(torch.randn(size, size, device=device), E4M3) for _ in range(2))
     return 2.0 * size**3 / sustained_seconds(lambda: fp8_matmul(a, b, torch.bfloat16, fast=True), device)
 
 
 def sustained_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, of as many as take GEMM_SECONDS: about a step's time, in which a card's clock settles where its power limit has it. A
-    short burst runs faster than anything that a step could keep up."""
+    """Return the seconds of one of as many calls as take GEMM_SECONDS: about a step's time, after which the GPU's
+    clock has settled at its power limit. A short burst runs faster than any step could."""
     for _ in range(3):
         call()
     once = seconds_of(call, device)
@@ -69,7 +70,7 @@ def _repeat(call: Callable[[], Any], calls: int) -> None:
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
-    """Most bytes that tensors held at once while `run` ran; None on a CPU."""
+    """Return the most bytes that tensors held at once while `run` ran; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats(device)
@@ -84,7 +85,8 @@ def kind_of(kernel: str) -> str:
 
 
 def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, list[str]]]:
-    """(kind, share of the device's time, its three longest kernels), the longest first, of one run; [] where the profiler sees none."""
+    """Return (kind, share of the device's time, its three longest kernels) of one run, the longest first; [] if the
+    profiler sees none."""
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         run()

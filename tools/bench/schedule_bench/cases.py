@@ -1,4 +1,4 @@
-"""What is measured: a schedule at (p, m, v) with equal durations, or with real computation."""
+"""The cases: a schedule at (p, m, v) with equal durations, or with real computation."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ FAMILIES = {  # in the order of the tables: chunks a rank
     "zb-h1": 1,
     "zb-h2": 1,
     "zb-v": 2,
-    "dualpipe": 1,  # and one a direction
+    "dualpipe": 1,  # and one for each direction
     "dualpipe-v": 2,
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table. seconds: of F, of I and of W of one stage, each; message_bytes: of an activation and of a gradient.
+    """One row of a table.
 
-    wire: also run the floor without its stages.
+    seconds: of F, of I and of W of one stage, each. message_bytes: of an activation and of a gradient. wire: also run
+    the floor without its stages.
     """
 
     schedule: str
@@ -35,7 +36,7 @@ class Case:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """Who runs it: torch only where it has the family."""
+        """The contenders: torch only if it has the family."""
         return (
             "megapipe",
             *(("torch",) if self.schedule in TORCH_HAS else ()),
@@ -64,7 +65,7 @@ class RealCase:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """Who runs it; 'alone' is one process without a pipeline, on rank 0."""
+        """The contenders; 'alone' is one process without a pipeline, on rank 0."""
         return ("alone", "megapipe", "torch") if self.schedule in TORCH_HAS else ("alone", "megapipe")
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Emulated devices: a stage that sleeps where a real one would compute, with real autograd and real tensors around it.
 
-A rank that sleeps needs no core, so eight ranks keep their schedule on a machine of two, and everything that is not computation is real:
-Python between actions, autograd, messages, waits.
+A rank that sleeps needs no core, so eight ranks keep their schedule on a machine of two, and everything that is not
+computation is real: Python between actions, autograd, messages, waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ WIDTH = 256  # columns of a message
 
 
 class Span(NamedTuple):
-    """One part of one action of one rank; nanoseconds of the machine's monotonic clock. A full backward is a W and an I."""
+    """One part of one action of one rank; nanoseconds of the machine's monotonic clock. A full backward is a W and an
+    I."""
 
     stage: int
     op: str  # 'F', 'I' or 'W'
@@ -30,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Stopwatch:
-    """Sleeps for others and notes it: durations are taken around the sleep alone."""
+    """A clock that sleeps on behalf of stages and records the durations of the sleeps alone."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -44,16 +45,16 @@ class Stopwatch:
         self.spans.append(Span(stage, op, microbatch, start, time.perf_counter_ns()))
 
     def take(self) -> list[Span]:
-        """What was noted since the last call."""
+        """Return the spans since the last call."""
         spans, self.spans = self.spans, []
         return spans
 
 
 class EmulatedStage(nn.Module):
-    """[rows, WIDTH] -> [rows, WIDTH], multiplied by a trained factor a column; F, I and W sleep.
+    """A stage [rows, WIDTH] -> [rows, WIDTH] that multiplies by a trained factor for each column; F, I and W sleep.
 
-    Its weight gradient goes through `queue` where that is deferring. On the first stage an offset is trained beside it, so that its I has
-    something to pass through.
+    Its weight gradient goes through `queue` if that is deferring. The first stage also trains an offset, so that its I
+    has something to pass through.
     """
 
     def __init__(self, stage: int, watch: Stopwatch, queue: WeightQueue) -> None:
@@ -106,7 +107,7 @@ class _Waiting:
         self._stage, self._number, self._gradient = stage, number, gradient
 
     def launch(self) -> None:
-        """Nothing to communicate."""
+        """Do nothing: there is nothing to communicate."""
 
     def accumulate(self) -> None:
         self._stage.watch.pass_time(self._stage.stage, "W", self._number)

@@ -1,4 +1,4 @@
-"""From what the ranks noted to figures: the replay of a schedule with the durations that really were, and what was lost beside it."""
+"""Figures from the ranks' records: the replay of a schedule with its real durations, and the time lost beyond it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ Spans = Sequence[tuple[int, str, int, int, int]]  # devices.Span: stage, op, mic
 
 @dataclass(frozen=True)
 class Path:
-    """The chain of actions that ended last, backwards from its end: what lay between them.
+    """The critical path of a step: the chain of actions that ended last, followed backwards, with the gaps between
+    them.
 
-    After an action of the same rank: the rank's own doings. After one of another rank: a message with all that surrounds it.
+    After an action of the same rank: the rank's own overhead. After one of another rank: a message with everything
+    around it.
     """
 
     local_gaps: int
@@ -30,7 +32,10 @@ class Path:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step of one contender, all ranks. measured: from the common start to the end of the last action."""
+    """One step of one contender, all ranks.
+
+    measured: from the common start to the end of the last action.
+    """
 
     measured_seconds: float
     replay_seconds: float
@@ -39,13 +44,16 @@ class StepFigures:
 
     @property
     def loss(self) -> float:
-        """What the step took beyond its own durations in a perfect replay, as a share of that."""
+        """The time beyond a perfect replay of the step's own durations, as a share of that."""
         return self.measured_seconds / self.replay_seconds - 1
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One contender in one case. Times are lower quartiles over steps; actions: the most computing actions of a rank (a B is one)."""
+    """One contender in one case.
+
+    Times are lower quartiles over steps. actions: the most computing actions of a rank (a B is one).
+    """
 
     steps: tuple[StepFigures, ...]
     actions: int
@@ -67,7 +75,7 @@ class Figures:
 
     @property
     def overhead_seconds(self) -> float:
-        """Of a step, beyond its replay."""
+        """The seconds of a step beyond its replay."""
         return lower_quartile([step.measured_seconds - step.replay_seconds for step in self.steps])
 
     @property
@@ -76,7 +84,7 @@ class Figures:
 
     @property
     def seconds_an_action(self) -> float:
-        """Of a rank: for stages that cost nothing."""
+        """The seconds for each action of a rank, for stages that cost nothing."""
         return self.measured_seconds / self.actions
 
 
@@ -85,7 +93,7 @@ def lower_quartile(values: Sequence[float]) -> float:
 
 
 def mean_durations(ranks: Iterable[Spans]) -> dict[tuple[int, Op], float]:
-    """Seconds of F, I and W of each stage, and of B as both."""
+    """Return the seconds of F, I and W of each stage, and of B as both."""
     seconds: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for spans in ranks:
         for stage, op, _, start_ns, end_ns in spans:
@@ -97,17 +105,17 @@ def mean_durations(ranks: Iterable[Spans]) -> dict[tuple[int, Op], float]:
 
 
 def replay_seconds(schedule: Schedule, seconds: dict[tuple[int, Op], float]) -> float:
-    """The schedule's makespan with these durations, messages free."""
+    """Return the schedule's makespan with these durations and free messages."""
     return simulate(schedule, Costs(seconds)).makespan_seconds
 
 
 def count_actions(schedule: Schedule) -> list[int]:
-    """Of each rank: F, B, I and W."""
+    """Return the number of F, B, I and W of each rank."""
     return [sum(action.op in COMPUTE_OPS for action in row) for row in schedule.rows]
 
 
 def peak_live(spans: Spans) -> int:
-    """The most microbatches of a stage that were live at once on one rank, counted from what it did."""
+    """Return the most microbatches of a stage that were live at once on one rank, counted from its actions."""
     left: dict[tuple[int, int], set[str]] = {}
     most = 0
     for stage, op, microbatch, _, _ in spans:
@@ -123,9 +131,9 @@ def peak_live(spans: Spans) -> int:
 
 
 def count_delayed(spans: Spans) -> int:
-    """Weight gradients of one rank that did not come right after their input gradient, but later."""
+    """Return the number of weight gradients of one rank that came later than right after their input gradient."""
     delayed, seen = 0, set()
-    last: tuple[int, int] | None = None  # stage and microbatch of an I that has just ended
+    last: tuple[int, int] | None = None  # stage and microbatch of the I that ended last
     for stage, op, microbatch, _, _ in spans:
         key = stage, microbatch
         delayed += op == "W" and key in seen and key != last
@@ -136,7 +144,8 @@ def count_delayed(spans: Spans) -> int:
 
 
 def critical_path(schedule: Schedule, ranks: Sequence[Spans]) -> Path:
-    """Every action starts behind the one before on its rank, or behind what it needs from another rank: whichever ended later."""
+    """Return the critical path: every action starts after the one before on its rank, or after the one that produces
+    its input on another rank, whichever ended later."""
     times = {
         action: span
         for rank, spans in enumerate(ranks)
@@ -157,7 +166,7 @@ def critical_path(schedule: Schedule, ranks: Sequence[Spans]) -> Path:
 
 
 def _action_times(schedule: Schedule, rank: int, spans: Spans) -> dict[Action, tuple[int, int]]:
-    """(start_ns, end_ns) of the rank's computing actions; a B is two spans."""
+    """Return (start_ns, end_ns) of the rank's computing actions; a B is two spans."""
     found, rest = {}, iter(spans)
     for action in schedule.rows[rank]:
         if action.op in COMPUTE_OPS:
@@ -167,7 +176,7 @@ def _action_times(schedule: Schedule, rank: int, spans: Spans) -> dict[Action, t
 
 
 def _maker(schedule: Schedule, action: Action, times: dict[Action, tuple[int, int]]) -> Action | None:
-    """The action of another rank that makes what this one needs."""
+    """Return the action of another rank that produces what this one needs."""
     stage, ops = (action.stage - 1, (Op.F,)) if action.op is Op.F else (action.stage + 1, (Op.B, Op.I))
     if action.op is Op.W or not 0 <= stage < schedule.num_stages:
         return None

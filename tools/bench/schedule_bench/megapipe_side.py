@@ -19,7 +19,8 @@ from schedule_bench.work import Work
 
 
 class MegapipeSide:
-    """As a training run has it: the lowered schedule, channels as deep as its proof asks for, queued weight gradients."""
+    """megapipe as in a training run: the lowered schedule, channels as deep as its proof requires, queued weight
+    gradients."""
 
     def __init__(self, work: Work, pp: Group, receive_depth: int, tracer: Tracer | None = None) -> None:
         self.schedule = work.schedule()
@@ -44,7 +45,7 @@ class MegapipeSide:
 
 
 class Alone:
-    """All stages of the case in one process, microbatch by microbatch, without a pipeline. Other ranks stand still."""
+    """All stages of the case in one process, microbatch by microbatch, without a pipeline. Other ranks are idle."""
 
     def __init__(self, work: Work, rank: int) -> None:
         self.schedule = work.schedule()
@@ -63,7 +64,7 @@ class Alone:
 
 
 class _Picked:
-    """A module that takes the tensor of the stage before, or on the first stage the microbatch's input."""
+    """A module that takes the tensor of the previous stage, or on the first stage the microbatch's input."""
 
     def __init__(self, module: Callable[[Tensor], Tensor], is_first: bool) -> None:
         self._module, self._is_first = module, is_first

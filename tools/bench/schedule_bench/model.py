@@ -1,4 +1,5 @@
-"""Small transformer stages for real computation, the same for every contender; weight gradients are queued where a schedule splits."""
+"""Small transformer stages for real computation, the same for every contender; weight gradients are queued where a
+schedule splits."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def _linear(inputs: int, outputs: int, queue: WeightQueue) -> ColumnParallelLine
 
 
 class _Block(nn.Module):
-    """[b, s, h] -> [b, s, h]: attention and MLP behind norms."""
+    """A block [b, s, h] -> [b, s, h]: attention and MLP after norms."""
 
     def __init__(self, hidden: int, heads: int, queue: WeightQueue) -> None:
         super().__init__()
@@ -78,12 +79,12 @@ def _draw(module: nn.Module, seed: int) -> None:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of one microbatch."""
+    """Return the mean cross entropy of one microbatch."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def draw_batch(case: RealCase) -> tuple[Tensor, Tensor]:
-    """(tokens, labels) of one step, [microbatches x micro_batch, s] each."""
+    """Return (tokens, labels) of one step, [microbatches x micro_batch, s] each."""
     rows = torch.randint(
         case.vocab, (case.microbatches * case.micro_batch, case.seq + 1), generator=torch.Generator().manual_seed(0)
     )

@@ -1,4 +1,4 @@
-"""Tables of results, the bars they are held against, and their place in a Markdown page."""
+"""Tables of results, their bars, and their place in a Markdown page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REAL_TO_SIMULATED, REAL_BEST = 0.97, 1.83
 
 
 def part_of(case: Case | RealCase) -> str:
-    """Which table a case stands in."""
+    """Return the table that a case belongs to."""
     if isinstance(case, RealCase):
         return "real"
     return f"p{case.ranks}-m{case.microbatches}" if case.seconds else "zero"
 
 
 def tables(results: Sequence[Result]) -> dict[str, str]:
-    """Markdown tables by part."""
+    """Return the Markdown tables by part."""
     by_part: dict[str, list[Result]] = {}
     for result in results:
         by_part.setdefault(part_of(result.case), []).append(result)
@@ -37,7 +37,7 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
 
 
 def line_of(result: Result) -> str:
-    """One result as it comes."""
+    """Return one result as a line."""
     return f"{result.case}: " + " | ".join(ROWS[_kind(part_of(result.case))](result)[1:])
 
 
@@ -91,13 +91,13 @@ def _microseconds(values: object) -> str:
 
 
 def _speed(alone: Figures, other: Figures) -> float:
-    """Round by round, the middle."""
+    """Return the median of the rounds' ratios."""
     ratios = sorted(a.measured_seconds / b.measured_seconds for a, b in zip(alone.steps, other.steps, strict=True))
     return ratios[len(ratios) // 2]
 
 
 def _to_simulated(ours: Figures) -> float:
-    """Simulated to measured step."""
+    """Return the ratio of simulated to measured step."""
     return 1 / (1 + lower_quartile([step.loss for step in ours.steps]))
 
 
@@ -122,7 +122,7 @@ ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row}
 
 
 def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
-    """What was asked for, row by row where it is missed, and whether it is met."""
+    """Return the bars with the rows that miss them, and True if all are met."""
     said: list[tuple[str, bool]] = []
     emulated = [r for r in results if isinstance(r.case, Case) and r.case.seconds]
     for ranks in sorted({r.case.ranks for r in emulated}):
@@ -148,7 +148,7 @@ def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
     )
     real = [r for r in results if isinstance(r.case, RealCase)]
     said += _verdict(
-        f"real computation: 1f1b at {REAL_TO_SIMULATED} of its own simulation",
+        f"real computation: 1f1b at {REAL_TO_SIMULATED} of its simulation",
         [
             (str(r.case), _to_simulated(r.figures["megapipe"]) >= REAL_TO_SIMULATED)
             for r in real
@@ -172,7 +172,7 @@ def _verdict(rule: str, rows: Sequence[tuple[str, bool]]) -> list[tuple[str, boo
 
 
 def machine(results: Sequence[Result], steps: int) -> str:
-    """What the figures were taken on."""
+    """Return the machine on which the figures were measured."""
     import torch
 
     policy = (
@@ -181,13 +181,15 @@ def machine(results: Sequence[Result], steps: int) -> str:
         else "the default scheduling policy"
     )
     return (
-        f"{processor()}, {num_cores()} cores; torch {torch.__version__}; one thread a rank; emulated devices under {policy}; "
+        f"{processor()}, {num_cores()} cores; torch {torch.__version__}; one thread a rank; emulated devices "
+        f"under {policy}; "
         f"lower quartile of {steps} steps of each contender in turn."
     )
 
 
 def insert(page: Path, found: dict[str, str], on: str) -> None:
-    """Replace what stands between `<!-- PART -->` and `<!-- /PART -->`; other parts stay. Raises BenchError for a part without markers."""
+    """Replace the text between `<!-- PART -->` and `<!-- /PART -->`; other parts stay. Raises BenchError for a part
+    without markers."""
     text = page.read_text()
     for part, table in found.items():
         pattern = re.compile(rf"(<!-- {part} -->\n).*?(<!-- /{part} -->)", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The life of a rank's process: for each case the contenders take turns, step by step, and everything is noted."""
+"""The process of a rank: for each case the contenders take turns, step by step, and everything is recorded."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ HEAD_START_NS = 2_000_000  # from the barrier to the common start
 
 @dataclass(frozen=True)
 class RankStep:
-    """One step of one contender on one rank. start_ns: agreed by all ranks. end_ns: when the step came back. cpu_seconds: of all threads.
+    """One step of one contender on one rank.
 
-    spans: of an emulated device. action_seconds: with real computation under megapipe, by (stage, op value), waits left out.
+    start_ns: agreed by all ranks. end_ns: when the step returned. cpu_seconds: of all threads. spans: of an emulated
+    device. action_seconds: with real computation under megapipe, by (stage, op value), without waits.
     """
 
     start_ns: int
@@ -49,7 +50,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankCase:
-    """A case on one rank: by contender, the schedule that it ran and its steps."""
+    """A case on one rank: the schedule and the steps of each contender."""
 
     schedules: dict[str, Schedule]
     steps: dict[str, list[RankStep]]
@@ -65,9 +66,10 @@ class Order:
 
 
 def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: bool) -> None:
-    """Answer orders until None comes. real_time: under SCHED_FIFO, threads of the communication included (they inherit it).
+    """Answer orders until None comes. real_time: under SCHED_FIFO, threads of the communication included (they inherit
+    it).
 
-    Answers first whether that was permitted.
+    Answers first if that was permitted.
     """
     torch.set_num_threads(1)
     connection.send(real_time and _enter_real_time())
@@ -76,7 +78,7 @@ def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: b
     groups = build_process_groups(Topology(pp=ranks), rank, "gloo", TIMEOUT_SECONDS)
     others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor", "wire")}
     gc.collect()
-    gc.freeze()  # what is there now is no garbage: no step pays for looking at it
+    gc.freeze()  # existing objects are no garbage: collections in the steps skip them
     while (order := connection.recv()) is not None:
         connection.send(_run_case(order, rank, groups, others))
     shutdown(0)
@@ -118,7 +120,7 @@ def _run_case(order: Order, rank: int, groups: ProcessGroups, others: dict[str, 
 
 def _timed(contender: Contender, work: Work, world: Group) -> RankStep:
     contender.begin_step()
-    gc.collect()  # nobody pays for another's garbage
+    gc.collect()  # no contender pays for another's garbage
     work.watch.take()
     begin = _agree_on_start(world)
     cpu = time.process_time_ns()
@@ -129,14 +131,14 @@ def _timed(contender: Contender, work: Work, world: Group) -> RankStep:
 
 
 def _agree_on_start(world: Group) -> int:
-    """A barrier whose ranks leave at one moment of the machine's clock."""
+    """Wait at a barrier that all ranks leave at one moment of the machine's clock."""
     moment = torch.tensor([time.perf_counter_ns()])
     all_reduce(moment, world, op="max")
     return int(moment) + HEAD_START_NS
 
 
 def action_seconds(tracer: Tracer) -> dict[tuple[int, str], list[float]]:
-    """Durations of computing actions, what they waited for messages taken out."""
+    """Return the durations of computing actions, without their waits for messages."""
     waits: list[Event] = tracer.of_kind("wait")
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for event in tracer.of_kind("action"):

@@ -1,4 +1,4 @@
-"""Runs cases: starts the ranks, gives them orders, turns their notes into figures."""
+"""Run cases: start the ranks, give them orders, compute figures from their records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 240.0
 
 @dataclass(frozen=True)
 class Result:
-    """A case by contender. real_time: whether it ran under SCHED_FIFO."""
+    """The result of a case by contender. real_time: True if it ran under SCHED_FIFO."""
 
     case: Case | RealCase
     figures: dict[str, Figures]
@@ -45,7 +45,7 @@ class Ranks:
     """Processes that run cases for one number of ranks."""
 
     def __init__(self, count: int, real_time: bool) -> None:
-        from schedule_bench.rank import serve  # brings torch
+        from schedule_bench.rank import serve  # imports torch
 
         port = free_port()
         self._ranks = [spawn(serve, rank, count, port, real_time) for rank in range(count)]
@@ -92,7 +92,7 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Fig
 
 
 def _real_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Figures:
-    """replay: where action times are known (megapipe), else 0."""
+    """Return the figures of a case with real computation. replay: if action times are known (megapipe), else 0."""
     steps = []
     for ranks in by_step:
         seconds = {(stage, Op(op)): sum(t) / len(t) for rank in ranks for (stage, op), t in rank.action_seconds.items()}
@@ -106,7 +106,7 @@ def _real_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Figures
 def run_cases(
     cases: Iterable[Case | RealCase], steps: int, receive_depth: int, real_time: bool, report: Callable[[Result], None]
 ) -> list[Result]:
-    """All cases in order, neighbours of one size on the same processes; `report` sees each result as it comes.
+    """Run all cases in order, successive ones of one size on the same processes; `report` gets each result as it comes.
 
     Real computation never runs under SCHED_FIFO: two busy ranks would be throttled.
     """

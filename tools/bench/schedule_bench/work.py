@@ -1,4 +1,4 @@
-"""What the contenders of a case are given alike: stages, one step's batch, the loss, the shape of a message."""
+"""The inputs of the contenders of a case: stages, one step's batch, the loss, the shape of a message."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ from schedule_bench.model import TransformerStage, draw_batch, loss_of
 
 
 class Contender(Protocol):
-    """One way to run a step. `schedule`: the actions that it really runs, without messages, for the replay."""
+    """A way to run a step.
+
+    `schedule`: the actions that it really runs, without messages, for the replay.
+    """
 
     schedule: Schedule
 
     def begin_step(self) -> None:
-        """Before the clock starts."""
+        """Prepare a step, before the clock starts."""
 
     def step(self) -> None:
-        """What is timed."""
+        """Run the timed part."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """inputs, labels: of the whole step, cut into microbatches along their first axis. output: of the last stage, for one
-    microbatch. watch: of an emulated device, else idle."""
+    """The work of a step.
+
+    inputs, labels: of the whole step, split into microbatches along their first axis. output: of the last stage, for
+    one microbatch. watch: of an emulated device, else idle.
+    """
 
     case: Case | RealCase
     message: MessageSpec
@@ -43,24 +49,24 @@ class Work:
     watch: Stopwatch
 
     def schedule(self) -> Schedule:
-        """The schedule of the case as megapipe has it."""
+        """Return megapipe's schedule of the case."""
         return build_schedule(self.case.schedule, self.case.ranks, self.case.chunks, self.case.microbatches)
 
     def stages(self, numbers: tuple[int, ...], num_stages: int) -> Stages:
-        """Fresh modules for some stages."""
+        """Return new modules for some stages."""
         case = self.case
         if isinstance(case, Case):
             return Stages(numbers, lambda stage, queue: EmulatedStage(stage, self.watch, queue))
         return Stages(numbers, lambda stage, queue: TransformerStage(case, stage, num_stages, queue))
 
     def microbatches(self) -> list[tuple[Tensor, Tensor]]:
-        """(input, label) of each."""
+        """Return (input, label) of each microbatch."""
         count = self.case.microbatches
         return list(zip(self.inputs.chunk(count), self.labels.chunk(count), strict=True))
 
 
 def make_work(case: Case | RealCase) -> Work:
-    """What one contender is given; every call makes its own."""
+    """Return the inputs of one contender; every call makes new ones."""
     if isinstance(case, RealCase):
         message = MessageSpec((case.micro_batch, case.seq, case.hidden), torch.float32)
         output = MessageSpec((case.micro_batch, case.seq, case.vocab), torch.float32)

@@ -1,1 +1,2 @@
-"""Whom megapipe is measured against. They speak to torch.distributed themselves, as nothing else outside megapipe/comm does."""
+"""The peers that megapipe is compared with. They use torch.distributed directly, as nothing else outside
+megapipe/comm does."""

@@ -1,4 +1,4 @@
-"""The floor: the schedule in a bare gloo loop. What it loses, no engine on these stages and over gloo gets back."""
+"""The floor: the schedule in a bare gloo loop. No engine on these stages over gloo can lose less time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Key = tuple[int, int | None]  # stage, microbatch
 
 
 class Wire:
-    """Sleeps and messages alone: all receives are posted when the step starts, what is made is sent at once, and nothing else is done."""
+    """Sleeps and messages alone: all receives are posted when the step starts, outputs are sent at once, and nothing
+    else is done."""
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
         self.schedule = _without_pairs(work.schedule())
@@ -52,7 +53,7 @@ class Wire:
             handle.wait()
 
     def compute(self, action: Action, received: Tensor | None) -> Tensor:
-        """What an action does between its messages; returns what is sent."""
+        """Do the work of an action between its messages; return the tensor to send."""
         for part in ("W", "I") if action.op is Op.B else (action.op.value,):
             key = action.stage, part
             self._numbers[key] = number = self._numbers.get(key, -1) + 1
@@ -76,7 +77,8 @@ class Wire:
         )
 
     def _route(self, other: int, microbatch: int | None, to_stage: int, is_forward: bool) -> tuple[int, int] | None:
-        """(peer, tag) of the message between an action and `other`, the stage before or behind it; None within the rank or at an end."""
+        """Return (peer, tag) of the message between an action and `other`, the stage before or after it; None within
+        the rank or at an end."""
         assert microbatch is not None
         if not 0 <= other < self.schedule.num_stages:
             return None
@@ -87,13 +89,14 @@ class Wire:
 
 
 def _without_pairs(schedule: Schedule) -> Schedule:
-    """The same order without OVERLAP: each half of a pair waits for its own input and is sent when it is done."""
+    """Return the same order without OVERLAP: each half of a pair waits for its own input and is sent when it is
+    done."""
     rows = tuple(tuple(action for action in row if action.op in COMPUTE_OPS) for row in schedule.rows)
     return Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
 
 
 class Floor(Wire):
-    """The same loop around the stages themselves: autograd runs, and no more is done for it than a dictionary of what F leaves for I."""
+    """The same loop around real stages: autograd runs, with nothing more than a dictionary of what F keeps for I."""
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
         super().__init__(work, rank, group)
@@ -102,7 +105,7 @@ class Floor(Wire):
         self._microbatches = work.microbatches()
         self._last = placement.num_stages - 1
         self._kept: dict[Key, tuple[Tensor, Tensor]] = {}
-        self._local: dict[tuple[Key, bool], Tensor] = {}  # what a stage of this rank made for another of them
+        self._local: dict[tuple[Key, bool], Tensor] = {}  # outputs of a stage of this rank for another of its stages
         self._parts: dict[Op, Callable[[Action, Tensor | None], Tensor]] = {
             Op.F: self._forward,
             Op.B: self._backward,

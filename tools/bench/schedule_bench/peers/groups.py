@@ -1,4 +1,4 @@
-"""Process groups of the peers: each has one of its own, with its own connections and threads."""
+"""Process groups of the peers: each has a separate one, with its connections and threads."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch.distributed as dist
 
 
 def new_group(num_ranks: int, timeout_seconds: float) -> Any:
-    """A gloo group of all ranks; to be called by all of them in one order."""
+    """Return a gloo group of all ranks; called by all of them in one order."""
     return dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_seconds), backend="gloo")

@@ -35,10 +35,11 @@ SPLITS = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipe
 
 
 class TorchSide:
-    """Its own schedule classes, static shapes, no gradient scaling, outputs not returned: the least work it can be asked for.
+    """torch's schedule classes, static shapes, no gradient scaling, outputs not returned: the least work possible.
 
-    Where the schedule splits the backward, weight gradients wait in megapipe's queue through `dw_builder`, torch's door for that: cheaper
-    than its splitting of the autograd graph, and without it the first stage would do all of its backward in W.
+    Where the schedule splits the backward, weight gradients wait in megapipe's queue through `dw_builder`, torch's hook
+    for that: cheaper than torch's splitting of the autograd graph, and without it the first stage would do all of its
+    backward in W.
     """
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
@@ -78,7 +79,8 @@ class TorchSide:
 
 
 class DeferredWeights:
-    """What torch calls after a backward: hands over the weight gradients that it left in the queue, as a function that computes them."""
+    """The function that torch calls after a backward; it returns the queued weight gradients as a function that
+    computes them."""
 
     def __init__(self, queue: WeightQueue) -> None:
         self._queue, self._number = queue, 0
@@ -93,7 +95,7 @@ class DeferredWeights:
 
 
 def _as_schedule(run: Any, ours: Schedule) -> Schedule:
-    """The actions that torch's runtime walks through."""
+    """Return the actions that torch's runtime executes."""
     text = "\n".join(
         ",".join("" if action is None else str(action) for action in run.pipeline_order[rank])
         for rank in range(ours.num_ranks)
