@@ -147,7 +147,7 @@ def show_difference(first: CheckpointFolder, second: CheckpointFolder, with_equa
         content = {"first": str(first.path), "second": str(second.path), "state": states, "num_equal": num_equal}
         print(json.dumps(content | {"different": [as_values(found) for found in differing]}))
     else:
-        print(f"{num_equal} tensors equal to the bit, {len(differing)} not")
+        print(f"{num_equal} tensors bitwise equal, {len(differing)} not")
     return bool(differing)
 
 

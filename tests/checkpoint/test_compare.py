@@ -85,7 +85,7 @@ def test_the_tool_tells_by_its_exit_code_and_in_json(tmp_path: Path) -> None:
     wholes["down"][0, 0] += 1.0
     save_layout(tmp_path / "c", Layout(1, 3, 16), wholes, step=2)
     same = tool(str(tmp_path / "a"), "--diff", str(tmp_path / "b"))
-    assert (same.returncode, same.stdout.splitlines()[-1]) == (0, "6 tensors equal to the bit, 0 not"), same.stderr
+    assert (same.returncode, same.stdout.splitlines()[-1]) == (0, "6 tensors bitwise equal, 0 not"), same.stderr
     other = tool(str(tmp_path / "a"), "--diff", str(tmp_path / "c"))
     assert other.returncode == 1
     assert "master/down: 47 of 48 elements bit-equal, largest difference 1.000e+00, relative " in other.stdout

@@ -202,7 +202,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
 def test_force_replaces_and_a_file_that_came_meanwhile_is_kept(tmp_path: Path) -> None:
     path, text = tmp_path / "x.yaml", to_yaml(hardware_measured("new", MACHINE, RATES, []), MACHINE, [])
     path.write_text("old")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists: give another name"):
         write(path, text, force=False)
     assert path.read_text() == "old"
     assert write(path, text, force=True).name == "new"
