@@ -38,13 +38,12 @@ class SelfAttention(nn.Module):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         config, tp = factory.config, factory.tp
-        assert config.kv_channels is not None and config.num_query_groups is not None
         self.config, self.layer, self.tp_rank = config, layer, tp.rank
         self.recompute_core = "core_attn" in factory.recompute
         self.head_dim = config.kv_channels
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
-        self.scale = config.softmax_scale if config.softmax_scale is not None else self.head_dim**-0.5
+        self.scale = config.softmax_scale
         width = config.num_attention_heads * self.head_dim
         rows = width + 2 * config.num_query_groups * self.head_dim
         local_rows = (

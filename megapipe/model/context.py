@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.norm import at_least_fp32
 from megapipe.model.recompute import KeptAttention
@@ -40,7 +40,7 @@ class LayerContext:
 class ContextBuilder:
     """Builds the context of each microbatch for one stage."""
 
-    def __init__(self, config: ModelConfig, has_attention_kernel: bool = False) -> None:
+    def __init__(self, config: ResolvedModelConfig, has_attention_kernel: bool = False) -> None:
         """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks."""
         self.config, self.has_attention_kernel = config, has_attention_kernel
         self.rotary = Rotary(config) if config.position_embedding_type == "rope" else None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.errors import DataError
 from megapipe.model.microbatch import Microbatch
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
@@ -26,9 +26,8 @@ class PositionEmbeddings(nn.Module):
 class Embedding(nn.Module):
     """Tokens -> [s, b, h], with sequence parallelism this rank's slice [s / tp, b, h]. Saves position ids where given."""
 
-    def __init__(self, config: ModelConfig, tp: Group, *, sequence_parallel: bool, queue: WeightQueue) -> None:
+    def __init__(self, config: ResolvedModelConfig, tp: Group, *, sequence_parallel: bool, queue: WeightQueue) -> None:
         super().__init__()
-        assert config.padded_vocab_size is not None and config.max_position_embeddings is not None
         hidden_size = config.hidden_size
         self.tp, self.sequence_parallel = tp, sequence_parallel
         self.dropout_rate = config.hidden_dropout

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.norm import at_least_fp32
@@ -21,8 +21,7 @@ class Loss:
     Saves the logits [s, b, V / tp], twice with a soft-cap; none with --cross-entropy-chunk-size.
     """
 
-    def __init__(self, config: ModelConfig, training: TrainingConfig) -> None:
-        assert config.vocab_size is not None
+    def __init__(self, config: ResolvedModelConfig, training: TrainingConfig) -> None:
         self.vocab_size, self.cap = config.vocab_size, config.final_logit_softcapping
         self.label_smoothing, self.z_loss = training.label_smoothing, training.z_loss
         self.chunk_size = training.cross_entropy_chunk_size

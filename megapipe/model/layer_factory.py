@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.gpu.transformer_engine import LinearOptions
@@ -26,9 +26,9 @@ from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 @dataclass(frozen=True)
 class LayerFactory:
-    """The layer factory of one stage on one tp rank. config: with derived sizes. recompute: modules that every layer recomputes."""
+    """The layer factory of one stage on one tp rank. recompute: modules that every layer recomputes."""
 
-    config: ModelConfig
+    config: ResolvedModelConfig
     tp: Group
     sequence_parallel: bool
     recompute: frozenset[str]
@@ -84,7 +84,6 @@ class LayerFactory:
         config = self.config
         if self.kernels.attention is None:
             return None
-        assert config.kv_channels is not None
         window = None if config.window_size is None or config.window_size >= config.seq_length else config.window_size
         shape = AttentionShape(
             layer,

@@ -31,7 +31,6 @@ class MLP(nn.Module):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         config, recompute = factory.config, factory.recompute
-        assert config.ffn_hidden_size is not None
         self.recompute = recompute
         kernels = factory.kernels
         self.activation = activation(config.activation, kernels.pointwise if kernels.compiles else None)

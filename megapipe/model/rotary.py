@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.model import ModelConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.errors import ConfigError
 
 
 class Rotary:
     """The cos and sin tables of one model configuration, kept for the longest sequence so far (per device and dtype)."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        assert config.kv_channels is not None
+    def __init__(self, config: ResolvedModelConfig) -> None:
         self.config = config
         self.channels = int(config.kv_channels * config.rotary_percent)
         if self.channels % 2 or not self.channels:
@@ -90,23 +89,23 @@ def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: tuple[int, int
         second.copy_(b * cos + a * sin)
 
 
-def inverse_frequencies(config: ModelConfig, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def inverse_frequencies(config: ResolvedModelConfig, channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return radians per position for each pair of channels, [r / 2], after the configured scaling."""
     even = torch.arange(0, channels, 2, dtype=dtype, device=device)
     frequencies = config.rotary_base ** (-even / channels)
     return _SCALINGS[config.rope_scaling_type](config, channels, frequencies)
 
 
-def _unscaled(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
+def _unscaled(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     return frequencies
 
 
-def _linear(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
+def _linear(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     """Position interpolation (Chen et al. 2023, arXiv:2306.15595)."""
     return frequencies / config.rope_scaling_factor
 
 
-def _llama3(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
+def _llama3(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     """Llama 3.1: stretch wavelengths above original / low_freq_factor, keep those below original / high_freq_factor."""
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original context
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -114,7 +113,7 @@ def _llama3(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     return torch.lerp(frequencies / config.rope_scaling_factor, frequencies, kept)
 
 
-def _yarn(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
+def _yarn(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     """NTK-by-parts of YaRN (Peng et al. 2023, arXiv:2309.00071): a linear ramp over the pairs from beta_fast to beta_slow turns."""
 
     def pair_with(turns: float) -> float:
@@ -129,7 +128,7 @@ def _yarn(config: ModelConfig, channels: int, frequencies: Tensor) -> Tensor:
     return torch.lerp(frequencies, frequencies / config.rope_scaling_factor, stretched)
 
 
-def yarn_amplitude(config: ModelConfig) -> float:
+def yarn_amplitude(config: ResolvedModelConfig) -> float:
     """Return YaRN's factor of cos and sin (of q and of k, so logits get its square): a quotient of terms 0.1 m ln(factor) + 1."""
 
     def term(mscale: float) -> float:

@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.shape import WHOLE, CommChunks
@@ -63,7 +63,7 @@ class GPTStage(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,  # derived sizes filled in
+        config: ResolvedModelConfig,
         layers: StageLayers,
         tp: Group,
         *,
@@ -102,7 +102,6 @@ class GPTStage(nn.Module):
 
     def _add_head(self, queue: WeightQueue, chunks: CommChunks) -> None:
         config = self.config
-        assert config.padded_vocab_size is not None
         head = ColumnParallelLinear(
             config.hidden_size,
             config.padded_vocab_size,

@@ -56,7 +56,7 @@ def prepare(config: Config, environment: Environment) -> NcclSettings:
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
-    """Raises ConfigError where the linears are to fp8_matmul in 8 bits and the card cannot. Of Transformer Engine the library says it."""
+    """Raises ConfigError where the linears are to multiply in 8 bits and the card cannot. Of Transformer Engine the library says it."""
     if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
         return
     why = fp8_unsupported_reason(device)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
@@ -39,7 +39,7 @@ LLAMA = GPT2 | {
 SCALING = {"rotary_base": 300.0, "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 8}
 
 
-def model_config(**options: Any) -> ModelConfig:
+def model_config(**options: Any) -> ResolvedModelConfig:
     """A model of two small layers with a padded vocabulary and a position table longer than the sequence."""
     sizes = {
         "num_layers": 2,
@@ -53,11 +53,12 @@ def model_config(**options: Any) -> ModelConfig:
         "vocab_size": 29,
         "padded_vocab_size": 32,
     }
-    return ModelConfig(**(sizes | options))
+    sizes |= options
+    return ResolvedModelConfig(**({"softmax_scale": sizes["kv_channels"] ** -0.5} | sizes))
 
 
 def reference(
-    config: ModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None
+    config: ResolvedModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None
 ) -> ReferenceGPT:
     """The oracle with every parameter drawn, norms and biases too."""
     fields = {field.name for field in dataclasses.fields(ReferenceConfig)}
@@ -76,7 +77,7 @@ def local_slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor
 
 
 def make_stage(
-    config: ModelConfig,
+    config: ResolvedModelConfig,
     weights: dict[str, Tensor],
     *,
     layers: StageLayers | None = None,
@@ -108,7 +109,7 @@ def make_stage(
 
 
 def make_microbatch(
-    config: ModelConfig, *, documents: bool = False, dropout_key: DropoutKey | None = None, seed: int = 5
+    config: ResolvedModelConfig, *, documents: bool = False, dropout_key: DropoutKey | None = None, seed: int = 5
 ) -> Microbatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (BATCH, SEQ + 1), generator=generator)

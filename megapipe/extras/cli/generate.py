@@ -153,7 +153,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 def _streaming(
     tokenizer: Tokenizer, prompt: str, tokens: Sequence[int]
 ) -> tuple[Callable[[int, int], None], Callable[[], None]]:
-    from megapipe.extras.inference.streaming import TextStream
+    from megapipe.extras.inference.generate import TextStream
 
     def write(text: str) -> None:
         print(text, end="", flush=True)

@@ -1,4 +1,4 @@
-"""`Sampling`: which token comes next, given the logits: greedy, temperature, top-k, top-p."""
+"""`Sampling`: the choice of the next token from the logits: greedy, temperature, top-k, top-p."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature: 0 takes the most likely token. top_k: draw among the k most likely; 0: all. top_p: draw among the fewest most likely
-    tokens that together have this probability (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751), taken after top_k.
+    """Options of sampling.
 
-    A draw depends on (seed, number of the prompt, number of the token) alone: not on the grid, nor on what else is in the batch.
+    temperature: 0 takes the most likely token. top_k: draw among the k most likely; 0: all. top_p: draw among the fewest most
+    likely tokens that together reach this probability (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751), after top_k.
+    A draw depends only on (seed, index of the prompt, index of the token), not on the grid or the rest of the batch.
     Raises ConfigError for values out of range.
     """
 
@@ -34,35 +35,28 @@ class Sampling:
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k} is negative; 0 draws among all tokens")
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"--top-p {self.top_p} must lie above 0 and not above 1; 1 draws among all tokens")
+            raise ConfigError(f"--top-p {self.top_p} must be above 0 and at most 1; 1 draws among all tokens")
         if not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"--seed {self.seed} must lie in 0 .. 2^63 - 1")
+            raise ConfigError(f"--seed {self.seed} must be in 0 .. 2^63 - 1")
 
     def choose(self, logits: Tensor, prompts: Sequence[int], position: int) -> Tensor:
-        """logits: [batch, vocabulary]. prompts: the number of each row's prompt; position: how many tokens it has been given so far.
+        """Return the next token of each row, [batch] int64, on the logits' device.
 
-        Returns [batch], int64, on the logits' device.
+        logits: [batch, vocabulary]. prompts: the index of each row's prompt. position: tokens generated so far.
         """
         if self.temperature == 0.0:
             return logits.argmax(-1)
-        probabilities, tokens = self._candidates(logits)
+        probabilities, tokens = self.candidates(logits)
         sums = probabilities.cumsum(-1)
         draws = torch.tensor([[_uniform(self.seed, prompt, position)] for prompt in prompts], dtype=torch.float64)
         total = sums[:, -1:]
-        below = torch.minimum(
-            draws * total, torch.nextafter(total, torch.zeros_like(total))
-        )  # rounding must not step over the last one
+        # below the total, so that rounding cannot step past the last candidate
+        below = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
         chosen = torch.searchsorted(sums, below, right=True)
         return tokens.gather(-1, chosen)[:, 0].to(logits.device)
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """What `choose` draws from: [batch, vocabulary], fp64, zero outside the candidates."""
-        values, tokens = self._candidates(logits)
-        whole = torch.zeros(logits.shape, dtype=torch.float64)
-        return whole.scatter(-1, tokens, values / values.sum(-1, keepdim=True))
-
-    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities (not normalised after the cut) in falling order, and their tokens: [batch, candidates]."""
+    def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, candidates] each."""
         count = min(self.top_k or logits.shape[-1], logits.shape[-1])
         values, tokens = (logits.double().cpu() / self.temperature).sort(dim=-1, descending=True, stable=True)
         probabilities = values[:, :count].softmax(-1)

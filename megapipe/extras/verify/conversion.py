@@ -16,6 +16,7 @@ from megapipe.extras.convert.snapshot import Snapshot, unpadded
 from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
+from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.partition import StageLayers
 
 BATCH, LONGEST = 2, 128
@@ -60,7 +61,7 @@ def compare(snapshot: Snapshot, folder: Path, seed: int = 1) -> Comparison:
 def stage_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     """Return the logits [b, s, V] of the model that trains: one stage on a grid of one rank, without a process
     group."""
-    config = unpadded(snapshot.config.model)
+    config = resolve_model(unpadded(snapshot.config.model), tp=1)
     layers = StageLayers(0, config.num_layers, True, True)
     stage = GPTStage(
         config, layers, Group.alone("tp"), sequence_parallel=False, recompute=RecomputeConfig(), loss=TrainingConfig()

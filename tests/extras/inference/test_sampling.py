@@ -15,6 +15,13 @@ from megapipe.extras.inference.sampling import Sampling
 LOGITS = st.lists(st.floats(-20, 20), min_size=1, max_size=12)
 
 
+def probabilities(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
+    """Return the distribution that `choose` draws from: [batch, vocabulary], fp64, zero outside the candidates."""
+    values, tokens = sampling.candidates(logits)
+    whole = torch.zeros(logits.shape, dtype=torch.float64)
+    return whole.scatter(-1, tokens, values / values.sum(-1, keepdim=True))
+
+
 @given(logits=LOGITS, temperature=st.floats(0.1, 5.0), top_k=st.integers(0, 14), top_p=st.floats(0.01, 1.0))
 def test_candidates_are_the_fewest_most_likely_that_reach_top_p_among_the_top_k(
     logits: list[float], temperature: float, top_k: int, top_p: float
@@ -29,7 +36,7 @@ def test_candidates_are_the_fewest_most_likely_that_reach_top_p_among_the_top_k(
             break
         kept.append(token)
         reached += weight / sum(weights)
-    found = Sampling(temperature, top_k, top_p).probabilities(torch.tensor([logits], dtype=torch.float64))[0]
+    found = probabilities(Sampling(temperature, top_k, top_p), torch.tensor([logits], dtype=torch.float64))[0]
     total = sum(weights[: len(kept)])
     expected = torch.zeros(len(logits), dtype=torch.float64)
     expected[kept] = torch.tensor([weight / total for weight in weights[: len(kept)]], dtype=torch.float64)
@@ -47,7 +54,7 @@ def test_draws_follow_the_probabilities() -> None:
     sampling = Sampling(temperature=1.3, top_p=0.9)
     count = 4000
     drawn = torch.bincount(sampling.choose(logits.expand(count, -1), range(count), 0), minlength=5).double() / count
-    expected = sampling.probabilities(logits)[0]
+    expected = probabilities(sampling, logits)[0]
     assert (drawn[expected == 0] == 0).all()
     assert (drawn - expected).abs().max() < 4 * math.sqrt(0.25 / count)  # four standard deviations
 

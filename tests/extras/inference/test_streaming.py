@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.extras.inference.streaming import UNFINISHED, TextStream
+from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, TextStream
 from megapipe.tokenizers.tokenizer import ByteTokenizer
 
 
@@ -16,7 +16,7 @@ def test_pieces_add_up_to_the_text(text: str, cut: int) -> None:
     stream = TextStream(tokenizer.decode, [], pieces.append)
     for token in tokens:
         stream.add(token)
-    assert UNFINISHED in text or not any(piece.endswith(UNFINISHED) for piece in pieces)
+    assert INCOMPLETE_CHARACTER in text or not any(piece.endswith(INCOMPLETE_CHARACTER) for piece in pieces)
     stream.close()
     assert "".join(pieces) == tokenizer.decode(tokens)
 
