@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.extras.report.svg import svg
-from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.compare import Model, measure
+from megapipe.schedule.families import SCHEDULES, build_schedule
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
 SHORT = {"naive": 2}  # microbatches: more would add nothing new

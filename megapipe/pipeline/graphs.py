@@ -30,7 +30,7 @@ from megapipe.comm.channels import MessageSpec
 from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.collector import without_collector
+from megapipe.schedule.gc_pause import gc_paused
 
 Tensors = tuple[Tensor, ...]
 Replay = Callable[[], None]
@@ -278,7 +278,7 @@ class RankGraphs:
         with self.during(), torch.enable_grad():
             self._record(step)
 
-    @without_collector  # a graph or an event that is freed meanwhile would break the recording
+    @gc_paused()  # a graph or an event that is freed meanwhile would break the recording
     def _record(self, step: Step) -> None:
         payload = self.example(step.microbatches[0])
         for stage, graphs in self.stages.items():

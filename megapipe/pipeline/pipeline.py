@@ -17,12 +17,18 @@ from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
-from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered, build_schedule
+from megapipe.schedule.families import (
+    SCHEDULES,
+    build_forward_only,
+    build_lowered,
+    build_schedule,
+    default_schedule,
+    schedule_family,
+)
 from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.topology import Topology
 
 Message = Sequence[MessageSpec]
-PLAIN_SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first")  # whole backwards, every stage on one rank
 
 
 @contextmanager
@@ -46,8 +52,8 @@ class Pipeline:
 
     make_stage: stage -> module, called for this rank's stages only; a module is called with the tensors of the message from the stage
     before (none for the first) and the microbatch. message: what crosses every boundary, one entry a tensor, or a function of the
-    boundary's number. loss: (last stage's output, microbatch) -> scalar. schedule: one of PLAIN_SCHEDULES or 'auto' (interleaved where a
-    rank holds several stages, else 1f1b). Replicas of the pipeline are the caller's: average gradients before the optimizer steps.
+    boundary's number. loss: (last stage's output, microbatch) -> scalar. schedule: a family that runs plain modules, or 'auto'
+    (interleaved where a rank holds several stages, else 1f1b). Replicas of the pipeline are the caller's: average gradients before the optimizer steps.
     Raises ConfigError if the ranks do not divide the stages or the schedule cannot run them.
     """
 
@@ -69,7 +75,7 @@ class Pipeline:
                 f"{num_stages} stages do not divide over {pp.size} pipeline ranks; use a multiple of {pp.size} stages"
             )
         self._num_chunks = num_stages // pp.size
-        self._schedule = ("interleaved" if self._num_chunks > 1 else "1f1b") if schedule == "auto" else schedule
+        self._schedule = default_schedule(self._num_chunks) if schedule == "auto" else schedule
         self._pp, self._loss, self._receive_depth, self._tracer = pp, loss, receive_depth, tracer
         self._message = message if callable(message) else lambda boundary: message
         _check_schedule(self._schedule)
@@ -124,16 +130,16 @@ class Pipeline:
 
 
 def _check_schedule(name: str) -> None:
-    """ConfigError for schedules that ask more of a stage than to be a module. Unknown names are for `build_schedule`."""
-    family = SCHEDULES.get(name)
-    if family is None or name in PLAIN_SCHEDULES:
-        return
+    """Raise ConfigError for unknown schedules and for those that need more of a stage than to be a module."""
+    family = schedule_family(name)
     if not family.is_synchronous:
         raise ConfigError(
-            f"schedule {name} updates weights within a step, but train_step leaves that to you; use 1f1b, or give "
+            f"schedule {name} updates weights within a step, but train_step leaves that to you; use {default_schedule(1)}, or give "
             "pipeline.engine.Engine `weights` of your own"
         )
-    raise ConfigError(
-        f"schedule {name} splits the backward of a stage or holds it on two ranks, which plain modules do not know of; use one of "
-        f"{', '.join(PLAIN_SCHEDULES)}, or pipeline.engine.Engine with stages that queue their weight gradients"
-    )
+    if not family.runs_plain_modules:
+        plain = ", ".join(other.name for other in SCHEDULES.values() if other.runs_plain_modules)
+        raise ConfigError(
+            f"schedule {name} splits the backward of a stage or places a stage on two ranks, which plain modules do not support; "
+            f"use one of {plain}, or pipeline.engine.Engine with stages that queue their weight gradients"
+        )

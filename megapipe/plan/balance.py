@@ -14,7 +14,7 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.rank_bytes import RankBytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.balance import CutQuestion, Fits, balanced_cuts
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import Partition, StageCost, StageLayers
 
 BALANCED = ("auto", "measured", "flops")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import layout_stages
 
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"

@@ -33,7 +33,7 @@ from megapipe.plan.chunks import group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.cut import cut_key, cut_layers
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.shelf import Shelf
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology

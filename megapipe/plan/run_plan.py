@@ -16,8 +16,8 @@ from megapipe.plan.layer_costs import LayerCosts, flop_costs
 from megapipe.plan.measured_layers import measured_costs
 from megapipe.plan.shelf import Shelf
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import SCHEDULES, build_forward_only, build_lowered
-from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
+from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.head_start import give_head_start
 from megapipe.schedule.lifetimes import Slots, assign_slots, num_slots
 from megapipe.schedule.partition import Partition
@@ -251,9 +251,9 @@ class RunPlan:
         parallel = self.config.parallel
         group, limit = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_memory_limit
         has_barrier = not self.config.optimizer.optimizer_post_validation  # else a step ends with a norm over all ranks
-        wish = None if limit is None else Wish(self.stage_costs, limit, has_barrier=has_barrier)
+        goal = None if limit is None else AutoGoal(self.stage_costs, limit, has_barrier=has_barrier)
         pp, chunks = self.topology.pp, self.num_chunks
-        schedule = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, self._receive_depth, wish)
+        schedule = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, self._receive_depth, goal)
         if has_barrier:
             return schedule, (0,) * pp
         started = give_head_start(schedule)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import SCHEDULES, build_schedule
-from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
@@ -167,14 +167,16 @@ def compare(
     rows: list[Measures | Refusal] = []
     for name in names or SCHEDULES:
         family = SCHEDULES.get(name)
-        chunks = family.chunks or (num_chunks if family.takes_chunks else 1) if family else 1
+        chunks = family.num_chunks(num_chunks) if family else 1
         group = group_size if family and family.takes_group_size else None
-        wishes: list[float | None] = list(memory_limits or (num_ranks, 2 * num_ranks)) if name == "zb-auto" else [None]
-        for limit in wishes:
+        limits: Sequence[float | None] = (None,)
+        if family and family.is_automatic:
+            limits = memory_limits or (num_ranks, 2 * num_ranks)
+        for limit in limits:
             label = name if limit is None else f"{name} {limit:g}"
             try:
-                wish = None if limit is None else Wish(model.costs(num_ranks), limit, model.kept_for_weights)
-                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, wish)
+                goal = None if limit is None else AutoGoal(model.costs(num_ranks), limit, model.kept_for_weights)
+                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal)
                 rows.append(measure(replace(schedule, name=label), model)[0])
             except (ConfigError, ScheduleError) as error:
                 rows.append(Refusal(label, str(error).splitlines()[0]))

@@ -6,12 +6,12 @@ from itertools import chain
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, PLANNED_OPS, Action, Op
-from megapipe.schedule.collector import without_collector
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ValueKind
+from megapipe.schedule.gc_pause import gc_paused
 from megapipe.schedule.schedule import Row, Schedule
 
 
-@without_collector
+@gc_paused()
 def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     """Add SEND, RECV and REDUCE_GRAD to a valid compute-only schedule.
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
-from megapipe.schedule.collector import without_collector
 from megapipe.schedule.dependencies import Channel, channel_of
+from megapipe.schedule.gc_pause import gc_paused
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
@@ -178,7 +178,7 @@ class Timeline:
         return messages_sent(self.schedule)
 
 
-@without_collector
+@gc_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run a valid schedule on paper. At zero latency and transfer time a lowered schedule takes exactly as long as its compute-only one.
 

@@ -10,12 +10,11 @@ from typing import NoReturn
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from megapipe.schedule.collector import without_collector
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, channel_of, makes
-from megapipe.schedule.grid import rows_text
+from megapipe.schedule.gc_pause import gc_paused
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import Machine
-from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.schedule import Schedule, rows_text
 
 Place = tuple[int, int]  # (rank, slot)
 _Orders = dict[Op, list[list[list[int]]]]  # [SEND or RECV][direction][stage] -> microbatches in the order of the row
@@ -54,7 +53,7 @@ class ValidationReport:
         return f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, at most {posted} receives posted on one"
 
 
-@without_collector
+@gc_paused()
 def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationReport:
     """Prove `schedule` sound, or raise ScheduleError with the rank x slot grid and the culprit marked.
 

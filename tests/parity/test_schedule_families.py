@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapipe.comm.trace import Event, Tracer
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.train.step import Rates
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference

@@ -13,7 +13,7 @@ from megapipe.gpu.device_clock import EventClock, HostClock, Mark
 from megapipe.gpu.streams import StageStreams
 from megapipe.profile.profile import measured_row
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import build_lowered
+from megapipe.schedule.families import build_lowered
 from tests.pipeline.fake_device import FakeDevice
 from tests.pipeline.test_engine import run_lowered
 

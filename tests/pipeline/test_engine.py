@@ -18,7 +18,7 @@ from megapipe.gpu.streams import StageStreams
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule

@@ -88,7 +88,7 @@ def test_stages_that_do_not_divide_over_the_ranks_are_refused() -> None:
 
 
 def test_a_schedule_without_chunks_refuses_several_stages_a_rank() -> None:
-    with pytest.raises(ConfigError, match="gpipe holds one chunk a rank, 2 were asked for"):
+    with pytest.raises(ConfigError, match="gpipe holds one chunk per rank, but 2 were given"):
         Pipeline(2, partial(Plain, tuples=False), (), loss_of, Group.alone("pp"), schedule="gpipe")
 
 

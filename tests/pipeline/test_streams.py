@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.gpu.streams import StageStreams
-from megapipe.schedule.build import build_lowered
+from megapipe.schedule.families import build_lowered
 from tests.pipeline.current_stream import CurrentStream
 from tests.pipeline.test_engine import run_lowered
 

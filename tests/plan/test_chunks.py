@@ -10,7 +10,7 @@ from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES,
 from megapipe.errors import ConfigError
 from megapipe.plan.chunks import asked_chunks, group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.resolve import resolve
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.simulate import simulate
 from tests.plan.test_resolve import wish
 

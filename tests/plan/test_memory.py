@@ -17,7 +17,7 @@ from megapipe.plan.activations import bytes_by_name, replay_bytes
 from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve, resolve_model
 from megapipe.schedule.action import Action, Op, parse_action
-from megapipe.schedule.build import SCHEDULES, build_lowered
+from megapipe.schedule.families import SCHEDULES, build_lowered
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.placement import Placement, linear, loop, v_shape
 from tests.plan.test_resolve import wish

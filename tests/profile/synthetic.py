@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megapipe.profile.profile import ClockOffset, Link, MeasuredRow, MeasuredStep, PipelineSteps, Profile
 from megapipe.profile.replay import replay
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
-from megapipe.schedule.build import build_lowered
+from megapipe.schedule.families import build_lowered
 from megapipe.schedule.schedule import Schedule
 
 MS = 1_000_000  # ns

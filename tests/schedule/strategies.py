@@ -7,7 +7,7 @@ import random
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Costs

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import build_schedule
-from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.families import build_schedule
+from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.simulate import Costs, live_curve, simulate
 from megapipe.schedule.validate import validate
 
@@ -63,13 +63,13 @@ def test_as_good_as_the_zero_bubble_authors_heuristic(profile, m, times_p):
     p, (forward, inputs, weights, hop), (hidden, heads) = PROFILES[profile]
     costs = Costs.equal(p, forward, inputs, weights, latency_seconds=hop)
     kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # their model of memory: what W needs of 34 h + 5 a s
-    wish = Wish(costs, times_p * p, kept)
-    timeline = simulate(build_schedule("zb-auto", p, 1, m, wish=wish), costs)
+    goal = AutoGoal(costs, times_p * p, kept)
+    timeline = simulate(build_schedule("zb-auto", p, 1, m, goal=goal), costs)
     work = m * (forward + inputs + weights)
     longest = max(idle + work for idle in timeline.chained_idle_seconds)
     assert round((longest - work) / longest, 4) <= RATES[profile, m][times_p - 1]
     for rank in range(p):
-        assert max(level for _, level in live_curve(timeline, rank, kept)) <= wish.max_microbatches + 1e-9
+        assert max(level for _, level in live_curve(timeline, rank, kept)) <= goal.max_microbatches + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_as_good_as_the_heuristic_for_drawn_times(case):
     p, m, forward, inputs, weights, hop, limit, kept, theirs = case
     costs = Costs.equal(p, forward, inputs, weights, latency_seconds=hop)
     assert longest_rank(
-        simulate(build_schedule("zb-auto", p, 1, m, wish=Wish(costs, limit, kept)), costs)
+        simulate(build_schedule("zb-auto", p, 1, m, goal=AutoGoal(costs, limit, kept)), costs)
     ) <= theirs * (1 + 1e-12)
 
 
@@ -99,7 +99,7 @@ def test_any_costs_and_limit_give_a_valid_schedule_within_the_limit(p, m, limit,
         {(s, op): data.draw(seconds) for s in range(p) for op in (Op.F, Op.I, Op.W, Op.SEND_F, Op.SEND_B)},
         latency_seconds=data.draw(st.sampled_from([0.0, 0.3])),
     )
-    schedule = build_schedule("zb-auto", p, 1, m, wish=Wish(costs, limit, has_barrier=has_barrier, tries=10))
+    schedule = build_schedule("zb-auto", p, 1, m, goal=AutoGoal(costs, limit, has_barrier=has_barrier, tries=10))
     validate(schedule)
     timeline = simulate(schedule, costs)
     assert max(timeline.peak_live_chunks) <= limit
@@ -114,7 +114,7 @@ def test_any_costs_and_limit_give_a_valid_schedule_within_the_limit(p, m, limit,
 def test_more_memory_is_never_worse():
     costs = Costs.equal(4, 1.0, 1.1, 0.8, latency_seconds=0.05)
     longest = [
-        longest_rank(simulate(build_schedule("zb-auto", 4, 1, 12, wish=Wish(costs, limit, tries=50)), costs))
+        longest_rank(simulate(build_schedule("zb-auto", 4, 1, 12, goal=AutoGoal(costs, limit, tries=50)), costs))
         for limit in (1, 2, 4, 6, 8)
     ]
     assert longest == sorted(longest, reverse=True)
@@ -122,15 +122,15 @@ def test_more_memory_is_never_worse():
 
 def test_one_microbatch_of_memory_is_the_naive_schedule_with_its_backward_split():
     costs = Costs.equal(3, 1.0, 1.0, 1.0)
-    schedule = build_schedule("zb-auto", 3, 1, 2, wish=Wish(costs, 1))
+    schedule = build_schedule("zb-auto", 3, 1, 2, goal=AutoGoal(costs, 1))
     assert all(" ".join(a.op.value for a in row) == "F I W F I W" for row in schedule.rows)
 
 
 def test_the_same_wish_gets_the_same_schedule():
-    wish = Wish(Costs.equal(3, 1.0, 1.3, 0.6), 5)
-    assert build_schedule("zb-auto", 3, 1, 7, wish=wish) == build_schedule("zb-auto", 3, 1, 7, wish=wish)
+    goal = AutoGoal(Costs.equal(3, 1.0, 1.3, 0.6), 5)
+    assert build_schedule("zb-auto", 3, 1, 7, goal=goal) == build_schedule("zb-auto", 3, 1, 7, goal=goal)
 
 
 def test_a_limit_below_one_microbatch_is_refused():
     with pytest.raises(ConfigError, match="use 1 or more"):
-        build_schedule("zb-auto", 2, 1, 4, wish=Wish(Costs.equal(2), 0.5))
+        build_schedule("zb-auto", 2, 1, 4, goal=AutoGoal(Costs.equal(2), 0.5))

@@ -2,8 +2,8 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
+from megapipe.schedule.families import SCHEDULES, build_schedule
 
 
 def by_name(rows):

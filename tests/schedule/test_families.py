@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
@@ -343,16 +343,16 @@ def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        pytest.param(("zb-v", 4, 1, 8), "holds 2 stages a rank, 1 were asked for; use 2", id="zb-v chunks"),
+        pytest.param(("zb-v", 4, 1, 8), "holds 2 stages per rank, but 1 were given; use 2", id="zb-v chunks"),
         pytest.param(("dualpipe", 3, 1, 8), "use 2 or 4", id="odd ranks"),
         pytest.param(("dualpipe", 4, 1, 6), "use 8", id="few microbatches"),
-        pytest.param(("dualpipe", 4, 2, 8), "one chunk a rank in each direction", id="chunks in two directions"),
+        pytest.param(("dualpipe", 4, 2, 8), "one chunk per rank in each direction", id="chunks in two directions"),
         pytest.param(("dualpipe", 4, 1, 9), "use 8 or 10", id="odd microbatches"),
         pytest.param(
-            ("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were asked for: use 8", id="fewer microbatches than stages"
+            ("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were given: use 8", id="fewer microbatches than stages"
         ),
         pytest.param(("pipedream-2bw", 4, 1, 8, 3), "weights of the group before.*use 4 or more", id="small group"),
-        pytest.param(("zb-h1", 4, 2, 8), "one chunk a rank", id="chunks"),
+        pytest.param(("zb-h1", 4, 2, 8), "one chunk per rank", id="chunks"),
     ],
 )
 def test_what_a_family_cannot_do_is_refused_with_the_reason_and_what_works(arguments, complaint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.schedule.build import SCHEDULES, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.machine import Machine
 from megapipe.schedule.schedule import Schedule

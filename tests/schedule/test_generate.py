@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import build_forward_only, build_schedule
-from megapipe.schedule.generate.interleaved import microbatch_groups
+from megapipe.schedule.families import build_forward_only, build_schedule
+from megapipe.schedule.generate.whole_backward import microbatch_groups
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.simulate import Costs, simulate
 from tests.schedule.strategies import placements
@@ -122,7 +122,7 @@ def test_forward_only_rows_are_valid_on_every_placement(placement, m):
     [
         pytest.param(("1f1v", 2, 1, 4), "did you mean 1f1b", id="misspelt"),
         pytest.param(("zigzag!", 2, 1, 4), "there are naive, gpipe, 1f1b, interleaved", id="unknown"),
-        pytest.param(("1f1b", 2, 2, 4), "one chunk a rank.*interleaved", id="chunks"),
+        pytest.param(("1f1b", 2, 2, 4), "one chunk per rank.*interleaved", id="chunks"),
         pytest.param(("1f1b", 2, 1, 4, 2), "no microbatch groups", id="group size"),
         pytest.param(("interleaved", 4, 2, 8, 3), "use 4 or more", id="small group"),
         pytest.param(("gpipe", 0, 1, 4), "0 pipeline ranks", id="no ranks"),

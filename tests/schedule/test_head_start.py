@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import RECV_OPS, Action, Op
-from megapipe.schedule.build import build_schedule
+from megapipe.schedule.families import build_schedule
 from megapipe.schedule.head_start import give_head_start
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule

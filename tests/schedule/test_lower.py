@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.build import build_lowered, build_schedule
-from megapipe.schedule.generate.interleaved import microbatch_groups
+from megapipe.schedule.families import build_lowered, build_schedule
+from megapipe.schedule.generate.whole_backward import microbatch_groups
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv

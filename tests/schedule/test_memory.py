@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedule.build import build_schedule
+from megapipe.schedule.families import build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.simulate import Costs, live_curve, peak_waiting_messages, simulate, waiting_message_curves
 from tests.schedule.strategies import family_schedules

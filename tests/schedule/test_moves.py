@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.schedule.action import Op, parse_action
-from megapipe.schedule.build import build_lowered
+from megapipe.schedule.families import build_lowered
 from megapipe.schedule.moves import AHEAD, COPYING, Moment, Moves, StageGroups, Unit, host_pieces, plan_moves
 
 SCHEDULES = [

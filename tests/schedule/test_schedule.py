@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import loop, two_directions
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "schedules.md").read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.build import build_lowered, build_schedule
 from megapipe.schedule.dependencies import is_given, makes, needs
+from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import v_shape

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megapipe.schedule.build import SCHEDULES, build_lowered, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_lowered, build_schedule
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.validate import validate
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.build import build_lowered, build_schedule
 from megapipe.schedule.dependencies import Channel, ValueKind
+from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import linear, loop
 from megapipe.schedule.schedule import Schedule, from_csv

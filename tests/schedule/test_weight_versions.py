@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import Op
-from megapipe.schedule.build import SCHEDULES, build_lowered, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_lowered, build_schedule
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.weight_versions import WeightVersions, one_group_stale, stashed, weight_versions
 

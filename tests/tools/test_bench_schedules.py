@@ -56,7 +56,7 @@ def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -
 SPANS = """
 from schedule_bench.devices import Span
 from schedule_bench.figures import count_delayed, critical_path, mean_durations, peak_live, replay_seconds
-from megapipe.schedule.build import build_schedule
+from megapipe.schedule.families import build_schedule
 
 ms = 1_000_000
 # one stage: F0 F1, B0 (W then I), then I1, something between, W1

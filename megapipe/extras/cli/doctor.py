@@ -14,7 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.cli.saved_model import run_on_all_ranks
 from megapipe.plan.chunks import schedule_and_chunks
 from megapipe.plan.hardware import hardware_named, hardware_of, read_hardware
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.topology import Topology
 

@@ -14,9 +14,9 @@ from megapipe.extras.report.grid import grid_text
 from megapipe.extras.report.svg import svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
-from megapipe.schedule.build import SCHEDULES, build_schedule
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
-from megapipe.schedule.generate.shape import Wish
+from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.validate import validate
@@ -200,10 +200,10 @@ def _schedule(arguments: argparse.Namespace, model: Model) -> Schedule:
     p = arguments.ranks
     family = SCHEDULES.get(arguments.name)
     chunks = arguments.chunks or (family.chunks or (2 if family.takes_chunks else 1) if family else 1)
-    wish = None
+    goal = None
     if arguments.name == "zb-auto" and p >= 1:
-        wish = Wish(model.costs(p), (arguments.memory_limit or [p])[0], model.kept_for_weights)
-    return build_schedule(arguments.name, p, chunks, _microbatches(arguments), arguments.group_size, wish)
+        goal = AutoGoal(model.costs(p), (arguments.memory_limit or [p])[0], model.kept_for_weights)
+    return build_schedule(arguments.name, p, chunks, _microbatches(arguments), arguments.group_size, goal)
 
 
 def _microbatches(arguments: argparse.Namespace) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megapipe.schedule.action import COMPUTE_OPS, Action
-from megapipe.schedule.grid import rows_text
-from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.schedule import Schedule, rows_text
 from megapipe.schedule.simulate import Timeline
 
 

@@ -25,7 +25,7 @@ from megapipe.plan.resolve import resolve_model
 from megapipe.plan.shelf import Shelf
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.build import SCHEDULES
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.generate.shape import Shape
 from megapipe.schedule.partition import StageLayers
 

@@ -1,9 +1,10 @@
-"""The automatic scheduler: a zero-bubble schedule on linear stages for measured times and a memory limit (the question that Qi et al. 2023,
-arXiv:2401.10241, section 3, answer by their heuristic, ZB-1p and ZB-2p being its answers for p and 2 p microbatches).
+"""The automatic scheduler: a zero-bubble schedule on linear stages for given times and a memory limit.
 
-Each candidate is what ranks do that follow one rule as time goes by: a number of microbatches under way that a rank wants to reach, how
-short a gap it fills with a W although that delays what comes next, and how much idle it puts up with before it does so anyway. The rule's
-numbers are searched, first coarsely, then around the best; the hand-made schedules that fit into memory compete too.
+It solves the problem of Qi et al. 2023, section 3 (arXiv:2401.10241), whose ZB-1p and ZB-2p are the answers for p and 2 p microbatches.
+
+Each candidate simulates ranks that follow one rule: the number of microbatches in flight that a rank aims for, the shortest gap that it
+fills with a W although that delays what comes next, and the idle time after which it fills every gap. The parameters of the rule are
+searched, first on a coarse grid, then around the best; the hand-made schedules that fit into memory compete too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.generate.shape import Shape, Wish
+from megapipe.schedule.generate.shape import AutoGoal, Shape
 from megapipe.schedule.generate.zero_bubble import zb_h1, zb_h2
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.placement import linear
@@ -28,64 +29,72 @@ from megapipe.schedule.simulate import Costs, simulate
 _UNKNOWN = math.inf
 
 
-class Rule(NamedTuple):
-    """under_way: of each rank. least_gap: in W. idle_seconds: above it every gap is filled."""
+class _Rule(NamedTuple):
+    """What ranks do: see the module's docstring."""
 
-    under_way: tuple[int, ...]
-    least_gap: float
-    idle_seconds: float
+    in_flight: tuple[int, ...]  # of each rank
+    least_gap: float  # as a fraction of the time of W
+    idle_seconds: float  # above this, every gap is filled
 
 
 def automatic(shape: Shape) -> tuple[Row, ...]:
-    """The best rows found for shape.wish (if none: F = I = W, p microbatches). ConfigError for a limit of less than one microbatch.
+    """Return the best rows found for shape.goal (default: F = I = W, p microbatches).
 
-    The search runs on at most 4 p microbatches, beyond which only the steady middle grows; the best rules are then compared on all.
+    The search runs on at most 4 p microbatches, beyond which only the steady phase grows; the best rules are then compared on all.
+    Raises ConfigError for a limit of less than one microbatch.
     """
-    wish = shape.wish or Wish(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
-    wish = replace(wish, costs=wish.costs.on_linear_ranks())
-    if wish.max_microbatches < 1:
+    goal = shape.goal or AutoGoal(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
+    goal = replace(goal, costs=goal.costs.on_linear_ranks())
+    if goal.max_microbatches < 1:
         raise ConfigError(
-            f"a memory limit of {wish.max_microbatches} microbatches a rank leaves no room for the first; use 1 or more"
+            f"a memory limit of {goal.max_microbatches} microbatches per rank does not hold the first one; use 1 or more"
         )
-    found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), wish)
-    candidates = [follow(rule, shape, wish)[0] for rule in found]
-    kept = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: wish.kept_for_weights}
+    found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), goal)
+    candidates = [_follow(rule, shape, goal)[0] for rule in found]
+    kept = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: goal.kept_for_weights}
     candidates += [
         rows
         for rows in (zb_h1(shape), zb_h2(shape))
-        if max(peak_held(row, kept) for row in rows) <= wish.max_microbatches
+        if max(peak_held(row, kept) for row in rows) <= goal.max_microbatches
     ]
-    return min(candidates, key=lambda rows: _score(rows, shape, wish))
+    return min(candidates, key=lambda rows: _score(rows, shape, goal))
 
 
-def _search(shape: Shape, wish: Wish) -> list[Rule]:
-    """The best few rules: a coarse grid, then steps of one number at a time away from the best."""
-    scores: dict[Rule, tuple[float, float]] = {}
+# the coarse grid: microbatches in flight grow by `slope` per rank towards the first; `offset` are those of the last rank
+_SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
+_OFFSETS = (1.5, 1.99)
+# (least gap in W, fraction of the time to fill the pipeline that a rank may idle before it fills every gap)
+_GAPS = ((0.0, 0.0), (0.25, 0.5), (0.5, 0.25), (0.75, 0.125), (1.0, 0.5), (1.0, math.inf))
 
-    def score(rule: Rule) -> tuple[float, float]:
+
+def _search(shape: Shape, goal: AutoGoal) -> list[_Rule]:
+    """Return the best dozen rules: from a coarse grid, then steps of one parameter at a time away from the best."""
+    scores: dict[_Rule, tuple[float, float]] = {}
+
+    def score(rule: _Rule) -> tuple[float, float]:
         if rule not in scores:
-            scores[rule] = follow(rule, shape, wish)[1]
+            scores[rule] = _follow(rule, shape, goal)[1]
         return scores[rule]
 
-    p, seconds = shape.num_ranks, wish.costs.seconds
+    p, seconds = shape.num_ranks, goal.costs.seconds
     fill = (p - 1) * sum(seconds[stage, op] for stage in range(p) for op in (Op.F, Op.I, Op.W)) / p
-    wanted = [[offset + slope * (p - 1 - rank) for rank in range(p)] for slope, offset in product(_SLOPES, _OFFSETS)]
-    wanted += [[offset + count for count in _until_first_gradient(p, wish.costs)] for offset in (0.0, 0.5, 0.999, 1.5)]
-    for counts, (gap, share) in product(wanted, _GAPS):
-        under_way = tuple(max(1, int(min(wish.max_microbatches, count))) for count in counts)
-        score(Rule(under_way, gap, share * fill if fill else 0.0))
+    targets = [[offset + slope * (p - 1 - rank) for rank in range(p)] for slope, offset in product(_SLOPES, _OFFSETS)]
+    targets += [[offset + count for count in _until_first_gradient(p, goal.costs)] for offset in (0.0, 0.5, 0.999, 1.5)]
+    for counts, (gap, share) in product(targets, _GAPS):
+        in_flight = tuple(max(1, int(min(goal.max_microbatches, count))) for count in counts)
+        score(_Rule(in_flight, gap, share * fill if fill else 0.0))
     best = min(scores, key=score)
-    random = Random(0)  # the same wish always gets the same schedule
-    tries = max(100, min(800, 600_000 // (p * shape.num_microbatches))) if wish.tries is None else wish.tries
+    random = Random(0)  # the same goal always gets the same schedule
+    tries = max(100, min(800, 600_000 // (p * shape.num_microbatches))) if goal.tries is None else goal.tries
     for _ in range(tries):
-        rule = _step_from(best, random, wish, fill)
+        rule = _neighbour(best, random, goal, fill)
         if score(rule) <= score(best):
             best = rule
     return sorted(scores, key=score)[:12]
 
 
 def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
-    """Of each rank: how many forwards take as long as the first microbatch is away, from its arrival until its gradient comes."""
+    """Return for each rank how many forwards fit between the first microbatch's arrival and the arrival of its gradient."""
     seconds, counts, away = costs.seconds, [1.0] * num_ranks, 0.0
     for stage in reversed(range(num_ranks)):
         forward = seconds[stage, Op.F]
@@ -100,42 +109,36 @@ def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
     return counts
 
 
-_SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
-_OFFSETS = (1.5, 1.99)
-# (least gap in W, share of a pipeline's fill that a rank may idle before it fills every gap)
-_GAPS = ((0.0, 0.0), (0.25, 0.5), (0.5, 0.25), (0.75, 0.125), (1.0, 0.5), (1.0, math.inf))
-
-
-def _step_from(rule: Rule, random: Random, wish: Wish, fill: float) -> Rule:
-    """A neighbour: one stretch of ranks wants a microbatch more or less, or a gap or an idle limit of another size."""
+def _neighbour(rule: _Rule, random: Random, goal: AutoGoal, fill: float) -> _Rule:
+    """Change one parameter: the gap, the idle limit, or the microbatches in flight of a stretch of ranks."""
     kind = random.randrange(4)
     if kind == 0:
         return rule._replace(least_gap=random.random())
     if kind == 1:
         return rule._replace(idle_seconds=random.random() * 0.3 * fill)
-    first = random.randrange(len(rule.under_way))
-    last = first if kind == 2 else random.randrange(first, len(rule.under_way))
+    first = random.randrange(len(rule.in_flight))
+    last = first if kind == 2 else random.randrange(first, len(rule.in_flight))
     step = random.choice((-4, -2, -1, 1, 2, 4))
     changed = (
-        max(1, min(int(wish.max_microbatches), count + step * (first <= rank <= last)))
-        for rank, count in enumerate(rule.under_way)
+        max(1, min(int(goal.max_microbatches), count + step * (first <= rank <= last)))
+        for rank, count in enumerate(rule.in_flight)
     )
-    return rule._replace(under_way=tuple(changed))
+    return rule._replace(in_flight=tuple(changed))
 
 
-def _score(rows: tuple[Row, ...], shape: Shape, wish: Wish) -> tuple[float, float]:
-    costs = replace(wish.costs, overlap=True)  # candidates hold no messages that could stand on a clock
+def _score(rows: tuple[Row, ...], shape: Shape, goal: AutoGoal) -> tuple[float, float]:
+    costs = replace(goal.costs, overlap=True)  # candidates hold no messages, so none can block a rank
     timeline = simulate(Schedule("candidate", linear(shape.num_ranks), shape.num_microbatches, rows), costs)
     own = max(work + idle for work, idle in zip(timeline.work_seconds, timeline.chained_idle_seconds, strict=True))
-    return _ordered(own, timeline.makespan_seconds, wish)
+    return _ordered(own, timeline.makespan_seconds, goal)
 
 
-def _ordered(own_seconds: float, makespan_seconds: float, wish: Wish) -> tuple[float, float]:
-    return (makespan_seconds, own_seconds) if wish.has_barrier else (own_seconds, makespan_seconds)
+def _ordered(own_seconds: float, makespan_seconds: float, goal: AutoGoal) -> tuple[float, float]:
+    return (makespan_seconds, own_seconds) if goal.has_barrier else (own_seconds, makespan_seconds)
 
 
 class _Rank:
-    """One rank on its way: counts of F, I and W done, its clock, what it holds, and when its next inputs come."""
+    """The state of one rank: counts of F, I and W done, its clock, the microbatches it holds, and when its next inputs arrive."""
 
     def __init__(self, stage: int, num_microbatches: int, seconds: Sequence[float]) -> None:
         self.stage, self.seconds = stage, seconds  # of F, I, W
@@ -146,55 +149,48 @@ class _Rank:
         self.gradient_at = [_UNKNOWN] * num_microbatches
         self.wakes_at = 0.0
 
-    def choose(self, now: float, rule: Rule, wish: Wish) -> tuple[Op | None, float]:
-        """What to do now, or None and the next time to ask (unknown: when something comes)."""
+    def choose(self, now: float, rule: _Rule, goal: AutoGoal) -> tuple[Op | None, float]:
+        """Return the op to run now, or None and the next time to ask (infinite: when something arrives)."""
         count = len(self.gradient_at)
-        wants_forward = self.forwards < count and self.forwards - self.inputs < rule.under_way[self.stage]
-        has_room = self.alive + 1.0 <= wish.max_microbatches + 1e-9
+        wants_forward = self.forwards < count and self.forwards - self.inputs < rule.in_flight[self.stage]
+        has_memory = self.alive + 1.0 <= goal.max_microbatches + 1e-9
         forward_at = self.activation_at[self.forwards] if wants_forward else _UNKNOWN
         input_at = self.gradient_at[self.inputs] if self.inputs < self.forwards else _UNKNOWN
         has_weights = self.inputs > self.weights
-        if forward_at <= now and has_room:
+        if forward_at <= now and has_memory:
             return Op.F, now
         if input_at <= now:
             return Op.I, now
-        if forward_at <= now and has_weights:  # W makes room
+        if forward_at <= now and has_weights:  # W frees the memory that F needs
             return Op.W, now
-        following = min(input_at, forward_at if has_room else _UNKNOWN)
+        following = min(input_at, forward_at if has_memory else _UNKNOWN)
         gap = following - now
         if has_weights and (gap >= rule.least_gap * self.seconds[2] or self.idle + gap > rule.idle_seconds):
             return Op.W, now
         return None, following
 
-    def run(self, op: Op, now: float, wish: Wish) -> tuple[int, float]:
-        """Do it; returns the microbatch and the end."""
+    def run(self, op: Op, now: float, goal: AutoGoal) -> tuple[int, float]:
+        """Run `op` and return its microbatch and its end."""
         if self.row:
             self.idle += now - self.clock
         if op is Op.F:
-            microbatch, self.forwards, change, seconds = self.forwards, self.forwards + 1, 1.0, self.seconds[0]
+            microbatch, change, seconds = self.forwards, 1.0, self.seconds[0]
+            self.forwards += 1
         elif op is Op.I:
-            microbatch, self.inputs, change, seconds = (
-                self.inputs,
-                self.inputs + 1,
-                wish.kept_for_weights - 1.0,
-                self.seconds[1],
-            )
+            microbatch, change, seconds = self.inputs, goal.kept_for_weights - 1.0, self.seconds[1]
+            self.inputs += 1
         else:
-            microbatch, self.weights, change, seconds = (
-                self.weights,
-                self.weights + 1,
-                -wish.kept_for_weights,
-                self.seconds[2],
-            )
+            microbatch, change, seconds = self.weights, -goal.kept_for_weights, self.seconds[2]
+            self.weights += 1
         self.alive += change
         self.clock = now + seconds
         self.row.append(Action(self.stage, op, microbatch))
         return microbatch, self.clock
 
 
-def follow(rule: Rule, shape: Shape, wish: Wish) -> tuple[tuple[Row, ...], tuple[float, float]]:
-    """The rows of ranks that follow `rule` as time goes by, and their score (less is better)."""
-    p, costs = shape.num_ranks, wish.costs
+def _follow(rule: _Rule, shape: Shape, goal: AutoGoal) -> tuple[tuple[Row, ...], tuple[float, float]]:
+    """Return the rows of ranks that follow `rule`, and their score (less is better)."""
+    p, costs = shape.num_ranks, goal.costs
     ranks = [_Rank(s, shape.num_microbatches, [costs.seconds[s, op] for op in (Op.F, Op.I, Op.W)]) for s in range(p)]
     hop = {
         (s, op): costs.seconds.get((s, op), 0.0) + costs.latency_seconds
@@ -206,13 +202,13 @@ def follow(rule: Rule, shape: Shape, wish: Wish) -> tuple[tuple[Row, ...], tuple
         now, stage = heapq.heappop(events)
         rank = ranks[stage]
         if now != rank.wakes_at or rank.weights == shape.num_microbatches:
-            continue  # overtaken by an earlier arrival, or through
+            continue  # superseded by an earlier arrival, or done
         rank.wakes_at = _UNKNOWN
-        op, later = rank.choose(now, rule, wish)
+        op, later = rank.choose(now, rule, goal)
         if op is None:
             _wake(events, rank, later)
             continue
-        microbatch, end = rank.run(op, now, wish)
+        microbatch, end = rank.run(op, now, goal)
         _wake(events, rank, end)
         if op is Op.F and stage == p - 1:
             rank.gradient_at[microbatch] = end
@@ -223,7 +219,7 @@ def follow(rule: Rule, shape: Shape, wish: Wish) -> tuple[tuple[Row, ...], tuple
             ranks[stage - 1].gradient_at[microbatch] = end + hop[stage, Op.SEND_B]
             _wake(events, ranks[stage - 1], max(end + hop[stage, Op.SEND_B], ranks[stage - 1].clock))
     own_seconds = max(sum(rank.seconds) * shape.num_microbatches + rank.idle for rank in ranks)
-    return tuple(tuple(rank.row) for rank in ranks), _ordered(own_seconds, max(rank.clock for rank in ranks), wish)
+    return tuple(tuple(rank.row) for rank in ranks), _ordered(own_seconds, max(rank.clock for rank in ranks), goal)
 
 
 def _wake(events: list[tuple[float, int]], rank: _Rank, time: float) -> None:

@@ -1,5 +1,5 @@
-"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards overlapped with backwards, so that the communication of one (expert
-parallelism's all-to-all above all) hides under the computation of the other.
+"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards overlapped with backwards, so that the communication of one (above
+all the all-to-all of expert parallelism) hides under the computation of the other.
 
 Both run the same rows. In DualPipe microbatches enter at both ends of the pipeline: rank r holds stages r and p - 1 - r, even microbatches
 travel up the ranks, odd ones down, and the ranks r and p - 1 - r hold the same parameters. DualPipeV is one half of it, folded: rank r
@@ -19,8 +19,8 @@ from megapipe.schedule.schedule import Row
 NEAR, FAR = 0, 1  # a rank's stage on the side of the input, and the one on the side of the loss
 
 
-def check_dualpipe(shape: Shape) -> None:
-    """ConfigError unless ranks are even."""
+def check_even_ranks(shape: Shape) -> None:
+    """Raise ConfigError unless the number of ranks is even."""
     p = shape.num_ranks
     if p % 2:
         raise ConfigError(
@@ -29,7 +29,7 @@ def check_dualpipe(shape: Shape) -> None:
 
 
 def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
-    """What is wrong with a number of microbatches ('' if nothing), and the nearest that work."""
+    """Return what is wrong with a number of microbatches ('' if nothing), and the nearest numbers that work."""
     least = 2 * num_ranks
     if num_microbatches < least:
         return f"fills the pipeline from both ends and needs at least 2 x {num_ranks} ranks = {least} microbatches", (
@@ -41,16 +41,14 @@ def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[i
 
 
 def dualpipe_v_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
-    """What is wrong with a number of microbatches ('' if nothing), and the nearest that work."""
+    """Return what is wrong with a number of microbatches ('' if nothing), and the nearest numbers that work."""
     least = 2 * num_ranks
-    return (
-        ("", ())
-        if num_microbatches >= least
-        else (f"needs at least as many microbatches as its {least} stages", (least,))
-    )
+    if num_microbatches < least:
+        return f"needs at least as many microbatches as its {least} stages", (least,)
+    return "", ()
 
 
-class Lane(NamedTuple):
+class _Lane(NamedTuple):
     """The microbatches that pass one stage of a rank: first, first + stride, ..."""
 
     stage: int
@@ -59,38 +57,36 @@ class Lane(NamedTuple):
 
 
 def dualpipe(shape: Shape) -> tuple[Row, ...]:
-    """num_ranks ranks and as many stages, half of the microbatches in each direction; num_ranks and num_microbatches even."""
+    """num_ranks stages, half of the microbatches in each direction; num_ranks and num_microbatches are even."""
     p = shape.num_ranks
     rows = []
     for rank in range(p):
-        half_rank, entering = (
-            min(rank, p - 1 - rank),
-            int(rank >= p // 2),
-        )  # the direction that enters at this rank's end
-        lanes = (Lane(half_rank, entering, 2), Lane(p - 1 - half_rank, 1 - entering, 2))
+        half_rank = min(rank, p - 1 - rank)
+        entering = int(rank >= p // 2)  # the direction that enters at this rank's end
+        lanes = (_Lane(half_rank, entering, 2), _Lane(p - 1 - half_rank, 1 - entering, 2))
         rows.append(_Writer(lanes).write(half_rank, p // 2, shape.num_microbatches // 2))
     return tuple(rows)
 
 
 def dualpipe_v(shape: Shape) -> tuple[Row, ...]:
-    """num_ranks ranks, twice as many stages; num_microbatches at least the number of stages."""
+    """2 num_ranks stages; num_microbatches is at least the number of stages."""
     p = shape.num_ranks
     return tuple(
-        _Writer((Lane(r, 0, 1), Lane(2 * p - 1 - r, 0, 1))).write(r, p, shape.num_microbatches) for r in range(p)
+        _Writer((_Lane(r, 0, 1), _Lane(2 * p - 1 - r, 0, 1))).write(r, p, shape.num_microbatches) for r in range(p)
     )
 
 
 class _Writer:
-    """Writes one row, counting forwards, backwards and weight gradients of each lane."""
+    """A writer of one row that counts forwards, backwards and weight gradients of each lane."""
 
-    def __init__(self, lanes: tuple[Lane, Lane]) -> None:
+    def __init__(self, lanes: tuple[_Lane, _Lane]) -> None:
         self.lanes = lanes
         self.row: list[Action] = []
         self.forwards, self.backwards = [0, 0], [0, 0]
         self.pending: list[Action] = []  # W of every I so far, oldest first
 
     def write(self, rank: int, num_ranks: int, count: int) -> Row:
-        """The row of `rank`, of which num_ranks - 1 lies at the turn, for `count` >= 2 num_ranks microbatches a lane."""
+        """Return the row of `rank` for `count` >= 2 num_ranks microbatches per lane; rank num_ranks - 1 lies at the turn."""
         to_turn = num_ranks - 1 - rank
         for _ in range(2 * to_turn):
             self.forward(NEAR)
@@ -102,9 +98,8 @@ class _Writer:
             self.weight_gradient()
             self.forward(FAR)
         for turn in range(count - 2 * num_ranks + rank + 1):
-            if (
-                turn == 0 and to_turn == 0
-            ):  # the first backward of the turn needs this forward's predecessor only: apart, it starts sooner
+            if turn == 0 and to_turn == 0:
+                # the first backward at the turn needs only the forward before this one: unpaired, it starts sooner
                 self.forward(NEAR)
                 self.backward(FAR)
             else:
@@ -113,7 +108,7 @@ class _Writer:
         for _ in range(to_turn):
             self.backward(FAR)
             self.overlap(FAR, NEAR)
-        for done in range(2 * (rank + 1)):  # both lanes in turn, the second half of these backwards split
+        for done in range(2 * (rank + 1)):  # alternate between the lanes; split the second half of these backwards
             lane = (FAR, NEAR)[done % 2]
             if done <= rank:
                 self.backward(lane)

@@ -1,4 +1,4 @@
-"""Shape: what a generator is asked for."""
+"""The arguments of schedule generators: `Shape`, and `AutoGoal` for the automatic scheduler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from megapipe.schedule.simulate import Costs
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the automatic scheduler is asked for.
+class AutoGoal:
+    """The goal of the automatic scheduler (zb-auto).
 
-    costs: seconds of F, I, W and of messages, by stage. max_microbatches: the most that any rank may keep alive at once.
-    kept_for_weights: the part of a microbatch's activations that stays between I and W (1: all, as peak_live_chunks counts).
-    has_barrier: make the whole job's makespan short; else the longest rank's own time, which is what steps in a chain take.
-    tries: how many rules are tried beyond the coarse grid (None: as many as take seconds).
+    costs: seconds of F, I, W and of messages, by stage.
+    max_microbatches: the most that any rank may keep alive at once.
+    kept_for_weights: the fraction of a microbatch's activations that stays between I and W (1: all, as peak_live_chunks counts).
+    has_barrier: minimize the makespan of all ranks; otherwise the time of the slowest rank, which is what chained steps take.
+    tries: how many rules are tried beyond the coarse grid (None: a number that takes a few seconds).
     """
 
     costs: Costs
@@ -26,13 +27,10 @@ class Wish:
 
 
 class Shape(NamedTuple):
-    """num_chunks stages a rank; group_size microbatches run through one chunk before the next chunk (interleaved schedules).
-
-    wish: what the automatic scheduler works for.
-    """
+    """The size of a schedule: num_chunks stages per rank; group_size microbatches run through one chunk before the next chunk."""
 
     num_ranks: int
     num_chunks: int
     num_microbatches: int
     group_size: int
-    wish: Wish | None = None
+    goal: AutoGoal | None = None  # for the automatic scheduler

@@ -1,6 +1,21 @@
-"""ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv:2401.10241): 1F1B with the backward split, and its weight half put where bubbles were."""
+"""Schedules that split the backward into input gradients (I) and weight gradients (W) and put W where the bubble was.
+
+- ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv:2401.10241): 1F1B on linear stages, W delayed.
+- ZB-V (Qi et al. 2024, arXiv:2405.15362): rank r holds stages r and 2 p - 1 - r. Input and loss lie on rank 0, so the first backward
+  starts as soon as the first microbatch has come down and up again: nearly no bubble where F = I = W, at the memory of 1F1B.
+- V-Half and V-Min (the same paper): half and a third of 1F1B's activations, for a bubble that stays below 1F1B's.
+
+V-Half and V-Min repeat one building block on the V every six slots of one stage's F, I or W: the slots at which the four passes F down,
+F up, I down and I up of a microbatch reach each rank. A rank holds as many microbatches as a block keeps its activations alive, in slots,
+over six. V-Min moves on in every slot; in V-Half the two passes up take two slots per rank, which balances the ranks. The waits at the
+three turns are the shortest for which no two passes of any microbatches meet on a rank. Then F and I keep that order, and each W goes
+where the rank would be idle, or where memory is full.
+"""
 
 from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
 
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.generate.shape import Shape
@@ -10,19 +25,19 @@ from megapipe.schedule.schedule import Row
 def zb_h1(shape: Shape) -> tuple[Row, ...]:
     """1F1B's warm-up of p - 1 - r forwards; rank r runs W r microbatches behind I. Every rank keeps p microbatches until W."""
     p = shape.num_ranks
-    return tuple(delayed_weights(rank, shape.num_microbatches, warm_up=p - 1 - rank, delay=rank) for rank in range(p))
+    return tuple(_delayed_weights(rank, shape.num_microbatches, warm_up=p - 1 - rank, delay=rank) for rank in range(p))
 
 
 def zb_h2(shape: Shape) -> tuple[Row, ...]:
     """Twice ZB-H1's warm-up and delay: 2 p - 1 microbatches fill what is left of the bubble where F = I = W."""
     p = shape.num_ranks
     return tuple(
-        delayed_weights(rank, shape.num_microbatches, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)
+        _delayed_weights(rank, shape.num_microbatches, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)
     )
 
 
-def delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int) -> Row:
-    """`warm_up` forwards, then F and I in turn, from the `delay`-th I on each with the W of `delay` microbatches before."""
+def _delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int) -> Row:
+    """Run `warm_up` forwards, then F and I in turn; from the `delay`-th I on, each is followed by the W of `delay` microbatches before."""
     row = [Action(stage, Op.F, m) for m in range(min(warm_up, num_microbatches))]
     for microbatch in range(num_microbatches):
         if microbatch + warm_up < num_microbatches:
@@ -32,3 +47,154 @@ def delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int)
             row.append(Action(stage, Op.W, microbatch - delay))
     row += [Action(stage, Op.W, m) for m in range(max(0, num_microbatches - delay), num_microbatches)]
     return tuple(row)
+
+
+def zb_v(shape: Shape) -> tuple[Row, ...]:
+    """The rows for max(m, 2 p - 1) microbatches without those beyond m: with few microbatches their slots stay empty."""
+    count = max(shape.num_microbatches, 2 * shape.num_ranks - 1)
+    return tuple(
+        tuple(a for a in _zb_v_row(rank, shape.num_ranks, count) if (a.microbatch or 0) < shape.num_microbatches)
+        for rank in range(shape.num_ranks)
+    )
+
+
+def _zb_v_row(rank: int, num_ranks: int, count: int) -> Row:
+    """2 (p - r) - 1 forwards of the way down; then, until all forwards are done, one up for one down; then what is left.
+
+    A W follows its I, except in the last r rounds of the way down and up, where I alone lets the ranks before continue.
+    """
+    down, up = rank, 2 * num_ranks - 1 - rank
+    row: list[Action] = []
+    done = {(stage, op): 0 for stage in (down, up) for op in (Op.F, Op.I, Op.W)}
+
+    def run(stage: int, *ops: Op) -> None:
+        for op in ops:
+            row.append(Action(stage, op, done[stage, op]))
+            done[stage, op] += 1
+
+    for _ in range(2 * (num_ranks - rank) - 1):
+        run(down, Op.F)
+    for _ in range(rank):
+        run(up, Op.F)
+        run(down, Op.F)
+    for _ in range(num_ranks - rank):
+        run(up, Op.F, Op.I, Op.W)
+    while done[up, Op.F] < count:
+        if done[down, Op.F] < count:
+            run(down, Op.F)
+        run(down, Op.I, Op.W)
+        run(up, Op.F, Op.I, Op.W)
+    for _ in range(rank):
+        run(down, Op.I)
+        run(up, Op.I)
+    for _ in range(num_ranks - rank):
+        run(down, Op.I, Op.W)
+    for stage in (up, down):
+        while done[stage, Op.W] < count:
+            run(stage, Op.W)
+    return tuple(row)
+
+
+PERIOD = 6  # slots of a building block: F, I and W of two chunks
+
+
+class _Passes(NamedTuple):
+    """One number each for the forward down the ranks, the forward up, the backward down and the backward up."""
+
+    forward_down: int
+    forward_up: int
+    backward_down: int
+    backward_up: int
+
+
+def v_half(shape: Shape) -> tuple[Row, ...]:
+    """At most (p + 2) // 2 microbatches alive on a rank."""
+    p = shape.num_ranks
+    turns = (2, 1, 1) if p % 2 else (4, 1, 5)  # found by exhaustive search: the least bubble at this peak
+    return _from_block(shape, _block(p, _Passes(1, 2, 1, 2), turns), limit=2 * ((p + 2) // 2))
+
+
+def v_min(shape: Shape) -> tuple[Row, ...]:
+    """At most (p + 4) // 3 microbatches alive on a rank."""
+    p = shape.num_ranks
+    turns = (1, 3, 1) if p % 3 == 0 else (1, 1, 1)
+    return _from_block(shape, _block(p, _Passes(1, 1, 1, 1), turns), limit=2 * ((p + 4) // 3))
+
+
+def _block(num_ranks: int, hops: _Passes, turns: tuple[int, int, int]) -> list[_Passes]:
+    """Return for each rank the slots at which microbatch 0 is there.
+
+    hops: slots from rank to rank. turns: waits at the last rank, at rank 0 and at the last rank again.
+    """
+    last = num_ranks - 1
+    up = hops.forward_down * last + turns[0]
+    down = up + hops.forward_up * last + turns[1]
+    back = down + hops.backward_down * last + turns[2]
+    return [
+        _Passes(
+            hops.forward_down * rank,
+            up + hops.forward_up * (last - rank),
+            down + hops.backward_down * rank,
+            back + hops.backward_up * (last - rank),
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def _from_block(shape: Shape, block: list[_Passes], limit: int) -> tuple[Row, ...]:
+    """Repeat the block for every microbatch and fill in the weight gradients."""
+    orders: list[list[Action]] = []
+    for rank, passes in enumerate(block):
+        stages = (rank, 2 * shape.num_ranks - 1 - rank, 2 * shape.num_ranks - 1 - rank, rank)
+        assert len({slot % PERIOD for slot in passes}) == 4, f"passes {passes} meet on rank {rank}"
+        timed = [
+            (slot + PERIOD * microbatch, Action(stage, op, microbatch))
+            for microbatch, (slot, stage, op) in product(
+                range(shape.num_microbatches), list(zip(passes, stages, (Op.F, Op.F, Op.I, Op.I), strict=True))
+            )
+        ]
+        orders.append([action for _, action in sorted(timed, key=lambda pair: pair[0])])
+    return _fill_with_weights(orders, limit)
+
+
+def _fill_with_weights(orders: list[list[Action]], limit: int) -> tuple[Row, ...]:
+    """Put every W, oldest first, where its rank would be idle if all ops took one slot, or where `limit` chunks are alive.
+
+    orders: the F and I of each rank of a V.
+    """
+    last = 2 * len(orders) - 1
+    rows: list[list[Action]] = [[] for _ in orders]
+    pending: list[list[Action]] = [[] for _ in orders]
+    position, alive = [0] * len(orders), [0] * len(orders)
+    done: set[Action] = set()
+    left = sum(len(order) + sum(action.op is Op.I for action in order) for order in orders)
+
+    def is_ready(action: Action) -> bool:
+        stage, op, microbatch = action
+        if op is Op.F:
+            return stage == 0 or Action(stage - 1, Op.F, microbatch) in done
+        return Action(stage, Op.F, microbatch) in done and (
+            stage == last or Action(stage + 1, Op.I, microbatch) in done
+        )
+
+    while left:
+        started: list[Action] = []
+        for rank, order in enumerate(orders):
+            action = order[position[rank]] if position[rank] < len(order) else None
+            if action is not None and is_ready(action) and (action.op is Op.I or alive[rank] < limit):
+                position[rank] += 1
+                if action.op is Op.I:
+                    pending[rank].append(action._replace(op=Op.W))
+                else:
+                    alive[rank] += 1
+            elif pending[rank]:
+                action = pending[rank].pop(0)
+                alive[rank] -= 1
+            else:
+                continue
+            started.append(action)
+            rows[rank].append(action)
+        assert started, f"no rank can continue with {limit} chunks alive"
+        done.update(started)
+        left -= len(started)
+    return tuple(map(tuple, rows))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.extras.cli.schedule import main
-from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.schedule import from_csv
 from tools.draw_all_schedules import pictures
 

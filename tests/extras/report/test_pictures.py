@@ -7,7 +7,7 @@ from megapipe.extras.report.grid import grid_text
 from megapipe.extras.report.svg import COLOURS, LARGE, WAITING, svg
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
-from megapipe.schedule.build import build_lowered, build_schedule
+from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.simulate import Costs, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.channels import MessageSpec
-from megapipe.schedule.build import build_schedule
+from megapipe.schedule.families import build_schedule
 from megapipe.schedule.schedule import Schedule
 from schedule_bench.cases import Case, RealCase
 from schedule_bench.devices import WIDTH, EmulatedStage, Stages, Stopwatch

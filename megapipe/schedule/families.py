@@ -1,0 +1,339 @@
+"""The table of schedule families, the only list of pipeline-schedule names, and the functions that build a schedule from a name.
+
+`build_schedule` returns computation only, `build_lowered` the schedule that the engine runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megapipe.errors import ConfigError
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.gc_pause import gc_paused
+from megapipe.schedule.generate.automatic import automatic
+from megapipe.schedule.generate.dualpipe import (
+    check_even_ranks,
+    dualpipe,
+    dualpipe_counts,
+    dualpipe_v,
+    dualpipe_v_counts,
+)
+from megapipe.schedule.generate.shape import AutoGoal, Shape
+from megapipe.schedule.generate.whole_backward import (
+    breadth_first,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+)
+from megapipe.schedule.generate.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
+from megapipe.schedule.lower import lower
+from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
+from megapipe.schedule.schedule import Row, Schedule
+from megapipe.schedule.validate import validate
+from megapipe.schedule.weight_versions import VersionRule, one_group_stale, stashed
+
+Place = Callable[[int, int], Placement]  # (num_ranks, num_chunks) -> placement
+
+
+def _linear(num_ranks: int, num_chunks: int) -> Placement:
+    return linear(num_ranks)
+
+
+def _v(num_ranks: int, num_chunks: int) -> Placement:
+    return v_shape(num_ranks)
+
+
+def _two_directions(num_ranks: int, num_chunks: int) -> Placement:
+    return two_directions(num_ranks)
+
+
+@dataclass(frozen=True)
+class ScheduleFamily:
+    """One row of the table: a name, the placement of the stages, the generator of the rows, and their properties."""
+
+    name: str
+    generate: Callable[[Shape], tuple[Row, ...]]
+    place: Place
+    summary: str
+    takes_chunks: bool = False  # several chunks per rank, that is stages in each direction
+    chunks: int | None = None  # the number of chunks, if the family works with only one number
+    without_chunks: str = ""  # the family that this one equals with one chunk
+    group_rule: str = ""  # why a microbatch group may not be smaller than the ranks; empty if the family has no groups
+    splits_backward: bool = False  # has I and W (some of its backwards may be whole)
+    overlaps_pairs: bool = False  # runs a forward and a backward side by side (OVERLAP)
+    is_automatic: bool = False  # searched for given times and a memory limit (AutoGoal)
+    is_candidate: bool = False  # the layout search tries it: no other family is as fast with less memory
+    check: Callable[[Shape], None] | None = None  # raises ConfigError for other limits
+    # (ranks, microbatches) -> (why it cannot run so many microbatches, '' if it can; the nearest numbers that it can run)
+    counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
+    versions: VersionRule | None = None  # the weights that a microbatch uses where they change within the schedule
+
+    @property
+    def takes_group_size(self) -> bool:
+        """True if microbatches run in groups."""
+        return bool(self.group_rule)
+
+    @property
+    def is_synchronous(self) -> bool:
+        """True if the schedule computes what a single process would."""
+        return self.versions is None
+
+    @property
+    def has_two_directions(self) -> bool:
+        """True if microbatches enter at both ends and every stage lies on two ranks."""
+        return self.place is _two_directions
+
+    @property
+    def runs_plain_modules(self) -> bool:
+        """True if a stage may be any module: whole backwards, one rank per stage, no updates within the step."""
+        return self.is_synchronous and not self.splits_backward and not self.has_two_directions
+
+    def num_chunks(self, asked: int) -> int:
+        """Return the chunks per rank if `asked` are wanted of families that take any number."""
+        return self.chunks or (asked if self.takes_chunks else 1)
+
+
+_CHUNK_RUNS_DRY = "a chunk would run dry before its next microbatches arrive"
+_VERSION_IS_LATE = "the weights of the group before would not be there yet"
+
+SCHEDULES: dict[str, ScheduleFamily] = {
+    family.name: family
+    for family in (
+        ScheduleFamily("naive", naive, _linear, "one microbatch at a time through all stages: the baseline"),
+        ScheduleFamily("gpipe", gpipe, _linear, "all forwards, then all backwards; keeps every microbatch"),
+        ScheduleFamily(
+            "1f1b",
+            one_f_one_b,
+            _linear,
+            "one forward, one backward in turn; keeps at most pp microbatches",
+            is_candidate=True,
+        ),
+        ScheduleFamily(
+            "interleaved",
+            interleaved,
+            loop,
+            "1F1B over several chunks per rank; the bubble divided by their number",
+            takes_chunks=True,
+            without_chunks="1f1b",
+            group_rule=_CHUNK_RUNS_DRY,
+            is_candidate=True,
+        ),
+        ScheduleFamily(
+            "breadth-first",
+            breadth_first,
+            loop,
+            "chunk by chunk over all microbatches; keeps all, gathers and reduces each chunk once",
+            takes_chunks=True,
+            without_chunks="gpipe",
+        ),
+        ScheduleFamily(
+            "zb-h1",
+            zb_h1,
+            _linear,
+            "backward split, W in a third of the bubble; the memory of 1F1B",
+            splits_backward=True,
+            is_candidate=True,
+        ),
+        ScheduleFamily(
+            "zb-h2",
+            zb_h2,
+            _linear,
+            "backward split, no bubble between steps where F = I = W; about twice the memory",
+            splits_backward=True,
+        ),
+        ScheduleFamily(
+            "zb-v",
+            zb_v,
+            _v,
+            "backward split on a V: almost no bubble where F = I = W, the memory of 1F1B",
+            takes_chunks=True,
+            chunks=2,
+            splits_backward=True,
+            is_candidate=True,
+        ),
+        ScheduleFamily(
+            "v-half",
+            v_half,
+            _v,
+            "backward split on a V: half the bubble and half the memory of 1F1B",
+            takes_chunks=True,
+            chunks=2,
+            splits_backward=True,
+            is_candidate=True,
+        ),
+        ScheduleFamily(
+            "v-min",
+            v_min,
+            _v,
+            "backward split on a V: two thirds of 1F1B's bubble, a third of its memory",
+            takes_chunks=True,
+            chunks=2,
+            splits_backward=True,
+            is_candidate=True,
+        ),
+        ScheduleFamily(
+            "zb-auto",
+            automatic,
+            _linear,
+            "backward split, searched for measured times and a memory limit",
+            splits_backward=True,
+            is_automatic=True,
+        ),
+        ScheduleFamily(
+            "dualpipe",
+            dualpipe,
+            _two_directions,
+            "from both ends at once, forwards overlapped with backwards; parameters held twice",
+            splits_backward=True,
+            overlaps_pairs=True,
+            check=check_even_ranks,
+            counts=dualpipe_counts,
+        ),
+        ScheduleFamily(
+            "dualpipe-v",
+            dualpipe_v,
+            _v,
+            "DualPipe folded to a V: parameters held once",
+            takes_chunks=True,
+            chunks=2,
+            splits_backward=True,
+            overlaps_pairs=True,
+            counts=dualpipe_v_counts,
+        ),
+        ScheduleFamily(
+            "pipedream",
+            pipedream,
+            _linear,
+            "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
+            versions=stashed,
+        ),
+        ScheduleFamily(
+            "pipedream-2bw",
+            pipedream_2bw,
+            _linear,
+            "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
+            group_rule=_VERSION_IS_LATE,
+            versions=one_group_stale,
+        ),
+    )
+}
+
+
+def schedule_family(name: str) -> ScheduleFamily:
+    """Return the row of the table. Raises ConfigError for an unknown name, with the nearest one."""
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown pipeline schedule {name!r}; {hint}choose one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def default_schedule(num_chunks: int) -> str:
+    """Return the schedule that 'auto' means."""
+    return "interleaved" if num_chunks > 1 else "1f1b"
+
+
+@gc_paused()
+def build_schedule(
+    name: str,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None = None,
+    goal: AutoGoal | None = None,
+) -> Schedule:
+    """Return the compute-only schedule `name`, validated.
+
+    group_size: microbatches that run through one chunk before the next (default and least: num_ranks). num_microbatches or more gives
+    breadth-first with pipelined chunk changes; between the two lies Llama 3's mix (arXiv:2407.21783).
+    goal: times and memory limit for the automatic scheduler.
+    Raises ConfigError if the family cannot do what is asked, with the nearest value that works.
+    """
+    family = schedule_family(name)
+    shape = _checked_shape(family, num_ranks, num_chunks, num_microbatches, group_size)
+    rows = family.generate(shape._replace(goal=goal))
+    schedule = Schedule(name, family.place(num_ranks, num_chunks), num_microbatches, rows)
+    validate(schedule)
+    return schedule
+
+
+def build_lowered(
+    name: str,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None = None,
+    receive_depth: int = 2,
+    goal: AutoGoal | None = None,
+) -> Schedule:
+    """Return the schedule that the engine runs: generate -> validate -> lower -> validate.
+
+    receive_depth: as in `lower`; the others as in `build_schedule`.
+    """
+    schedule = lower(build_schedule(name, num_ranks, num_chunks, num_microbatches, group_size, goal), receive_depth)
+    validate(schedule)
+    return schedule
+
+
+def build_forward_only(placement: Placement, num_microbatches: int, receive_depth: int = 2) -> Schedule:
+    """Return the lowered, validated schedule of evaluation and generation: forwards only, for any placement.
+
+    Groups of num_ranks microbatches pass chunk by chunk through every rank. All rows are sorted by one key (group, stage, microbatch)
+    that also orders the dependencies, so no placement can deadlock.
+    """
+    if num_microbatches < 1:
+        raise ConfigError(f"a forward-only schedule of {num_microbatches} microbatches; use 1 or more")
+    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    for start in range(0, num_microbatches, placement.num_ranks):
+        for stage in range(placement.num_stages):
+            for microbatch in range(start, min(start + placement.num_ranks, num_microbatches)):
+                rows[placement.rank_of(stage, microbatch)].append(Action(stage, Op.F, microbatch))
+    schedule = lower(Schedule("forward_only", placement, num_microbatches, tuple(map(tuple, rows))), receive_depth)
+    validate(schedule)
+    return schedule
+
+
+def _checked_shape(
+    family: ScheduleFamily, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None
+) -> Shape:
+    name = family.name
+    for what, count in (
+        ("pipeline ranks", num_ranks),
+        ("chunks per rank", num_chunks),
+        ("microbatches", num_microbatches),
+    ):
+        if count < 1:
+            raise ConfigError(f"schedule {name} with {count} {what}; use 1 or more")
+    if family.chunks is not None and num_chunks != family.chunks:
+        raise ConfigError(
+            f"schedule {name} holds {family.chunks} stages per rank, but {num_chunks} were given; use {family.chunks}"
+        )
+    if num_chunks > 1 and not family.takes_chunks:
+        several = ", ".join(other for other, row in SCHEDULES.items() if row.takes_chunks)
+        raise ConfigError(
+            f"schedule {name} holds one chunk per rank{' in each direction' if family.has_two_directions else ''}, but {num_chunks} "
+            f"were given; use 1 chunk, or a schedule with chunks: {several}"
+        )
+    if group_size is not None and not family.takes_group_size:
+        raise ConfigError(
+            f"schedule {name} has no microbatch groups, but a group size of {group_size} was given; omit it"
+        )
+    if group_size is not None and group_size < num_ranks:
+        raise ConfigError(
+            f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {family.group_rule}; "
+            f"use {num_ranks} or more"
+        )
+    shape = Shape(num_ranks, num_chunks, num_microbatches, num_ranks if group_size is None else group_size)
+    if family.check is not None:
+        family.check(shape)
+    problem, near = family.counts(num_ranks, num_microbatches) if family.counts else ("", ())
+    if problem:
+        raise ConfigError(
+            f"schedule {name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}"
+        )
+    return shape

@@ -1,0 +1,125 @@
+"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first and the two PipeDreams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.generate.shape import Shape
+from megapipe.schedule.schedule import Row
+
+
+def naive(shape: Shape) -> tuple[Row, ...]:
+    """One microbatch at a time through all stages, forward and back: the baseline that every other schedule improves on."""
+    return tuple(
+        tuple(Action(stage, op, microbatch) for microbatch in range(shape.num_microbatches) for op in (Op.F, Op.B))
+        for stage in range(shape.num_ranks)
+    )
+
+
+def gpipe(shape: Shape) -> tuple[Row, ...]:
+    """GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every microbatch is live at once."""
+    microbatches = range(shape.num_microbatches)
+    return tuple(
+        tuple(Action(stage, Op.F, m) for m in microbatches) + tuple(Action(stage, Op.B, m) for m in microbatches)
+        for stage in range(shape.num_ranks)
+    )
+
+
+def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
+    """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): after a warm-up, one forward and one backward in turn.
+
+    GPipe's bubble, but rank r keeps at most min(num_ranks - r, num_microbatches) microbatches.
+    """
+    rows = []
+    for stage in range(shape.num_ranks):
+        forwards = [Action(stage, Op.F, m) for m in range(shape.num_microbatches)]
+        backwards = [Action(stage, Op.B, m) for m in range(shape.num_microbatches)]
+        rows.append(_alternate(forwards, backwards, warm_up=shape.num_ranks - 1 - stage))
+    return tuple(rows)
+
+
+def interleaved(shape: Shape) -> tuple[Row, ...]:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): several chunks per rank, the bubble divided by their number.
+
+    Microbatches go in groups: all of a group through one chunk, then through the next; backwards take the chunks in reverse.
+    Rank r runs min(2 (p - r - 1) + (v - 1) x largest group, v m) warm-up forwards, then F and B in turn, then the rest.
+    """
+    p, chunks = shape.num_ranks, range(shape.num_chunks)
+    groups = microbatch_groups(shape.num_microbatches, shape.group_size, p)
+    largest = max(len(group) for group in groups)
+    rows = []
+    for rank in range(p):
+        forwards = [Action(chunk * p + rank, Op.F, m) for group in groups for chunk in chunks for m in group]
+        backwards = [Action(chunk * p + rank, Op.B, m) for group in groups for chunk in reversed(chunks) for m in group]
+        rows.append(_alternate(forwards, backwards, warm_up=2 * (p - rank - 1) + (shape.num_chunks - 1) * largest))
+    return tuple(rows)
+
+
+def microbatch_groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
+    """Cut 0 .. num_microbatches - 1 into groups of group_size.
+
+    A remainder smaller than num_ranks joins the last full group: by itself it would starve the pipeline. Since the warm-up counts
+    the largest group, no number of microbatches deadlocks.
+    """
+    full, remainder = divmod(num_microbatches, group_size)
+    starts = [group_size * index for index in range(full)]
+    if remainder >= num_ranks or (remainder and not full):
+        starts.append(group_size * full)
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], num_microbatches], strict=True)]
+
+
+def breadth_first(shape: Shape) -> tuple[Row, ...]:
+    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): chunk by chunk over all microbatches, then back in reverse.
+
+    The bubble of interleaved 1F1B at the memory of GPipe. In return a chunk's parameters are needed in one stretch and its gradients
+    are complete early, so that their communication overlaps with the other chunks.
+    """
+    p, chunks, microbatches = shape.num_ranks, range(shape.num_chunks), range(shape.num_microbatches)
+    return tuple(
+        tuple(Action(chunk * p + rank, Op.F, m) for chunk in chunks for m in microbatches)
+        + tuple(Action(chunk * p + rank, Op.B, m) for chunk in reversed(chunks) for m in microbatches)
+        for rank in range(p)
+    )
+
+
+def pipedream(shape: Shape) -> tuple[Row, ...]:
+    """PipeDream (Harlap et al. 2018, arXiv:1806.03377): 1F1B without a flush, an optimizer step after every backward.
+
+    NOT synchronous: weights change while microbatches are in flight (see weight_versions), so training differs from a single
+    process. The original fills the pipeline once and never drains it; here the rows are a stretch of that stream.
+    """
+    return _with_updates(shape, every=1)
+
+
+def pipedream_2bw(shape: Shape) -> tuple[Row, ...]:
+    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): an optimizer step after every group of group_size >= p microbatches.
+
+    NOT synchronous: the microbatches of group t use version t - 1 of the weights on every stage,
+    W(t + 1) = W(t) - lr x gradient at W(t - 1).
+    """
+    return _with_updates(shape, every=shape.group_size)
+
+
+def _with_updates(shape: Shape, every: int) -> tuple[Row, ...]:
+    """1F1B with an UPDATE after every `every`-th backward and after the last."""
+    rows = []
+    for row in one_f_one_b(shape):
+        actions: list[Action] = []
+        for action in row:
+            actions.append(action)
+            number = (action.microbatch or 0) + 1
+            if action.op is Op.B and (number % every == 0 or number == shape.num_microbatches):
+                actions.append(action._replace(op=Op.UPDATE))
+        rows.append(tuple(actions))
+    return tuple(rows)
+
+
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> Row:
+    """Run `warm_up` forwards (at most all), then forward and backward in turn, then the remaining backwards."""
+    warm_up = min(warm_up, len(forwards))
+    row = list(forwards[:warm_up])
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        row += (forward, backward)
+    row += backwards[len(forwards) - warm_up :]
+    return tuple(row)
