@@ -1,8 +1,8 @@
-"""The walk over all rows of a schedule, each rank in its own order, every action as soon as what it needs is on the rank.
+"""The walk over all rows of a schedule: each rank in its own order, every action as soon as what it needs is on the rank.
 
-Time comes out exact although ranks are walked one after another: a row is sequential and a value has one maker, so the start of an action
+Times come out exact although ranks are walked one after another: a row is sequential and a value has one maker, so the start of an action
 is a function of earlier starts alone. `simulate` reads the times; `validate` reads whether the walk came to its end, and with how many
-unfinished sends a channel. It takes a schedule whose actions have been checked one by one (range, rank, no duplicates).
+unfinished sends per channel. The walk takes a schedule whose actions have been checked one by one (range, rank, no duplicates).
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ _KINDS = tuple(ValueKind)
 
 
 class _Work(NamedTuple):
-    """A compute op of one stage with its table entries resolved: ids are these bases + stage * num_microbatches + microbatch."""
+    """A compute op of one stage with its table entries resolved.
+
+    Value ids are these bases + stage * num_microbatches + microbatch.
+    """
 
     needs: tuple[int, ...]
     makes: tuple[int, ...]
     arrives: tuple[
         tuple[int, float], ...
-    ]  # what reaches another rank by itself, and after how long: the messages a compute-only schedule omits
+    ]  # values sent to another rank, and their delay: the messages of a compute-only schedule
     seconds: float
 
 
@@ -33,17 +36,17 @@ class _Hop(NamedTuple):
     """A SEND or RECV of one stage with its table entries resolved; ids as in _Work."""
 
     value: int  # the value on the sender's rank
-    message: int  # the same value once it has come by message
+    message: int  # the same value once it has been received
     channel: int  # index into Machine.channels
     wire_seconds: float
 
 
 class Machine:
-    """State of one walk. After `run`: starts and ends of every executed action, positions, and the depths that sends came to need.
+    """The state of one walk. After `run`: starts and ends of every executed action, positions, and the depths that sends needed.
 
-    send_depth: the most sends of a channel that may be under way without a posted receive; None: no limit. With `raise_depth` a walk that
-    stands still is helped on by one more send on the blocked channels that have least, so that the greatest depth in the end is the least
-    that suffices if every channel gets the same.
+    send_depth: the most sends of a channel that may be in flight without a posted receive; None: no limit. With `raise_depth` a walk that
+    is stuck continues with one more send on the blocked channels of least depth, so that the greatest depth in the end is the least that
+    suffices if every channel gets the same.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Machine:
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
         self.clocks = [0.0] * schedule.num_ranks
-        self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions queue up beside the computation
+        self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions run one after another, beside the computation
         # per channel
         self.channels: list[Channel] = []
         self.hops = self._resolve_hops()
@@ -75,9 +78,9 @@ class Machine:
         self.sent = [0] * len(self.channels)
         self.posted = [0] * len(self.channels)
         self.free_at = [0.0] * len(self.channels)
-        # message id -> (time, ends of the rank, slot) of the send or receive that came first
+        # message id -> (time, ends of the rank, slot) of whichever of send and receive was first
         self.unmatched: dict[int, tuple[float, list[float], int]] = {}
-        # who stands still, and for what
+        # stuck ranks, and what they wait for
         self.waiting_for: dict[int, int] = {}  # value id -> rank
         self.blocked_on: dict[int, int] = {}  # channel -> rank
         self.times = self._given_times()
@@ -91,14 +94,14 @@ class Machine:
             Op.UPDATE: self._update,
         }
 
-    # value ids: [made or come by message][kind][stage -1 .. num_stages][microbatch]
+    # value ids: [made here or received][kind][stage -1 .. num_stages][microbatch], flattened
 
     def _base(self, kind: ValueKind, offset: int, by_message: bool) -> int:
         region = _KINDS.index(kind) + (len(_KINDS) if by_message else 0)
         return (region * (self.schedule.num_stages + 2) + offset + 1) * self.count
 
     def value_of(self, identity: int) -> Value:
-        """The value that an id stands for."""
+        """Return the value that an id stands for."""
         rest, microbatch = divmod(identity, self.count)
         region, stage = divmod(rest, self.schedule.num_stages + 2)
         return Value(_KINDS[region % len(_KINDS)], stage - 1, microbatch)
@@ -117,7 +120,7 @@ class Machine:
         return 0 <= stage + offset < len(ranks) and ranks[stage + offset] != ranks[stage]
 
     def _resolve(self, op: Op, direction: int) -> list[_Work]:
-        """The entries of `op` for all stages."""
+        """Resolve the table entries of `op` for all stages."""
         entries, lowered = [], self.schedule.is_lowered
         for stage in range(self.schedule.num_stages):
             needs = tuple(
@@ -142,7 +145,7 @@ class Machine:
         return self._base(kind, 0, True), self.seconds.get((stage, send), 0.0) + self.latency_seconds
 
     def _resolve_hops(self) -> dict[Op, list[list[_Hop]]]:
-        """[op][direction][stage]; numbers the channels. Stages at an end have entries that no checked schedule uses."""
+        """Number the channels and return [op][direction][stage]. The first and last stages have entries that no checked schedule uses."""
         index: dict[Channel, int] = {}
         hops: dict[Op, list[list[_Hop]]] = {op: [[] for _ in range(self._num_directions)] for op in SEND_OPS | RECV_OPS}
         for kind, (send, receive, _) in TRAVELS.items():
@@ -161,7 +164,7 @@ class Machine:
         return hops
 
     def run(self) -> bool:
-        """Walk until every row is at its end (True) or all ranks stand still (False)."""
+        """Walk until every row is at its end (True) or all ranks are stuck (False)."""
         self.ready = list(range(self.schedule.num_ranks))[::-1]
         while True:
             while self.ready:
@@ -173,17 +176,14 @@ class Machine:
     def _advance(self, rank: int) -> None:
         """Execute the row of `rank` up to its end or to an action that cannot run yet.
 
-        One long loop over local names: a schedule of a million actions spends its time here.
+        A long loop over local names: a schedule of a million actions spends its time here.
         """
-        row, clock, times, count = self.schedule.rows[rank], self.clocks[rank], self.times, self.count
-        work, hops, directions, waiting_for = self.work, self.hops, self._num_directions, self.waiting_for
-        starts, ends, ready, unmatched = self.starts[rank], self.ends[rank], self.ready, self.unmatched
-        sent, posted, depths, blocked_on, free_at = self.sent, self.posted, self.depths, self.blocked_on, self.free_at
-        is_bounded, overlap, latency_seconds = self.send_depth is not None, self.overlap, self.latency_seconds
-        sends, skip_to = SEND_OPS, 0
-        for position in range(self.positions[rank], len(row)):
-            if position < skip_to:
-                continue  # executed with the one before
+        row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
+        times, waiting_for, ready, count = self.times, self.waiting_for, self.ready, self.count
+        work, hops, directions, sends = self.work, self.hops, self._num_directions, SEND_OPS
+        sent, posted, depths, is_bounded = self.sent, self.posted, self.depths, self.send_depth is not None
+        slots = iter(range(self.positions[rank], len(row)))
+        for position in slots:
             stage, op, microbatch = row[position]
             key = stage * count + (microbatch or 0)
             if op in work:
@@ -198,8 +198,7 @@ class Machine:
                         break
                 else:
                     clock = start + seconds if seconds else start
-                    starts[position] = start
-                    ends[position] = clock
+                    starts[position], ends[position] = start, clock
                     for base in makes:
                         times[base + key] = clock
                     for base, delay in arrives:
@@ -208,52 +207,69 @@ class Machine:
                             ready.append(waiting_for.pop(base + key))
                     continue
                 break
-            if op not in hops:
-                self.positions[rank], self.clocks[rank] = position, clock
-                done = self.others[op](rank, row[position], clock)
-                if not done:
-                    break
-                clock, skip_to = self.clocks[rank], position + done
+            if op in hops:
+                value, message, channel, wire_seconds = hops[op][microbatch % directions][stage]  # type: ignore[operator]
+                if op in sends:
+                    if times[value + key] < 0 or (is_bounded and sent[channel] - posted[channel] >= depths[channel]):
+                        self._block(rank, value + key, channel)
+                        break
+                    sent[channel] += 1
+                    if not self.overlap:
+                        clock += wire_seconds
+                else:
+                    posted[channel] += 1
+                    if channel in self.blocked_on:
+                        self._unblock(channel, clock)
+                starts[position] = clock
+                ends[position] = self._match(message + key, channel, wire_seconds, clock, ends, position)
                 continue
-            value, message, channel, wire_seconds = hops[op][microbatch % directions][stage]  # type: ignore[operator]
-            if op in sends:
-                if times[value + key] < 0:
-                    waiting_for[value + key] = rank
-                    break
-                if is_bounded and sent[channel] - posted[channel] >= depths[channel]:
-                    blocked_on[channel] = rank
-                    break
-                sent[channel] += 1
-                if not overlap:
-                    clock += wire_seconds
-            else:
-                posted[channel] += 1
-                if channel in blocked_on:
-                    sender = blocked_on.pop(channel)
-                    self.clocks[sender] = max(self.clocks[sender], clock)
-                    ready.append(sender)
-            starts[position] = clock
-            other = unmatched.pop(message + key, None)
-            if other is None:
-                unmatched[message + key] = (clock, ends, position)
-                continue
-            # a message starts once its send and its receive are both there and the one before it on the channel is through
-            start = clock if clock > other[0] else other[0]
-            if wire_seconds and overlap:
-                start = free_at[channel] = max(start, free_at[channel]) + wire_seconds
-            ends[position] = other[1][other[2]] = times[message + key] = (
-                start + latency_seconds if latency_seconds else start
-            )
-            if message + key in waiting_for:
-                ready.append(waiting_for.pop(message + key))
+            self.positions[rank], self.clocks[rank] = position, clock
+            num_done = self.others[op](rank, row[position], clock)
+            if not num_done:
+                break
+            clock = self.clocks[rank]
+            for _ in range(num_done - 1):
+                next(slots)
         else:
             position = len(row)
         self.positions[rank], self.clocks[rank] = position, clock
 
-    # ops that are neither one plain computation nor a message: each returns how many slots it executed, 0 if it cannot run yet
+    def _block(self, rank: int, value: int, channel: int) -> None:
+        """Note why `rank` cannot send: its value is missing, or too many sends of the channel are in flight."""
+        if self.times[value] < 0:
+            self.waiting_for[value] = rank
+        else:
+            self.blocked_on[channel] = rank
+
+    def _unblock(self, channel: int, clock: float) -> None:
+        """Wake the sender that waited for a receive to be posted."""
+        sender = self.blocked_on.pop(channel)
+        self.clocks[sender] = max(self.clocks[sender], clock)
+        self.ready.append(sender)
+
+    def _match(
+        self, message: int, channel: int, wire_seconds: float, clock: float, ends: list[float], slot: int
+    ) -> float:
+        """Note a send or a receive and return its end; NEVER, to be set later, if it is the first of the two.
+
+        A message starts once both are there and the one before it on the channel is through.
+        """
+        first = self.unmatched.pop(message, None)
+        if first is None:
+            self.unmatched[message] = clock, ends, slot
+            return NEVER
+        start = clock if clock > first[0] else first[0]
+        if wire_seconds and self.overlap:
+            start = self.free_at[channel] = max(start, self.free_at[channel]) + wire_seconds
+        first[1][first[2]] = self.times[message] = end = start + self.latency_seconds
+        if message in self.waiting_for:
+            self.ready.append(self.waiting_for.pop(message))
+        return end
+
+    # ops that are neither a plain computation nor a message: each returns how many slots it executed, 0 if it cannot run yet
 
     def _overlap(self, rank: int, action: Action, clock: float) -> int:
-        """A forward and a backward side by side: both start when both have what they need, both end with the pair."""
+        """Run a forward and a backward side by side: both start when both have what they need, both end with the pair."""
         slot = self.positions[rank]
         halves = self.schedule.rows[rank][slot + 1 : slot + 3]
         works = [self.work[op][microbatch % self._num_directions][stage] for stage, op, microbatch in halves]  # type: ignore[operator]
@@ -279,7 +295,7 @@ class Machine:
         return 3
 
     def _update(self, rank: int, action: Action, clock: float) -> int:
-        """An optimizer step of one stage, on the clock of the rank."""
+        """Run an optimizer step of one stage, on the clock of the rank."""
         stage, op, microbatch = action
         slot, value = self.positions[rank], self._base(ValueKind.WGRAD, 0, False) + stage * self.count + microbatch  # type: ignore[operator]
         if self.times[value] < 0:
@@ -295,7 +311,7 @@ class Machine:
             self.ready.append(self.waiting_for.pop(value))
 
     def _reduce(self, rank: int, action: Action, clock: float) -> int:
-        """A reduction beside the computation, or on its clock if nothing overlaps; 0 if a weight gradient is still missing."""
+        """Run a reduction beside the computation, or on the clock of the rank if nothing overlaps."""
         stage, op, _ = action
         base = self._base(ValueKind.WGRAD, 0, False) + stage * self.count
         for microbatch in range(self.count):
@@ -311,7 +327,7 @@ class Machine:
         return 1
 
     def _raise_least_depth(self) -> bool:
-        """All ranks stand still: allow one more send on the blocked channels of least depth. False if no send is blocked."""
+        """Allow one more send on the blocked channels of least depth. Returns False if no send is blocked."""
         if not self.blocked_on or self.send_depth is None:
             return False
         least = min(self.depths[channel] for channel in self.blocked_on)

@@ -348,9 +348,7 @@ def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
         pytest.param(("dualpipe", 4, 1, 6), "use 8", id="few microbatches"),
         pytest.param(("dualpipe", 4, 2, 8), "one chunk per rank in each direction", id="chunks in two directions"),
         pytest.param(("dualpipe", 4, 1, 9), "use 8 or 10", id="odd microbatches"),
-        pytest.param(
-            ("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were given: use 8", id="fewer microbatches than stages"
-        ),
+        pytest.param(("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were given: use 8", id="fewer microbatches than stages"),
         pytest.param(("pipedream-2bw", 4, 1, 8, 3), "weights of the group before.*use 4 or more", id="small group"),
         pytest.param(("zb-h1", 4, 2, 8), "one chunk per rank", id="chunks"),
     ],

@@ -121,7 +121,7 @@ def test_forward_only_rows_are_valid_on_every_placement(placement, m):
     ("arguments", "complaint"),
     [
         pytest.param(("1f1v", 2, 1, 4), "did you mean 1f1b", id="misspelt"),
-        pytest.param(("zigzag!", 2, 1, 4), "there are naive, gpipe, 1f1b, interleaved", id="unknown"),
+        pytest.param(("zigzag!", 2, 1, 4), "choose one of naive, gpipe, 1f1b, interleaved", id="unknown"),
         pytest.param(("1f1b", 2, 2, 4), "one chunk per rank.*interleaved", id="chunks"),
         pytest.param(("1f1b", 2, 1, 4, 2), "no microbatch groups", id="group size"),
         pytest.param(("interleaved", 4, 2, 8, 3), "use 4 or more", id="small group"),
