@@ -1,28 +1,31 @@
 #!/usr/bin/env bash
-# Installs what the tests need, then runs lint, types and all tests, and prints the time of each phase.
+# Installs the test dependencies, then runs lint, type checks and tests, and prints the time of each phase.
 #
-#   launch/test.sh [--slow] [--gpu] [--lab] [--no-install] [arguments of pytest]
+#   launch/test.sh [--all] [--gpu] [--lab] [--no-install] [arguments of pytest]
 #
-#   --slow          also the long variants, before a release
+#   --all           also the long tests, with new hypothesis examples for each commit; this is what continuous integration runs.
+#                   Without it the tests are the same every time and take a few minutes; both print what they leave out
 #   --gpu           also the tests that need a CUDA device
-#   --lab           also installs Debian's SLURM and munge with apt-get, which needs root, for the tests that submit a job (they bring up
-#                   daemons of their own; without SLURM they are skipped)
+#   --lab           also install Debian's SLURM and munge with apt-get (needs root) for the tests that submit jobs to daemons
+#                   that they start themselves; without SLURM these tests are skipped
 #   --no-install    use the virtual environment as it is
-#   anything else   goes to pytest, which then runs alone: launch/test.sh tests/comm -x
+#   anything else   is passed to pytest, which then runs alone: launch/test.sh tests/comm -x
 #
 #   VENV=DIR and PYTHON=EXE as in launch/install.sh
 #
-# Every phase is run even if one before it failed; the exit code is 0 only if all passed.
+# Every phase runs even if an earlier one failed; the exit code is 0 only if all passed.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 install=yes
 lab=no
+all=no
 options=()
 selection=()
 for argument in "$@"; do
     case $argument in
-        --slow | --gpu) options+=("$argument") ;;
+        --all | --slow) options+=(--all); all=yes ;;
+        --gpu) options+=(--gpu) ;;
         --lab) lab=yes ;;
         --no-install) install=no ;;
         -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -30,7 +33,7 @@ for argument in "$@"; do
     esac
 done
 
-# a path given by the user is meant from where the user stands
+# paths are relative to the caller's directory
 for index in "${!selection[@]}"; do
     path=${selection[$index]%%::*}
     case $path in -* | /*) ;; *) [ ! -e "$path" ] || selection[index]=$PWD/${selection[$index]} ;; esac
@@ -65,7 +68,7 @@ report() {
     return $failed
 }
 
-# Types take one core for half a minute, and so do the tests without torch.
+# The type check takes one core for half a minute; it runs while the tests without torch use the other.
 check_types() { "$python" -m mypy >"$types" 2>&1; }
 show_types() {
     local verdict=0
@@ -74,7 +77,7 @@ show_types() {
     return $verdict
 }
 
-# What cannot be had is skipped by the tests that need it, with the reason.
+# If SLURM cannot be installed, its tests are skipped with the reason.
 install_lab() {
     ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null || return 0
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm slurmctld slurmd munge ||
@@ -90,6 +93,12 @@ elif [ ! -x "$venv/bin/python" ]; then
     exit 1
 fi
 python=$venv/bin/python
+if [ "$all" = yes ]; then
+    # other examples for each commit, the same ones when a commit is tested again
+    seed=$((16#$(git rev-parse --short=8 HEAD 2>/dev/null || echo 0)))
+    printf 'hypothesis seed %d (of this commit)\n' "$seed"
+    options+=("--hypothesis-seed=$seed")
+fi
 
 if [ ${#selection[@]} -gt 0 ]; then
     phase tests "$python" -m pytest "${options[@]}" "${selection[@]}"
@@ -103,8 +112,8 @@ else
     phase "tests without torch" "$python" -m pytest --torchfree "${options[@]}"
     phase types show_types
     trap 'rm -f "$types"' EXIT
-    # ranks wait for each other a third of the time; what is timed, or has to come within seconds, runs alone (tests/conftest.py).
-    # One thread each: two pools of threads on the same two cores took a sixth longer.
+    # Ranks wait for each other a third of the time, so two tests share two cores. Tests that measure time run alone
+    # (tests/conftest.py). One thread each: two thread pools on the same two cores took a sixth longer.
     phase "tests, two at a time" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not torchfree and not alone" -n 2 --dist loadfile "${options[@]}"
     phase "tests, one at a time" "$python" -m pytest -m "alone and not torchfree" "${options[@]}"
 fi

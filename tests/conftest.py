@@ -1,4 +1,4 @@
-"""What every test gets: a reproducible hypothesis, --slow and --gpu, the markers torchfree and alone by folder, cheapest tests first."""
+"""Options and markers of all tests: --all and --gpu, reproducible hypothesis draws, torchfree and alone by folder, cheapest tests first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,18 +34,25 @@ ALONE_FILES = (
 )
 NOT_ALONE_FILES = ("launch/test_saved_model.py", "launch/test_scripts.py")
 
-hypothesis.settings.register_profile("megapipe", derandomize=True, deadline=None, database=None, print_blob=True)
-hypothesis.settings.load_profile("megapipe")
+# The everyday suite draws the same examples every time; with --hypothesis-seed (launch/test.sh --all) others are drawn.
+for name, derandomize in (("everyday", True), ("seeded", False)):
+    hypothesis.settings.register_profile(name, derandomize=derandomize, deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
+# Tests that run only with --all, one node id (or its beginning) a line, behind the seconds that it took on two idle cores.
+LONG_TESTS = tuple(line.split(maxsplit=1)[1] for line in (TESTS / "long_tests.txt").read_text().splitlines())
+
+
+LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megapipe")
-    group.addoption("--slow", action="store_true", help="also run the long variants (before a release)")
+    group.addoption("--all", "--slow", action="store_true", dest="run_all", help="also run the long tests")
     group.addoption("--gpu", action="store_true", help="also run the tests that need a CUDA device")
     group.addoption(
         "--torchfree",
         action="store_true",
-        help="only the pure tests of the plan half; the others are not even imported",
+        help="only the tests of packages that import no torch; the others are not collected",
     )
 
 
@@ -103,11 +111,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.torchfree)
         if TESTS in item.path.parents and is_alone(item.path):
             item.add_marker(pytest.mark.alone)
-        if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="a long variant: run with --slow"))
+        if item.nodeid.startswith(LONG_TESTS):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not config.getoption("run_all"):
+            item.add_marker(pytest.mark.skip(reason=LEFT_OUT["--all"]))
         if item.get_closest_marker("gpu"):
             if not config.getoption("--gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run with --gpu"))
+                item.add_marker(pytest.mark.skip(reason=LEFT_OUT["--gpu"]))
             elif not cuda_is_there():
                 item.add_marker(pytest.mark.skip(reason="--gpu was given but torch sees no CUDA device"))
     items.sort(key=cost_class)  # stable: files stay together within a class
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were left out, and why."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"left out: {count} tests ({reason})")
