@@ -25,7 +25,7 @@ TORCH_FREE_PATHS = (
     *(package.replace(".", "/") + "/" for package in TORCH_FREE),
     *(f"test_{package}.py" for package in (*TORCH_FREE, "import_rules")),
 )
-# where something is timed, or has to come within seconds: other tests beside them would be in the way
+# tests that measure time or expect events within seconds: they do not run in parallel with other tests
 ALONE_FOLDERS = ("extras/calibrate/", "extras/doctor/", "faults/", "cuda/", "lab/", "launch/")
 ALONE_FILES = (
     "comm/test_store_exchange.py",
@@ -62,7 +62,7 @@ def is_torchfree(path: Path) -> bool:
 
 
 def is_alone(path: Path) -> bool:
-    """True for a test file that other tests would disturb."""
+    """True for a test file whose tests run alone."""
     place = path.relative_to(TESTS).as_posix()
     return place in ALONE_FILES or (place.startswith(ALONE_FOLDERS) and place not in NOT_ALONE_FILES)
 
@@ -75,7 +75,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """world_size -> live ranks shared by the session: rank_pools(4).run(function, *args). For jobs that leave no traces in a process."""
+    """Live ranks by world size, shared by the session: rank_pools(4).run(function, *args). For jobs without side effects on the process."""
     from tests.harness import RankPool
 
     pools: dict[int, RankPool] = {}
@@ -86,13 +86,13 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
 
 @functools.cache
 def cuda_is_there() -> bool:
-    """Asked of a child process: a parent that has touched CUDA cannot fork ranks."""
+    """Ask a child process, since a parent that has initialized CUDA cannot fork ranks."""
     probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
     return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == 0
 
 
 def cost_class(item: pytest.Item) -> int:
-    """0 walls, 1 pure, 2 one process, 3 gloo ranks, 4 gpu, 5 slow."""
+    """0 import rules, 1 pure, 2 one process, 3 gloo ranks, 4 gpu, 5 slow."""
     if item.path.name == "test_import_rules.py":
         return 0
     if item.get_closest_marker("slow"):

@@ -1,16 +1,16 @@
-"""Starts ranks for tests: real processes, real gloo, 0.1 to 0.4 s for a test of four ranks, and never a hang.
+"""Run tests on several ranks: real processes over gloo, 0.1 to 0.4 s for a test of four ranks, with a time limit.
 
     run_ranks(function, 4, *args)          four fresh ranks, one job
-    with RankPool(4) as pool:              four live ranks, a few milliseconds a job
+    with RankPool(4) as pool:              four live ranks, a few milliseconds per job
         pool.run(function, *args)
 
-`function(rank, world_size, *args)` must stand at the top of a module; its arguments and results must pickle (tensors do). Both return
-the results by rank. Every rank has torch.distributed initialised over gloo (world_size > 1) and computes with one thread.
+`function(rank, world_size, *args)` must be a module-level function; its arguments and results must be picklable (tensors are). Both calls
+return the results by rank. Every rank has torch.distributed initialized over gloo (if world_size > 1) and computes with one thread.
 
-Workers are forked from a server that has imported torch and megapipe (tests/preload.py) and never computed, meet in a FileStore (no
-ports), write their output to a file that is shown when they fail, and end by os._exit. The first rank to raise ends the job with its
-traceback; the others stay alive until then, so that its error is not hidden under their complaints of a lost peer. When the time is up
-every rank's stacks are dumped and shown. This file imports no torch: only the workers do.
+Workers are forked from a server that has imported torch and megapipe (tests/preload.py) and never computes. They use a FileStore for the
+rendezvous (no ports), redirect their output to a file that is shown if they fail, and end with os._exit. The first rank that raises ends the
+job with its traceback; the others stay alive until then, so that its error is not hidden by their errors about a lost peer. At the
+time limit the stacks of all ranks are dumped and shown. Only the workers import torch, not this file.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run_ranks(
 
 
 class RankPool:
-    """Live ranks for many jobs. A job that fails poisons the pool: its ranks are killed, and the next job gets fresh ones.
+    """Live ranks for many jobs. If a job fails, its ranks are killed and the next job gets fresh ones.
 
     Between jobs the process groups a job made are destroyed and the default seed and dtype are restored.
     """
@@ -218,7 +218,7 @@ class RankPool:
 
 
 def _fork_server() -> Any:
-    """The context whose server has torch imported; started by its first process."""
+    """Return the multiprocessing context whose server has imported torch; its first process starts the server."""
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
     # the server imports PRELOADED before it gets our sys.path
@@ -230,7 +230,7 @@ def _fork_server() -> Any:
 
 
 def _serve(rank: int, world_size: int, connection: Connection, folder: str, timeout: float, parent: int) -> None:
-    """A rank's life: redirect output, meet the others, answer jobs until the parent closes the pipe, leave by os._exit."""
+    """Main function of a rank: redirect output, join the process group, run jobs until the parent closes the pipe, and end with os._exit."""
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         with _rank_output(Path(folder) / f"rank{rank}.log"), (Path(folder) / f"rank{rank}.stacks").open("w") as stacks:
@@ -260,7 +260,7 @@ def _answer(job: bytes, rank: int, world_size: int, folder: str, timeout: float,
 
 
 def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: bool) -> None:
-    """A clean rank: one thread, the default dtype and seed, the world's process group alone."""
+    """Reset the rank: one thread, default dtype and seed, only the world's process group."""
     import torch
     import torch.distributed as dist
 
@@ -287,14 +287,14 @@ def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: b
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the test run ends: a hung rank must not outlive a run that was killed. Runs in a thread of its own."""
+    """End this process when the test run ends, so that a hung rank does not outlive a killed run. Runs in a separate thread."""
     wait_for_end(parent)
     os._exit(1)
 
 
 @contextlib.contextmanager
 def _rank_output(path: Path) -> Iterator[None]:
-    """Send file descriptors 1 and 2 to `path`: output of C++ too."""
+    """Redirect file descriptors 1 and 2 to `path`, including output of C++ code."""
     with path.open("w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -1,6 +1,6 @@
-"""The walls of the house: what may import what, and what stands in one place only. Read from the source, imports at any depth counted.
+"""Import rules and other rules about the source code, checked on its syntax trees; imports inside functions count too.
 
-Every wall is also shown a small planted breach, so that a check that sees nothing is itself seen.
+Every rule is also tested on a small violation, so that a check that detects nothing fails.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PACKAGE = REPOSITORY / "megapipe"
 SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["megapipe"]
 LEVELS: dict[str, int] = SETTINGS["levels"]
 TORCH_FREE: tuple[str, ...] = tuple(SETTINGS["torch_free"])
-REFERENCE = "extras.reference"  # the oracle: torch alone; known only to those who verify
+REFERENCE = "extras.reference"  # uses torch only; imported only by the packages that verify
 REFERENCE_IS_SEEN_FROM = 9
 PEERS = (
     REPOSITORY / "tools" / "bench" / "schedule_bench" / "peers"
-)  # whom the benchmark compares with: they speak to torch.distributed themselves
+)  # implementations that the benchmark compares with, which use torch.distributed directly
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
-LIBRARIES = {  # imported in one file each, inside functions: a run that did not choose them never asks for them
+LIBRARIES = {  # each is imported in one file, inside functions, so that only runs that selected it import it
     "transformer_engine": "megapipe.gpu.transformer_engine",
     "apex": "megapipe.gpu.libraries",
     "fused_weight_gradient_mlp_cuda": "megapipe.gpu.libraries",
@@ -49,7 +49,7 @@ STATE_WITH_A_REASON = {
     "changes _work of megapipe.data.preprocess": "a worker process of multiprocessing has no other place for what its initializer made",
 }
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
-READS_PICKLES = {  # files of others, with readers that call nothing (tests/extras/convert/test_crafted_pickles.py)
+READS_PICKLES = {  # readers of foreign checkpoints that call nothing (tests/extras/convert/test_crafted_pickles.py)
     "megapipe.extras.convert.pickled",
     "megapipe.extras.convert.dcp_folder",
 }
@@ -81,7 +81,7 @@ MUTATORS = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name -> file, of everything in the package."""
+    """Return the file of every module in the package, by dotted name."""
     return {dotted_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
@@ -91,7 +91,7 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """The package of a module: 'comm' for megapipe.comm.groups, 'extras.cli' for megapipe.extras.cli.plan, '' for megapipe itself."""
+    """Return the package of a module: 'comm' for megapipe.comm.groups, 'extras.cli' for megapipe.extras.cli.plan, '' for megapipe itself."""
     words = [*module.split("."), "", ""]
     return words[1] if words[1] != "extras" else ".".join(words[1:3]) if words[2] else ""
 
@@ -102,7 +102,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """(line, module imported, names taken from it) wherever it stands: in functions, under TYPE_CHECKING, through importlib."""
+    """Yield (line, imported module, imported names) of all imports: in functions, under TYPE_CHECKING, through importlib."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -127,7 +127,7 @@ def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Itera
 
 
 def modules_imported(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """As imports_of, with `from megapipe import topology` and `from megapipe.comm import groups` resolved to modules."""
+    """Yield (line, module) as imports_of, with `from megapipe import topology` and `from megapipe.comm import groups` resolved to modules."""
     for line, name, taken in imports_of(tree, module, is_package):
         submodules = [f"{name}.{word}" for word in taken if f"{name}.{word}" in modules() or name == "megapipe"]
         yield from ((line, submodule) for submodule in submodules)
@@ -135,9 +135,9 @@ def modules_imported(tree: ast.Module, module: str, is_package: bool = False) ->
             yield line, name
 
 
-def breaches_of_levels(tree: ast.Module, module: str, is_package: bool = False) -> list[str]:
+def violations_of_levels(tree: ast.Module, module: str, is_package: bool = False) -> list[str]:
     package = package_of(module)
-    breaches = []
+    violations = []
     for line, name in modules_imported(tree, module, is_package):
         target = package_of(name)
         if (
@@ -151,13 +151,13 @@ def breaches_of_levels(tree: ast.Module, module: str, is_package: bool = False) 
         else:
             allowed = package != REFERENCE and target in LEVELS and LEVELS[target] < LEVELS[package]
         if not allowed:
-            breaches.append(
-                f"{module}:{line} (level {LEVELS.get(package, 'beside')}) imports {name} (level {LEVELS.get(target, 'none')})"
+            violations.append(
+                f"{module}:{line} (level {LEVELS.get(package, 'none')}) imports {name} (level {LEVELS.get(target, 'none')})"
             )
-    return breaches
+    return violations
 
 
-def breaches_of_torch(tree: ast.Module, module: str) -> list[str]:
+def violations_of_torch(tree: ast.Module, module: str) -> list[str]:
     return [
         f"{module}:{line} imports {name}"
         for line, name, _ in imports_of(tree, module)
@@ -165,8 +165,8 @@ def breaches_of_torch(tree: ast.Module, module: str) -> list[str]:
     ]
 
 
-def breaches_of_the_one_door(tree: ast.Module, module: str) -> list[str]:
-    """Uses of torch.distributed outside comm: imported, or reached as an attribute."""
+def violations_of_one_place(tree: ast.Module, module: str) -> list[str]:
+    """Find uses of torch.distributed: imports and attribute accesses."""
     lines = [
         line
         for line, name, taken in imports_of(tree, module)
@@ -180,8 +180,8 @@ def breaches_of_the_one_door(tree: ast.Module, module: str) -> list[str]:
     return [f"{module}:{line} uses torch.distributed" for line in lines]
 
 
-def breaches_of_libraries(tree: ast.Module, module: str) -> list[str]:
-    """Imports of a chosen library outside its one file, or there but outside functions."""
+def violations_of_libraries(tree: ast.Module, module: str) -> list[str]:
+    """Find imports of an optional library outside its file, or outside functions in that file."""
     inside = {
         node for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
     }
@@ -189,11 +189,11 @@ def breaches_of_libraries(tree: ast.Module, module: str) -> list[str]:
     return [
         f"{module}:{line} imports {name}"
         for line, name, _ in imports_of(tree, module)
-        if (door := LIBRARIES.get(name.split(".")[0])) is not None and (module != door or line not in lines_inside)
+        if (file := LIBRARIES.get(name.split(".")[0])) is not None and (module != file or line not in lines_inside)
     ]
 
 
-def breaches_of_environment(tree: ast.Module, module: str) -> list[str]:
+def violations_of_environment(tree: ast.Module, module: str) -> list[str]:
     names = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
     lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in names]
     lines += [
@@ -204,9 +204,9 @@ def breaches_of_environment(tree: ast.Module, module: str) -> list[str]:
     return [f"{module}:{line} reads the environment" for line in lines]
 
 
-def breaches_of_what_runs_others(tree: ast.Module, module: str) -> list[str]:
-    """Pickles from anywhere but the restricted readers, torch's object collectives (which unpickle what arrives), shells, eval."""
-    breaches = [
+def violations_of_code_execution(tree: ast.Module, module: str) -> list[str]:
+    """Find pickle outside the restricted readers, torch's object collectives (which unpickle received data), shells and eval."""
+    violations = [
         f"{module}:{line} imports {name}"
         for line, name, _ in imports_of(tree, module)
         if name.split(".")[0] in UNPICKLERS and module not in READS_PICKLES
@@ -217,18 +217,18 @@ def breaches_of_what_runs_others(tree: ast.Module, module: str) -> list[str]:
             if word.endswith(("_object_list", "_object")) and ast.unparse(node).startswith(
                 ("dist.", "torch.", "distributed")
             ):
-                breaches.append(f"{module}:{node.lineno} uses {word}, which unpickles what arrives")
+                violations.append(f"{module}:{node.lineno} uses {word}, which unpickles received data")
             if ast.unparse(node) in RUNS_TEXT:
-                breaches.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+                violations.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
             if ast.unparse(node) in ("pickle.load", "pickle.loads", "np.load", "numpy.load", "torch.load"):
-                breaches += _breaches_of_loading(tree, node, module)
+                violations += _violations_of_loading(tree, node, module)
         if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
-            breaches.append(f"{module}:{node.value.lineno} starts a shell")
-    return breaches
+            violations.append(f"{module}:{node.value.lineno} starts a shell")
+    return violations
 
 
-def _breaches_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, module: str) -> list[str]:
-    """Every use is a call that says it unpickles nothing, or only weights."""
+def _violations_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, module: str) -> list[str]:
+    """Require that every use is a call which disables pickles or loads only weights."""
     says = {
         "torch.load": ("weights_only", "True"),
         "np.load": ("allow_pickle", "False"),
@@ -243,14 +243,14 @@ def _breaches_of_loading(tree: ast.Module, function: ast.Attribute | ast.Name, m
     ]
 
 
-def breaches_of_state(tree: ast.Module, module: str) -> list[str]:
-    """Live objects made at import, `global` statements, and module-level containers that functions change."""
-    breaches = []
+def violations_of_state(tree: ast.Module, module: str) -> list[str]:
+    """Find live objects created at import, `global` statements, and module-level containers that functions change."""
+    violations = []
     for statement in tree.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Call):
             called = ast.unparse(statement.value.func).split(".")
             if set(called) & LIVE_STATE:
-                breaches.append(f"{module}:{statement.lineno} makes a {'.'.join(called)} at import")
+                violations.append(f"{module}:{statement.lineno} makes a {'.'.join(called)} at import")
     held = {
         target.id
         for statement in tree.body
@@ -260,16 +260,16 @@ def breaches_of_state(tree: ast.Module, module: str) -> list[str]:
     }
     for function in ast.walk(tree):
         if isinstance(function, ast.Global):
-            breaches.append(f"{module}:{function.lineno} declares global {', '.join(function.names)}")
+            violations.append(f"{module}:{function.lineno} declares global {', '.join(function.names)}")
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            breaches += [
+            violations += [
                 f"line {line} changes {name} of {module}" for line, name in changed_names(function) if name in held
             ]
-    return sorted(set(breaches))
+    return sorted(set(violations))
 
 
 def changed_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[int, str]]:
-    """(line, name) of containers that a function changes in place and does not bind itself."""
+    """Yield (line, name) of containers that a function changes in place without binding them."""
     arguments = function.args
     own = {
         a.arg
@@ -287,8 +287,8 @@ def changed_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[
             yield target.lineno, target.id
 
 
-def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """One circle of modules, first module repeated at its end; empty if there is none."""
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Return one import cycle with its first module repeated at the end, or an empty list."""
     done: set[str] = set()
     for start in graph:
         trail: list[str] = []
@@ -309,8 +309,8 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def doors() -> list[Path]:
-    """Scripts outside the package."""
+def scripts() -> list[Path]:
+    """Return the scripts outside the package."""
     return [
         path
         for path in (REPOSITORY / "pretrain_gpt.py", *sorted((REPOSITORY / "tools").rglob("*.py")))
@@ -325,16 +325,19 @@ def test_every_package_has_a_level() -> None:
 
 def test_imports_go_only_to_lower_levels() -> None:
     found = [
-        breach for module, path in modules().items() if module != "megapipe" for breach in levels_of_file(module, path)
+        violation
+        for module, path in modules().items()
+        if module != "megapipe"
+        for violation in levels_of_file(module, path)
     ]
     assert not found, "\n".join(found)
 
 
 def levels_of_file(module: str, path: Path) -> list[str]:
-    return breaches_of_levels(tree_of(path), module, path.name == "__init__.py")
+    return violations_of_levels(tree_of(path), module, path.name == "__init__.py")
 
 
-def test_modules_import_in_no_circle() -> None:
+def test_modules_import_without_cycles() -> None:
     graph = {
         module: {
             name for _, name in modules_imported(tree_of(path), module, path.name == "__init__.py") if name in modules()
@@ -342,7 +345,7 @@ def test_modules_import_in_no_circle() -> None:
         - {module}
         for module, path in modules().items()
     }
-    assert circle_in(graph) == []
+    assert cycle_in(graph) == []
 
 
 def test_plan_half_names_no_torch() -> None:
@@ -350,13 +353,13 @@ def test_plan_half_names_no_torch() -> None:
         b
         for module, path in modules().items()
         if package_of(module) in TORCH_FREE
-        for b in breaches_of_torch(tree_of(path), module)
+        for b in violations_of_torch(tree_of(path), module)
     ]
     assert not found, "\n".join(found)
 
 
 def test_importing_the_plan_half_leaves_torch_out() -> None:
-    """In a fresh interpreter, third-party packages included."""
+    """Import them in a fresh interpreter, which covers third-party packages too."""
     plan = [module for module in modules() if package_of(module) in ("", *TORCH_FREE)]
     code = (
         "import importlib, sys\n"
@@ -373,19 +376,19 @@ def test_torch_distributed_is_used_only_in_comm() -> None:
         b
         for module, path in modules().items()
         if package_of(module) != "comm" and module != "megapipe.extras.launch.torchrun"
-        for b in breaches_of_the_one_door(tree_of(path), module)
+        for b in violations_of_one_place(tree_of(path), module)
     ]
     found += [
         b
-        for path in doors()
+        for path in scripts()
         if PEERS not in path.parents
-        for b in breaches_of_the_one_door(tree_of(path), dotted_name(path))
+        for b in violations_of_one_place(tree_of(path), dotted_name(path))
     ]
     assert not found, "\n".join(found)
 
 
 def test_chosen_libraries_are_imported_in_one_file_each() -> None:
-    found = [b for module, path in modules().items() for b in breaches_of_libraries(tree_of(path), module)]
+    found = [b for module, path in modules().items() for b in violations_of_libraries(tree_of(path), module)]
     assert not found, "\n".join(found)
 
 
@@ -394,25 +397,27 @@ def test_environment_is_read_in_one_file() -> None:
         b
         for module, path in modules().items()
         if module != "megapipe.environment"
-        for b in breaches_of_environment(tree_of(path), module)
+        for b in violations_of_environment(tree_of(path), module)
     ]
-    found += [b for path in doors() for b in breaches_of_environment(tree_of(path), dotted_name(path))]
+    found += [b for path in scripts() for b in violations_of_environment(tree_of(path), dotted_name(path))]
     assert not found, "\n".join(found)
 
 
 def test_no_live_state_in_module_globals() -> None:
-    found = [breach for module, path in modules().items() for breach in breaches_of_state(tree_of(path), module)]
-    excused = {reason for reason in STATE_WITH_A_REASON for breach in found if breach.endswith(reason)}
-    assert not [breach for breach in found if not breach.endswith(tuple(excused))], "\n".join(found)
+    found = [
+        violation for module, path in modules().items() for violation in violations_of_state(tree_of(path), module)
+    ]
+    excused = {reason for reason in STATE_WITH_A_REASON for violation in found if violation.endswith(reason)}
+    assert not [violation for violation in found if not violation.endswith(tuple(excused))], "\n".join(found)
     assert excused == set(STATE_WITH_A_REASON), "an excuse that is no longer needed"
 
 
 def test_nothing_that_arrives_is_unpickled_or_run() -> None:
-    found = [b for module, path in modules().items() for b in breaches_of_what_runs_others(tree_of(path), module)]
+    found = [b for module, path in modules().items() for b in violations_of_code_execution(tree_of(path), module)]
     found += [
         b
-        for path in doors()
-        for b in breaches_of_what_runs_others(tree_of(path), dotted_name(path))
+        for path in scripts()
+        for b in violations_of_code_execution(tree_of(path), dotted_name(path))
         if PEERS not in path.parents
     ]
     assert not found, "\n".join(found)
@@ -438,7 +443,9 @@ def test_packages_are_introduced_by_a_docstring_and_re_export_nothing() -> None:
 
 
 def test_no_file_has_a_name_that_says_nothing() -> None:
-    names = {path: set(path.relative_to(REPOSITORY).with_suffix("").parts) for path in (*modules().values(), *doors())}
+    names = {
+        path: set(path.relative_to(REPOSITORY).with_suffix("").parts) for path in (*modules().values(), *scripts())
+    }
     assert not [path for path, parts in names.items() if parts & NAMES_THAT_SAY_NOTHING]
 
 
@@ -458,8 +465,8 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
     ],
 )
 def test_planted_import_upwards_is_seen(source: str) -> None:
-    assert breaches_of_levels(ast.parse(source), "megapipe.tensor_parallel.linear")
-    assert not breaches_of_levels(
+    assert violations_of_levels(ast.parse(source), "megapipe.tensor_parallel.linear")
+    assert not violations_of_levels(
         ast.parse("from megapipe.comm.groups import Group"), "megapipe.tensor_parallel.linear"
     )
 
@@ -469,8 +476,8 @@ def test_planted_import_upwards_is_seen(source: str) -> None:
     ["import torch.distributed as dist", "from torch import distributed", "def f():\n    torch.distributed.barrier()"],
 )
 def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
-    assert breaches_of_the_one_door(ast.parse(source), "megapipe.optimizer.norm")
-    assert not breaches_of_the_one_door(ast.parse("import torch\ntorch.zeros(1)"), "megapipe.optimizer.norm")
+    assert violations_of_one_place(ast.parse(source), "megapipe.optimizer.norm")
+    assert not violations_of_one_place(ast.parse("import torch\ntorch.zeros(1)"), "megapipe.optimizer.norm")
 
 
 @pytest.mark.parametrize(
@@ -482,20 +489,20 @@ def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
     ],
 )
 def test_planted_import_of_a_library_is_seen(source: str, module: str) -> None:
-    assert breaches_of_libraries(ast.parse(source), module)
-    assert not breaches_of_libraries(ast.parse("def f():\n    import flash_attn"), "megapipe.gpu.libraries")
+    assert violations_of_libraries(ast.parse(source), module)
+    assert not violations_of_libraries(ast.parse("def f():\n    import flash_attn"), "megapipe.gpu.libraries")
 
 
 @pytest.mark.parametrize("source", ["import torch", "def f():\n    from torch import Tensor", "import transformers"])
 def test_planted_torch_in_the_plan_is_seen(source: str) -> None:
-    assert breaches_of_torch(ast.parse(source), "megapipe.plan.flops")
+    assert violations_of_torch(ast.parse(source), "megapipe.plan.flops")
 
 
 @pytest.mark.parametrize(
     "source", ["import os\nos.environ['RANK']", "from os import environ", "def f():\n    return os.getenv('RANK')"]
 )
 def test_planted_read_of_the_environment_is_seen(source: str) -> None:
-    assert breaches_of_environment(ast.parse(source), "megapipe.train.loop")
+    assert violations_of_environment(ast.parse(source), "megapipe.train.loop")
 
 
 @pytest.mark.parametrize(
@@ -517,9 +524,9 @@ def test_planted_read_of_the_environment_is_seen(source: str) -> None:
     ],
 )
 def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
-    assert breaches_of_what_runs_others(ast.parse(source), "megapipe.train.loop")
+    assert violations_of_code_execution(ast.parse(source), "megapipe.train.loop")
     harmless = "torch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\nsubprocess.run(['ls'])\nbroadcast_object(1, group)"
-    assert not breaches_of_what_runs_others(ast.parse(harmless), "megapipe.train.loop")
+    assert not violations_of_code_execution(ast.parse(harmless), "megapipe.train.loop")
 
 
 @pytest.mark.parametrize(
@@ -535,12 +542,12 @@ def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
     ],
 )
 def test_planted_state_in_globals_is_seen(source: str) -> None:
-    assert breaches_of_state(ast.parse(source), "megapipe.comm.groups")
-    assert not breaches_of_state(
+    assert violations_of_state(ast.parse(source), "megapipe.comm.groups")
+    assert not violations_of_state(
         ast.parse("TABLE = {1: 2}\ndef f(table):\n    table[3] = TABLE[1]"), "megapipe.comm.groups"
     )
 
 
 def test_planted_circle_is_seen() -> None:
-    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
-    assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert cycle_in({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
