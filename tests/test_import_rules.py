@@ -51,7 +51,6 @@ STATE_WITH_A_REASON = {
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 READS_PICKLES = {  # readers of foreign checkpoints that call nothing (tests/extras/convert/test_crafted_pickles.py)
     "megapipe.extras.convert.pickled",
-    "megapipe.extras.convert.dcp_folder",
 }
 RUNS_TEXT = (
     "eval",

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.convert import formats, hugging_face
-from megapipe.extras.convert.formats import Wishes
+from megapipe.extras.convert.formats import ConversionOptions
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot
 
 HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
@@ -133,7 +134,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if target_format == source_format:
         raise ConfigError(f"{arguments.source} is already {source_format}; say with --to what to make of it")
     _refuse_idle_flags(arguments, {"from": source_format, "to": target_format})
-    wishes = Wishes(
+    options = ConversionOptions(
         arguments.step,
         frozenset(arguments.ignore_key),
         arguments.vocab_size,
@@ -145,7 +146,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         arguments.transformer_impl == "transformer_engine",
         arguments.config,
     )
-    snapshot = formats.READERS[source_format](arguments.source, wishes)
+    snapshot = formats.READERS[source_format](arguments.source, options)
     if arguments.like is not None:
         snapshot = hugging_face.with_settings_of(snapshot, arguments.like)
     if arguments.seq_length is not None:
@@ -153,14 +154,14 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.dtype is not None:
         snapshot = snapshot.cast(DTYPES[arguments.dtype])
     if arguments.print_config:
-        print(formats.config_text(snapshot), end="")
+        print(to_yaml(snapshot.config), end="")
         return 0
     if arguments.target is None:
         raise ConfigError("give a folder to write, or --print-config")
     check = _shall_check(arguments, (source_format, target_format))
     for remark in snapshot.remarks:
         print(remark)
-    written = formats.WRITERS[target_format](snapshot, arguments.target, wishes)
+    written = formats.WRITERS[target_format](snapshot, arguments.target, options)
     print(f"{arguments.source} ({source_format}) -> {written}")
     return _compare(snapshot, arguments, source_format, target_format) if check else 0
 
@@ -196,7 +197,7 @@ def _compare(snapshot: Snapshot, arguments: argparse.Namespace, source_format: s
 
     folder = arguments.source if source_format == HUGGING_FACE else arguments.target
     if target_format == OWN:
-        snapshot = formats.READERS[OWN](arguments.target, Wishes(step=snapshot.step))
+        snapshot = formats.READERS[OWN](arguments.target, ConversionOptions(step=snapshot.step))
     comparison = compare(snapshot, folder)
     print(comparison)
     if not comparison.agree:

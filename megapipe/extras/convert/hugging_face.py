@@ -1,34 +1,47 @@
-"""A Hugging Face folder: config.json, one or more safetensors files with their index, tokenizer files."""
+"""Hugging Face folders: config.json, one or more safetensors files with an index, tokenizer files."""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.shard import BLOCK_BYTES
+from megapipe.checkpoint.shard import DTYPE_NAMES as SAFETENSORS_NAMES
+from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
+from megapipe.checkpoint.tensor_box import byte_blocks
 from megapipe.config.config import Config
 from megapipe.config.precision import PrecisionConfig
-from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.families import Family, choose_family, family_of
-from megapipe.extras.convert.inert_settings import INERT
-from megapipe.extras.convert.layouts import Layout
-from megapipe.extras.convert.names import Placed, place
-from megapipe.extras.convert.new_folder import new_folder
-from megapipe.extras.convert.safetensors_file import cut_into_files, file_names, read_tensors, write_tensors
-from megapipe.extras.convert.snapshot import DTYPE_NAMES, LazyTensor, Snapshot, fresh_state, unpadded
+from megapipe.extras.convert.settings import INERT
+from megapipe.extras.convert.snapshot import (
+    DTYPE_NAMES,
+    LazyTensor,
+    Snapshot,
+    check_nothing_left,
+    check_tied,
+    first_of,
+    fresh_state,
+    new_folder,
+    unpadded,
+)
+from megapipe.extras.convert.tensor_map import MappedTensor, map_tensors
+from megapipe.layers.embedding import WORD_EMBEDDING
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-DTYPE_WORDS = {getattr(torch, dtype.torch_name): dtype.torch_name for dtype in TENSOR_DTYPES.values()}
-# besides the weights, what a folder may hold that is worth carrying along
-COMPANIONS = [
+HEAD = "lm_head.weight"
+# files other than weights that are copied
+COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -40,23 +53,11 @@ COMPANIONS = [
     "chat_template.jinja",
     "generation_config.json",
     "config.json",
-]
-HEAD, EMBEDDING = "lm_head.weight", "embedding.word_embeddings.weight"
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """The lazily read parts of one of our tensors."""
-
-    layout: Layout
-    parts: tuple[LazyTensor, ...]
-
-    def read(self) -> Tensor:
-        return self.layout.join([part.detach() for part in self.parts])
+)
 
 
 def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
-    """A folder as a Snapshot. ignored: keys of config.json that the caller vouches for.
+    """Read a folder. ignored: unknown keys of config.json that the user declares to be without effect.
 
     Raises ConfigError naming the key, CheckpointError naming the tensor or file, that cannot be converted.
     """
@@ -66,37 +67,153 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         model = family.read(config, ignored)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from None
-    placed = place(family.rows, unpadded(model), family.architecture)
-    found = _with_prefix(_tensors(folder), family, placed)
+    mapped = map_tensors(family.rows, unpadded(model), family.architecture)
+    found = _with_prefix(_tensors(folder), family, mapped)
     tied = not model.untie_embeddings_and_output_weights
-    _check_complete(folder, family, placed, found, tied)
-    tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in placed}
+    wanted = {name for entry in mapped for name in entry.theirs}
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
+    extra = found.keys() - wanted - ({HEAD} if tied else set())
+    left = sorted(name for name in extra if not name.endswith(family.buffers))
+    check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
+    tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in mapped}
+    embedding = tensors[f"master/{WORD_EMBEDDING}"]
     if tied and HEAD in found:
-        _check_tied(folder, found[HEAD], tensors[f"master/{EMBEDDING}"])
-    precision = DTYPE_NAMES[tensors[f"master/{EMBEDDING}"].dtype]
-    files = tuple(folder / name for name in COMPANIONS if (folder / name).is_file())
-    extra = {key: value for key, value in config.items() if key in INERT | ignored}
+        check_tied(folder, HEAD, found[HEAD], embedding)
+    precision = DTYPE_NAMES[embedding.dtype]
+    settings = {key: value for key, value in config.items() if key in INERT | ignored}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
-    return Snapshot(ours, tensors, fresh_state(precision), files, extra)
+    return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
 
 
-def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, most_bytes: int = 5 * 10**9) -> str:
-    """A new folder, complete or not there; returns the architecture. most_bytes: of one weight file.
+def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max_bytes: int = 5 * 10**9) -> str:
+    """Write a new folder atomically and return the architecture. max_bytes: of one weight file.
 
-    Raises ConfigError naming what no architecture can express, CheckpointError if the folder is there already or cannot be written.
+    Raises ConfigError naming what no architecture can express, CheckpointError if the folder exists or cannot be
+    written.
     """
-    before = snapshot.extra_settings.get("architectures") or [None]
-    family, config = choose_family(snapshot.config.model, architecture, before[0])
+    original = snapshot.extra_settings.get("architectures") or [None]
+    family, config = choose_family(snapshot.config.model, architecture, original[0])
     weights = snapshot.weights
     tensors: dict[str, LazyTensor] = {}
-    for entry in place(family.rows, unpadded(snapshot.config.model), family.architecture):
+    for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
         tensors |= _split(entry, weights[entry.spec.name])
     inert = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
-    dtype = DTYPE_WORDS[weights[EMBEDDING].dtype]
+    dtype = str(weights[WORD_EMBEDDING].dtype).removeprefix("torch.")
     config = inert | config | {"dtype" if "dtype" in inert else "torch_dtype": dtype}
     with new_folder(folder) as (disk, temporary):
-        _write_files(disk, temporary, tensors, config, snapshot.files, most_bytes)
+        _write_files(disk, temporary, tensors, config, snapshot.files, max_bytes)
     return family.architecture
+
+
+def with_settings_of(snapshot: Snapshot, folder: Path) -> Snapshot:
+    """Return the snapshot with tokenizer files and inert settings of another Hugging Face folder."""
+    settings = {key: value for key, value in _json(folder / CONFIG).items() if key in INERT}
+    return replace(snapshot, files=_companions(folder), extra_settings=settings)
+
+
+def _companions(folder: Path) -> tuple[Path, ...]:
+    return tuple(folder / name for name in COMPANIONS if (folder / name).is_file())
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file, so this is not a Hugging Face folder") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
+
+
+def _tensors(folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of all weight files, unread."""
+    if (folder / INDEX).is_file():
+        index = _json(folder / INDEX).get("weight_map", {})
+        files = {name: read_tensors(folder / name) for name in sorted(set(index.values()))}
+        for tensor, name in index.items():
+            if tensor not in files[name]:
+                raise CheckpointError(f"{folder / name} lacks the tensor {tensor}, which {INDEX} places there")
+        return {tensor: files[name][tensor] for tensor, name in index.items()}
+    if (folder / SINGLE).is_file():
+        return read_tensors(folder / SINGLE)
+    other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
+    hint = f"; {other} is pickled: save it as safetensors with transformers (save_pretrained)" if other else ""
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
+
+
+def read_tensors(path: Path) -> dict[str, LazyTensor]:
+    """Return all tensors of a safetensors file, unread. Raises CheckpointError naming the file."""
+    found: dict[str, LazyTensor] = {}
+    try:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                part = file.get_slice(name)
+                # a dtype that weights cannot have becomes uint8, which whoever needs the tensor rejects
+                dtype = SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
+                reader = partial(_read_tensor, path, name, part.get_dtype())
+                found[name] = LazyTensor(tuple(part.get_shape()), dtype, reader)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file, or damaged: {error}") from None
+    return found
+
+
+def _read_tensor(path: Path, name: str, dtype_name: str) -> Tensor:
+    try:
+        with safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+    except KeyError:
+        known = ", ".join(SAFETENSORS_DTYPES)
+        raise CheckpointError(f"{path}: tensor {name} has dtype {dtype_name}, not one of {known}") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from None
+
+
+def _with_prefix(
+    found: dict[str, LazyTensor], family: Family, mapped: tuple[MappedTensor, ...]
+) -> dict[str, LazyTensor]:
+    """Add the prefix that all names lack if the base model was saved without its head."""
+    if any(name.startswith(family.prefix) for name in found):
+        return found
+    wanted = {name for entry in mapped for name in entry.theirs}
+    return {name if name in wanted or name == HEAD else family.prefix + name: tensor for name, tensor in found.items()}
+
+
+def _join(folder: Path, entry: MappedTensor, found: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return one of our tensors, unread, from their parts."""
+    parts = [found[name] for name in entry.theirs]
+    for name, part, shape in zip(entry.theirs, parts, entry.layout.shapes(entry.spec.shape), strict=True):
+        if part.shape != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {list(part.shape)}, {CONFIG} requires {list(shape)}")
+        if part.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{folder}: {name} is quantized or of an integer dtype; convert the unquantized weights"
+            )
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise CheckpointError(
+            f"{folder}: {', '.join(entry.theirs)} become one tensor, {entry.spec.name}, but have several dtypes"
+        )
+    return LazyTensor(entry.spec.shape, dtypes.pop(), lambda: entry.layout.join([part.detach() for part in parts]))
+
+
+def _split(entry: MappedTensor, whole: LazyTensor) -> dict[str, LazyTensor]:
+    """Return their parts of one of our tensors, unread."""
+
+    def part(index: int) -> Tensor:
+        return entry.layout.split(whole.detach())[index]
+
+    shapes = entry.layout.shapes(entry.spec.shape)
+    return {
+        name: LazyTensor(shape, whole.dtype, partial(part, n))
+        for n, (name, shape) in enumerate(zip(entry.theirs, shapes, strict=True))
+    }
 
 
 def _write_files(
@@ -105,14 +222,23 @@ def _write_files(
     tensors: Mapping[str, LazyTensor],
     config: Mapping[str, Any],
     files: Iterable[Path],
-    most_bytes: int,
+    max_bytes: int,
 ) -> None:
-    groups = cut_into_files(tensors, most_bytes)
-    names = file_names(len(groups))
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = total = 0
+    for tensor_name, tensor in tensors.items():  # in order; each file below max_bytes, a larger tensor alone
+        num_bytes = tensor.numel() * tensor.dtype.itemsize
+        if groups[-1] and size + num_bytes > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][tensor_name] = tensor
+        size += num_bytes
+        total += num_bytes
+    count = len(groups)  # file names as transformers chooses them
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     for name, group in zip(names, groups, strict=True):
         write_tensors(disk, folder / name, group)
-    if len(groups) > 1:
-        total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+    if count > 1:
         weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
         disk.write_file(folder / INDEX, _text({"metadata": {"total_size": total}, "weight_map": weight_map}))
     disk.write_file(folder / CONFIG, _text(config))
@@ -125,100 +251,22 @@ def _text(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file, so this is no Hugging Face folder") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
-
-
-def _tensors(folder: Path) -> dict[str, LazyTensor]:
-    """All tensors of all weight files, each named by one file."""
-    if (folder / INDEX).is_file():
-        index = _json(folder / INDEX).get("weight_map", {})
-        files = {name: read_tensors(folder / name) for name in sorted(set(index.values()))}
-        for tensor, name in index.items():
-            if tensor not in files[name]:
-                raise CheckpointError(f"{folder / name} lacks the tensor {tensor} that {INDEX} says it holds")
-        return {tensor: files[name][tensor] for tensor, name in index.items()}
-    if (folder / SINGLE).is_file():
-        return read_tensors(folder / SINGLE)
-    other = next((path.name for path in sorted(folder.glob("*.bin"))), None)
-    hint = f"; {other} is pickled: save it as safetensors with transformers (save_pretrained)" if other else ""
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
-
-
-def _with_prefix(found: dict[str, LazyTensor], family: Family, placed: tuple[Placed, ...]) -> dict[str, LazyTensor]:
-    """The tensors under the names of the model with its head: a base model saved alone has none with the prefix."""
-    if any(name.startswith(family.prefix) for name in found):
-        return found
-    whole = {name for entry in placed for name in entry.theirs}
-    return {name if name in whole or name == HEAD else family.prefix + name: tensor for name, tensor in found.items()}
-
-
-def _check_complete(
-    folder: Path, family: Family, placed: tuple[Placed, ...], found: Mapping[str, LazyTensor], tied: bool
-) -> None:
-    wanted = {name for entry in placed for name in entry.theirs}
-    missing = sorted(wanted - found.keys())
-    if missing:
-        raise CheckpointError(f"{folder} lacks the tensor {missing[0]}{_more(missing)}, which its {CONFIG} asks for")
-    passed_over = {HEAD} if tied else set()
-    foreign = sorted(
-        name for name in found.keys() - wanted - passed_over if not name.endswith(family.buffers or ("\0",))
-    )
-    if foreign:
-        raise CheckpointError(
-            f"{folder}: the tensor {foreign[0]}{_more(foreign)} has no place in {family.architecture} as {CONFIG} describes it"
-        )
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _check_tied(folder: Path, head: LazyTensor, embedding: LazyTensor) -> None:
-    if head.shape != embedding.shape or not torch.equal(head.detach(), embedding.detach()):
-        raise CheckpointError(
-            f"{folder}: {HEAD} differs from the word embedding, but {CONFIG} says tie_word_embeddings"
-        )
-
-
-def _join(folder: Path, entry: Placed, found: Mapping[str, LazyTensor]) -> LazyTensor:
-    parts = tuple(found[name] for name in entry.theirs)
-    for name, part, shape in zip(entry.theirs, parts, entry.layout.shapes(entry.spec.shape), strict=True):
-        if part.shape != shape:
-            raise CheckpointError(f"{folder}: {name} has shape {list(part.shape)}, {CONFIG} asks for {list(shape)}")
-        if part.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"{folder}: {name} is quantized or of an integer dtype; convert the unquantized weights"
-            )
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1:
-        raise CheckpointError(
-            f"{folder}: {', '.join(entry.theirs)} become one tensor, {entry.spec.name}, but have several dtypes"
-        )
-    return LazyTensor(entry.spec.shape, dtypes.pop(), _Parts(entry.layout, parts).read)
-
-
-def _split(entry: Placed, whole: LazyTensor) -> dict[str, LazyTensor]:
-    def part(index: int) -> Tensor:
-        return entry.layout.split(whole.detach())[index]
-
-    shapes = entry.layout.shapes(entry.spec.shape)
-    return {
-        name: LazyTensor(shape, whole.dtype, partial(part, n))
-        for n, (name, shape) in enumerate(zip(entry.theirs, shapes, strict=True))
-    }
-
-
-def with_settings_of(snapshot: Snapshot, folder: Path) -> Snapshot:
-    """The snapshot with tokenizer files and settings without meaning for the model from another folder of Hugging Face."""
-    config = _json(folder / CONFIG)
-    files = tuple(folder / name for name in COMPANIONS if (folder / name).is_file())
-    return replace(snapshot, files=files, extra_settings={key: value for key, value in config.items() if key in INERT})
+def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Write and sync a safetensors file, one tensor in memory at a time. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
+    position = 0
+    for name, tensor in tensors.items():
+        stop = position + tensor.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with disk.create(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for block in byte_blocks(tensor.detach(), BLOCK_BYTES):
+                file.write(block)

@@ -1,14 +1,14 @@
 """Optimizer state in Megatron's legacy files -> tensors by parameter.
 
-Both kinds leave out names. A plain optimizer numbers parameters through its groups (with weight decay, without), each in model order; the
-distributed one, written by data-parallel rank 0, lays them end to end in reverse model order, from multiples of 64 elements on. Masters
-tell whether the order was understood: cast to the weights' dtype they are the weights, else the file is refused.
+Neither kind of file stores names. A plain optimizer numbers parameters through its groups (with weight decay,
+without), each in model order; the distributed optimizer, written by data-parallel rank 0, concatenates them in
+reverse model order, each from a multiple of 64 elements on. Masters verify that the order was understood: cast to the
+weights' dtype they must equal the weights, otherwise the file is rejected.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,63 +17,72 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import CheckpointError
+from megapipe.layers.embedding import WORD_EMBEDDING
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
-ALIGNMENT = 64
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+ALIGNMENT = 64  # elements
+HEAD = "output_layer.weight"
+TRY_WEIGHTS_ONLY = "convert with --weights-only"
+
+Weights = Mapping[str, Tensor]  # of one model chunk, by name in model order
+ByKey = dict[str, dict[str, Tensor]]  # key -> name -> tensor
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """tensors: per chunk by key and name; masters only where they are other memory than the weights. num_steps: updates made."""
+    """The state of one rank. tensors: of each chunk; masters only if they are separate from the weights."""
 
-    tensors: list[dict[str, dict[str, Tensor]]]
-    num_steps: int
+    tensors: list[ByKey]
+    num_steps: int  # updates made
     scaler: Mapping[str, Any] | None
 
 
-def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Mapping[str, Tensor]]) -> OptimizerState:
-    """FP32Optimizer or Float16OptimizerWithFloat16Params. chunks: weights by name, model order. Raises CheckpointError."""
+def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weights]) -> OptimizerState:
+    """Read the state of FP32Optimizer or Float16OptimizerWithFloat16Params. Raises CheckpointError."""
     inner = optimizer.get("optimizer", optimizer)
     masters = optimizer.get("fp32_from_fp16_params")
-    found: list[dict[str, dict[str, Tensor]]] = [{} for _ in chunks]
+    found: list[ByKey] = [{} for _ in chunks]
     steps = set()
     groups = inner["param_groups"]
     for number, (group, members) in enumerate(zip(groups, _members(path, groups, chunks), strict=True)):
         if masters is not None and len(masters[number]) != len(members):
             raise CheckpointError(
-                f"{path}: group {number} of the optimizer has {len(masters[number])} masters for {len(members)} parameters"
+                f"{path}: group {number} of the optimizer has {len(masters[number])} masters for {len(members)} "
+                "parameters"
             )
         for place, (index, (chunk, name)) in enumerate(zip(group["params"], members, strict=True)):
             state = inner["state"].get(index)
             if state is None or any(key not in state for key in MOMENTS):
                 raise CheckpointError(
-                    f"{path}: the optimizer has no {' and '.join(MOMENTS)} of {name}; only Adam's state can be converted"
+                    f"{path}: the optimizer has no {' and '.join(MOMENTS)} of {name}; only Adam's state can be "
+                    "converted"
                 )
-            tensors = {key: state[key] for key in MOMENTS}
+            tensors = {key: state[key].detach() for key in MOMENTS}
             if masters is not None:
-                tensors[MASTER] = masters[number][place]
+                tensors[MASTER] = masters[number][place].detach()
             for key, tensor in tensors.items():
-                found[chunk].setdefault(key, {})[name] = _fitting(path, name, key, tensor.detach(), chunks[chunk][name])
+                _check_fits(path, name, key, tensor, chunks[chunk][name])
+                found[chunk].setdefault(key, {})[name] = tensor
             steps.add(int(state.get("step", group.get("step", 0))))
     return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
 
 
 def read_distributed(
-    path: Path, optimizer: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Mapping[str, Tensor]]
+    path: Path, optimizer: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Weights]
 ) -> OptimizerState:
-    """The distributed optimizer's parameter state, one flat buffer a chunk. path: of that file. Raises CheckpointError."""
+    """Read the distributed optimizer's parameter state, one flat buffer per chunk. Raises CheckpointError."""
     if not state.get("buckets_coalesced"):
         raise CheckpointError(
-            f"{path} keeps the distributed optimizer's state by buckets, as cut for its data-parallel size: the format is tied to that "
-            "grid. Load and save it once with a Megatron from 2024 on, or convert with --weights-only"
+            f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: the "
+            "format is "
+            f"tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
         )
-    found: list[dict[str, dict[str, Tensor]]] = []
+    found: list[ByKey] = []
     for number, weights in enumerate(chunks):
         buffers = state.get(number, {})
         if len(buffers) != 1:
             raise CheckpointError(
-                f"{path}: chunk {number} has {len(buffers)} buffers of gradients; one dtype can be converted"
+                f"{path}: chunk {number} has {len(buffers)} gradient buffers; only one dtype can be converted"
             )
         (buffer,) = buffers.values()
         found.append(_unflatten(path, buffer, weights))
@@ -82,85 +91,89 @@ def read_distributed(
 
 
 def _members(
-    path: Path, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Mapping[str, Tensor]]
+    path: Path, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Weights]
 ) -> Iterator[list[tuple[int, str]]]:
-    """The (chunk, name) of each group's parameters in order."""
+    """Yield the (chunk, name) of each group's parameters in order.
+
+    A group has one weight decay (only matrices decay) and one learning rate (embedding and head may have their own).
+    """
     left = [(chunk, name) for chunk, weights in enumerate(chunks) for name in weights]
     has_decoupled = any(group.get("is_decoupled_lr", False) for group in groups)
+
+    def kind(chunk: int, name: str) -> tuple[bool, bool]:
+        decays = chunks[chunk][name].dim() > 1 and not name.endswith("bias")
+        return decays, has_decoupled and name in (WORD_EMBEDDING, HEAD)
+
     for number, group in enumerate(groups):
-        kind = bool(group.get("wd_mult", 1.0)), bool(group.get("is_decoupled_lr", False))
-        members = [(chunk, name) for chunk, name in left if _kind(name, chunks[chunk][name], has_decoupled) == kind]
+        wanted = bool(group.get("wd_mult", 1.0)), bool(group.get("is_decoupled_lr", False))
+        members = [(chunk, name) for chunk, name in left if kind(chunk, name) == wanted]
         if len(members) != len(group["params"]):
             raise CheckpointError(
-                f"{path}: group {number} of the optimizer (wd_mult {group.get('wd_mult')}) has {len(group['params'])} parameters, of the "
-                f"model {len(members)} belong there: the groups follow another rule than decay of matrices; convert with --weights-only"
+                f"{path}: group {number} of the optimizer (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "
+                f"parameters, but {len(members)} of the model belong there: the groups do not follow the rule that "
+                "only "
+                f"matrices decay; {TRY_WEIGHTS_ONLY}"
             )
         left = [place for place in left if place not in members]
         yield members
 
 
-def _kind(name: str, weight: Tensor, has_decoupled: bool) -> tuple[bool, bool]:
-    """(takes weight decay, takes the decoupled learning rate): what a group is made by."""
-    return weight.dim() > 1 and not name.endswith("bias"), has_decoupled and name in (EMBEDDING, HEAD)
-
-
-def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    total = int(buffer["param"].numel())
-    for starts in _orders(weights):
-        ends = [start + weights[name].numel() for name, start in starts.items()]
-        if not ends or max(ends) != total:
-            continue
-        words = {MASTER: "param"} | {key: key for key in MOMENTS}
-        views = {ours: _views(buffer[theirs], weights, starts) for ours, theirs in words.items()}
-        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in views[MASTER].items()):
-            return views
-    raise CheckpointError(
-        f"{path}: the flat buffer of {total} elements is not this model's parameters end to end: it depends on the buckets of the run "
-        "that wrote it (their size, the data-parallel size): the format is tied to that grid; convert with --weights-only"
-    )
-
-
-def _views(buffer: Tensor, weights: Mapping[str, Tensor], starts: Mapping[str, int]) -> dict[str, Tensor]:
-    return {
-        name: buffer[start : start + weights[name].numel()].view(weights[name].shape) for name, start in starts.items()
-    }
-
-
-def _orders(weights: Mapping[str, Tensor]) -> Iterator[dict[str, int]]:
-    """Where each parameter starts: in one bucket, with the tied embedding in a bucket of its own, and in buckets that no gap follows."""
-    names = list(weights)[::-1]
-    for apart in ((), (EMBEDDING, HEAD), tuple(names)):
-        yield _starts(weights, names, apart)
-
-
-def _starts(weights: Mapping[str, Tensor], names: Iterable[str], apart: tuple[str, ...]) -> dict[str, int]:
-    starts: dict[str, int] = {}
-    position, origin = 0, 0  # a new bucket is aligned as it is, and what padding ends the one before is not in the file
-    for name in names:
-        if name in apart:
-            origin = position
-        start = origin + math.ceil((position - origin) / ALIGNMENT) * ALIGNMENT
-        starts[name] = start
-        position = start + weights[name].numel()
-        if name in apart:
-            origin = position
-    return starts
-
-
-def _fitting(path: Path, name: str, key: str, tensor: Tensor, weight: Tensor) -> Tensor:
+def _check_fits(path: Path, name: str, key: str, tensor: Tensor, weight: Tensor) -> None:
     if tensor.shape != weight.shape:
         raise CheckpointError(
             f"{path}: the optimizer's {key} of {name} has shape {list(tensor.shape)}, the weight {list(weight.shape)}"
         )
     if key == MASTER and not torch.equal(tensor.to(weight.dtype), weight):
         raise CheckpointError(
-            f"{path}: the optimizer's master of {name} is not its weight: the order of its parameters is another one"
+            f"{path}: the optimizer's master of {name} differs from the weight: the parameters are in an unknown order"
         )
-    return tensor
+
+
+def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey:
+    """Cut a flat buffer into parameters, by the bucket layout whose masters equal the weights."""
+    total = int(buffer["param"].numel())
+    names = list(weights)[::-1]
+    # parameters in a bucket of their own: none, the tied embedding, or all (buckets without a gap after them)
+    for separate in ((), (WORD_EMBEDDING, HEAD), tuple(names)):
+        starts = _starts(weights, names, separate)
+        ends = [start + weights[name].numel() for name, start in starts.items()]
+        if not ends or max(ends) != total:
+            continue
+        found: ByKey = {}
+        for ours, theirs in {MASTER: "param", **{key: key for key in MOMENTS}}.items():
+            found[ours] = {
+                name: buffer[theirs][start : start + weights[name].numel()].view(weights[name].shape)
+                for name, start in starts.items()
+            }
+        if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in found[MASTER].items()):
+            return found
+    raise CheckpointError(
+        f"{path}: the flat buffer of {total} elements is not the concatenation of this model's parameters: it depends "
+        "on "
+        "the buckets of the run that wrote it (their size, the data-parallel size), so the format is tied to that "
+        "grid; "
+        f"{TRY_WEIGHTS_ONLY}"
+    )
+
+
+def _starts(weights: Weights, names: Sequence[str], separate: tuple[str, ...]) -> dict[str, int]:
+    """Return the first element of each parameter in the flat buffer. separate: parameters in a bucket of their own."""
+    starts: dict[str, int] = {}
+    # parameters are aligned relative to the start of their bucket; padding at the end of a bucket is not in the file
+    position, bucket_start = 0, 0
+    for name in names:
+        if name in separate:
+            bucket_start = position
+        start = bucket_start + -(-(position - bucket_start) // ALIGNMENT) * ALIGNMENT
+        starts[name] = start
+        position = start + weights[name].numel()
+        if name in separate:
+            bucket_start = position
+    return starts
 
 
 def one_step(path: Path, steps: set[int]) -> int:
-    """The number of updates, if all parameters have made the same. Raises CheckpointError."""
+    """Return the number of updates. Raises CheckpointError if it is not the same for all parameters."""
     if len(steps) != 1:
         raise CheckpointError(
             f"{path}: the optimizer's parameters have made different numbers of updates: {sorted(steps)}"

@@ -1,9 +1,10 @@
-"""Megatron's args (the Namespace in its checkpoints) <-> our configuration and the plain state of a run."""
+"""Megatron's args (the Namespace in its checkpoints) <-> our configuration, and a Megatron run as a Snapshot."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config.config import Config
@@ -14,11 +15,13 @@ from megapipe.config.rules.check import check
 from megapipe.config.training import TrainingConfig
 from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert.families import NOT_THE_MODEL, meaning
-from megapipe.extras.convert.settings import Fixed, Key, Part, Settings
+from megapipe.extras.convert.families import check_expressed
+from megapipe.extras.convert.megatron_optimizer import OptimizerState
+from megapipe.extras.convert.settings import Fixed, Key, Rule, Settings
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
 
-# args that change what the model computes and have no counterpart here, with the value that leaves it alone
-PLAIN: dict[str, Any] = {
+# args that change what the model computes and that megapipe lacks, with the value that has no effect
+UNSUPPORTED: dict[str, Any] = {
     "num_experts": None,
     "multi_latent_attention": False,
     "rotary_interleaved": False,
@@ -39,9 +42,9 @@ PLAIN: dict[str, Any] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Activation:
-    """swiglu, squared_relu, openai_gelu; else GELU, in its tanh form where it is fused with the bias."""
+    """swiglu, squared_relu, openai_gelu; otherwise GELU, in its tanh form if it is fused with the bias."""
 
     keys: tuple[str, ...] = ("swiglu", "squared_relu", "openai_gelu", "bias_gelu_fusion")
 
@@ -65,9 +68,9 @@ class Activation:
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class QueryGroups:
-    """num_query_groups counts only with group_query_attention."""
+    """num_query_groups, which has an effect only with group_query_attention."""
 
     keys: tuple[str, ...] = ("group_query_attention", "num_query_groups")
 
@@ -79,9 +82,9 @@ class QueryGroups:
         return {"group_query_attention": grouped, "num_query_groups": model.query_groups() if grouped else 1}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RopeScaling:
-    """Linear by rotary_seq_len_interpolation_factor, Llama 3's by use_rope_scaling, whose other numbers are constants there."""
+    """rotary_seq_len_interpolation_factor (linear) or use_rope_scaling (Llama 3's, with fixed other parameters)."""
 
     keys: tuple[str, ...] = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
 
@@ -89,15 +92,14 @@ class RopeScaling:
         linear, llama3 = theirs.get(self.keys[0]), theirs.get(self.keys[1])
         if linear and llama3:
             raise ConfigError(
-                f"{self.keys[0]} and {self.keys[1]} together cannot be expressed: one scaling at a time here"
+                f"{self.keys[0]} and {self.keys[1]} together cannot be expressed: only one scaling at a time is "
+                "supported"
             )
         if linear:
             return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
-        return (
-            {"rope_scaling_type": "llama3", "rope_scaling_factor": float(theirs.get(self.keys[2]) or 8.0)}
-            if llama3
-            else {}
-        )
+        if llama3:
+            return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(theirs.get(self.keys[2]) or 8.0)}
+        return {}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         factor = model.rope_scaling_factor
@@ -108,28 +110,30 @@ class RopeScaling:
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Window:
-    """(tokens before, 0): one fewer than the window counts."""
+    """window_size as (tokens before, 0): one less than our window, which counts the token itself."""
 
     keys: tuple[str, ...] = ("window_size",)
 
     def read(self, theirs: Settings) -> dict[str, Any]:
         window = theirs.get("window_size")
-        if window is None or tuple(window) in ((-1, 0), (-1, -1)):  # -1: no end; the causal mask hides what comes after
+        if window is None or tuple(window) in ((-1, 0), (-1, -1)):  # -1: unlimited; the causal mask hides later tokens
             return {"window_size": None}
         left, right = window
         if right != 0:
-            raise ConfigError(f"window_size {tuple(window)} cannot be expressed: no token sees those after it here")
+            raise ConfigError(
+                f"window_size {tuple(window)} cannot be expressed: tokens do not attend to later ones here"
+            )
         return {"window_size": int(left) + 1}
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         return {"window_size": None if model.window_size is None else (model.window_size - 1, 0)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Epsilon:
-    """norm_epsilon, in older versions layernorm_epsilon."""
+    """norm_epsilon, called layernorm_epsilon in older versions."""
 
     keys: tuple[str, ...] = ("norm_epsilon", "layernorm_epsilon")
 
@@ -140,7 +144,7 @@ class Epsilon:
         return dict.fromkeys(self.keys, model.norm_epsilon)
 
 
-SAME_NAME = {  # args with the name and meaning of our field, and what they are where missing
+SAME_NAME = {  # args with the name and meaning of our field, with their defaults
     "kv_channels": lambda theirs: theirs["hidden_size"] // theirs["num_attention_heads"],
     "position_embedding_type": "learned_absolute",
     "rotary_base": 10000.0,
@@ -156,7 +160,7 @@ SAME_NAME = {  # args with the name and meaning of our field, and what they are 
     "make_vocab_size_divisible_by": 128,
 }
 DERIVED = {"kv_channels": ModelConfig.head_size, "ffn_hidden_size": ModelConfig.feed_forward_size}
-MODEL_PARTS: tuple[Part, ...] = (
+MODEL_RULES: tuple[Rule, ...] = (
     *(
         Key(name, name)
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
@@ -169,25 +173,26 @@ MODEL_PARTS: tuple[Part, ...] = (
     RopeScaling(),
     Window(),
     Epsilon(),
-    *(Fixed(name, value, "there is no counterpart here") for name, value in PLAIN.items()),
+    *(Fixed(name, value, "megapipe has no counterpart") for name, value in UNSUPPORTED.items()),
 )
-# our fields with args of the same name, taken where they are there
-OPTIMIZER = (
-    "optimizer lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples "
-    "lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay start_weight_decay end_weight_decay "
-    "weight_decay_incr_style clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum decoupled_lr decoupled_min_lr"
-)
+# our fields with args of the same name, read if present
+OPTIMIZER = """
+    optimizer lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters
+    lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
+    start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 adam_beta2 adam_eps
+    sgd_momentum decoupled_lr decoupled_min_lr
+"""
 TRAINING = "micro_batch_size global_batch_size train_iters train_samples seed"
 
 
 def read_config(args: Settings, vocab_size: int | None) -> Config:
-    """Our configuration of a Megatron run. vocab_size: instead of what args say.
+    """Return our configuration of a Megatron run. vocab_size: overrides args.
 
-    Raises ConfigError naming the argument that cannot be expressed, or if the true vocabulary is not known.
+    Raises ConfigError naming the argument that cannot be expressed, or if the true vocabulary size is unknown.
     """
     fields: dict[str, Any] = {}
-    for part in MODEL_PARTS:
-        fields |= part.read(args)
+    for rule in MODEL_RULES:
+        fields |= rule.read(args)
     padded = args["padded_vocab_size"]
     true = vocab_size if vocab_size is not None else _vocab_size(args)
     if true > padded:
@@ -206,18 +211,60 @@ def _vocab_size(args: Settings) -> int:
     size = args.get("vocab_size")
     if size is None:
         raise ConfigError(
-            f"the checkpoint only says padded_vocab_size {args['padded_vocab_size']}: give the true size (the tokenizer's) with "
-            f"--vocab-size, or --vocab-size {args['padded_vocab_size']} if nothing is padding"
+            f"the checkpoint only has padded_vocab_size {args['padded_vocab_size']}: give the true size (the "
+            "tokenizer's) "
+            f"with --vocab-size, or --vocab-size {args['padded_vocab_size']} if there is no padding"
         )
-    return int(size) + (args.get("tokenizer_type") == "NullTokenizer")  # which adds a token for the end of a document
+    return int(size) + (args.get("tokenizer_type") == "NullTokenizer")  # adds an eod token
 
 
 def _given(args: Settings, names: str) -> dict[str, Any]:
     return {name: args[name] for name in names.split() if args.get(name) is not None}
 
 
+def run_snapshot(
+    config: Config,
+    tensors: Mapping[str, LazyTensor],
+    args: Settings,
+    content: Mapping[str, Any],
+    optimizer: OptimizerState | None,
+) -> Snapshot:
+    """Return the Snapshot of a run, or without optimizer state that of a model at step 0.
+
+    tensors: under our names. content: of a checkpoint file, for everything other than tensors.
+    """
+    state = fresh_state(config.precision.dtype)
+    if optimizer is not None:
+        step = int(content.get("iteration", args.get("iteration", 0)))
+        samples = int(args.get("consumed_train_samples") or 0)
+        state["training"] = {
+            "step": step,
+            "consumed_samples": samples,
+            "consumed_tokens": samples * config.model.seq_length,
+            "skipped_steps": max(0, step - optimizer.num_steps),
+        }
+        scaler = optimizer.scaler
+        if scaler and "growth_tracker" in scaler:  # Megatron's dynamic scaler, which counts like ours
+            loss_scaler: dict[str, Any] = {
+                "scale": float(scaler["scale"]),
+                "good_steps": int(scaler["growth_tracker"]),
+                "overflows_left": int(scaler["hysteresis_tracker"]),
+            }
+        else:  # a constant scale has no state
+            loss_scaler = {"scale": 1.0, "good_steps": 0, "overflows_left": 1}
+        state["optimizer"] = {
+            "num_steps": optimizer.num_steps,
+            "loss_scaler": loss_scaler,
+            "rule": config.optimizer.optimizer,
+        }
+        state["random"] = {"seed": config.training.seed}
+        if content.get("opt_param_scheduler") is not None:
+            state["schedules"] = read_schedules(content["opt_param_scheduler"], args)
+    return Snapshot(config, tensors, state)
+
+
 def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, Any]:
-    """The state of Megatron's OptimizerParamScheduler, whose steps are samples, as our manifest's `schedules`."""
+    """Return the state of Megatron's OptimizerParamScheduler, whose steps are samples, as our `schedules`."""
 
     def either(*names: str) -> Any:
         found = next((scheduler[name] for name in names if name in scheduler), None)
@@ -248,20 +295,16 @@ def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, An
 
 
 def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, tp: int, pp: int) -> dict[str, Any]:
-    """args of a Megatron run of this configuration. Raises ConfigError naming what Megatron's args cannot express."""
+    """Return args of a Megatron run of this configuration. Raises ConfigError naming what they cannot express."""
     model = config.model
+    with_positions = dataclasses.replace(
+        model, max_position_embeddings=model.max_position_embeddings or model.seq_length
+    )
     args: dict[str, Any] = {}
-    for part in MODEL_PARTS:
-        args |= part.write(
-            dataclasses.replace(model, max_position_embeddings=model.max_position_embeddings or model.seq_length)
-        )
+    for rule in MODEL_RULES:
+        args |= rule.write(with_positions)
     args |= {"padded_vocab_size": padded_vocab_size, "vocab_size": model.vocab_size}
-    read, plain = meaning(read_config(args, model.vocab_size).model), meaning(model)
-    for name, value in vars(plain).items():
-        if name not in NOT_THE_MODEL and getattr(read, name) != value:
-            raise ConfigError(
-                f"Megatron's args cannot express model.{name} {value} (it would be {getattr(read, name)})"
-            )
+    check_expressed(model, read_config(args, model.vocab_size).model, "Megatron's args")
     dtype = config.precision.dtype
     args |= {
         "bf16": dtype == "bf16",
@@ -272,9 +315,9 @@ def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int,
     args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
     args |= {name: getattr(config.training, name) for name in TRAINING.split()}
     training = state["training"]
-    consumed = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ())).index(
-        training["consumed_samples"]
-    )
+    # Megatron has no skipped windows: its count is the place in the data set
+    skipped = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ()))
+    consumed = skipped.index(training["consumed_samples"])
     args |= {"iteration": training["step"], "consumed_train_samples": consumed, "consumed_valid_samples": 0}
     args |= {"skipped_train_samples": consumed - training["consumed_samples"]}
     return args | {

@@ -20,15 +20,14 @@ from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
 from megapipe.checkpoint.shard import DTYPES
 from megapipe.checkpoint.tensor_box import TensorBox
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert.inert_settings import INERT
+from megapipe.extras.convert.settings import INERT
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot
 from megapipe.sharding.boxes import Box
 
 HUGGING_FACE_CONFIG = "config.json"  # among the tokenizer's files: settings that came with the model
-# tokenizer files -> (--tokenizer-type, the file --tokenizer-model names, '' for the folder)
+# tokenizer files -> (--tokenizer-type, the file for --tokenizer-model, '' for the folder)
 TOKENIZERS = {
     ("tokenizer.json",): ("HuggingFaceTokenizer", ""),
     ("tokenizer.model",): ("Llama2Tokenizer", "tokenizer.model"),
@@ -36,83 +35,67 @@ TOKENIZERS = {
 }
 
 
-def open_checkpoint(path: Path, step: int | None = None) -> CheckpointFolder:
-    """path: a directory given to --save, or the folder of one step. Raises CheckpointError."""
-    if step is None and (path / MANIFEST_NAME).exists():
-        return open_folder(path)
-    found = find_checkpoint(path, step)
-    if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint of megapipe")
-    return found
-
-
 def read(path: Path, step: int | None = None) -> Snapshot:
-    """The newest complete checkpoint, or that of a step. Raises CheckpointError."""
-    folder = open_checkpoint(path, step)
-    keys = {"weights": "master"}  # weights saved without an optimizer are the best masters there are
+    """Read a checkpoint: of a step, or the newest complete one. Raises CheckpointError.
+
+    path: a directory given to --save, or the folder of one step.
+    """
+    if step is None and (path / MANIFEST_NAME).exists():
+        folder = open_folder(path)
+    else:
+        found = find_checkpoint(path, step)
+        if found is None:
+            raise CheckpointError(f"{path} holds no megapipe checkpoint")
+        folder = found
     tensors = {}
     for name, saved in folder.manifest.tensors.items():
         key, parameter = name.split("/", 1)
-        tensors[f"{keys.get(key, key)}/{parameter}"] = LazyTensor(
-            saved.shape, DTYPES[saved.dtype], partial(_read, folder, name, saved)
-        )
-    config, state = saved_config(folder), folder.manifest.state
+        key = "master" if key == "weights" else key  # weights saved without masters are the best masters available
+        reader = partial(_read_tensor, folder, name, saved)
+        tensors[f"{key}/{parameter}"] = LazyTensor(saved.shape, DTYPES[saved.dtype], reader)
+    state = folder.manifest.state
     account = account_of(state, read_rollbacks(folder.path.parent))
     if account is not None:
         state = state | {"account": account}
-    tokenizer = folder.path / TOKENIZER_NAME
-    return Snapshot(
-        config, tensors, state, files_in(tokenizer), extra_settings(tokenizer / HUGGING_FACE_CONFIG), folder.remarks
-    )
+    files, settings = tokenizer_files(folder.path)
+    return Snapshot(saved_config(folder), tensors, state, files, settings, folder.remarks)
+
+
+def _read_tensor(folder: CheckpointFolder, name: str, saved: SavedTensor) -> Tensor:
+    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+    box = Box((0,) * len(saved.shape), saved.shape)
+    load_tensors(folder, [TensorBox(name, saved.shape, box, values.view(-1))], Group.alone("world"))
+    return values
+
+
+def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any]]:
+    """Return the tokenizer files of a checkpoint and the inert settings of a config.json among them, if it is valid."""
+    tokenizer = folder / TOKENIZER_NAME
+    files = tuple(sorted(path for path in tokenizer.iterdir() if path.is_file())) if tokenizer.is_dir() else ()
+    try:
+        content = json.loads((tokenizer / HUGGING_FACE_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return files, {}
+    is_object = isinstance(content, dict)
+    return files, {key: value for key, value in content.items() if key in INERT} if is_object else {}
 
 
 def write(snapshot: Snapshot, root: Path) -> SaveReport:
-    """A checkpoint that any grid loads; `--load root`. Raises CheckpointError."""
-    if find_step(root, snapshot.step):
-        raise CheckpointError(f"{root / folder_name(snapshot.step)} is there already; converting never overwrites")
+    """Write a checkpoint for `--load root` with any grid. Raises CheckpointError."""
+    folder = root / folder_name(snapshot.step)
+    if folder.exists():
+        raise CheckpointError(f"{folder} already exists; converting never overwrites")
     boxes = [
         TensorBox(name, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape), cast(Tensor, tensor))
         for name, tensor in snapshot.tensors.items()
     ]
     state = json.loads(json.dumps(snapshot.state))
     tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
-    config = _with_tokenizer(
-        snapshot.config, set(tokenizer), root.resolve() / folder_name(snapshot.step) / TOKENIZER_NAME
-    )
-    return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))
-
-
-def find_step(root: Path, step: int) -> bool:
-    return (root / folder_name(step)).exists()
-
-
-def _with_tokenizer(config: Config, names: set[str], folder: Path) -> Config:
+    config = snapshot.config
     for needed, (kind, file) in TOKENIZERS.items():
-        if names.issuperset(needed):
-            data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=str(folder / file))
-            return dataclasses.replace(config, data=data)
-    return config
-
-
-def _read(folder: CheckpointFolder, name: str, saved: SavedTensor) -> Tensor:
-    values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-    load_tensors(
-        folder,
-        [TensorBox(name, saved.shape, Box((0,) * len(saved.shape), saved.shape), values.view(-1))],
-        Group.alone("world"),
-    )
-    return values
-
-
-def files_in(folder: Path) -> tuple[Path, ...]:
-    """The files of a folder by name; none if there is no such folder."""
-    return tuple(sorted(path for path in folder.iterdir() if path.is_file())) if folder.is_dir() else ()
-
-
-def extra_settings(path: Path) -> dict[str, Any]:
-    """What a config.json among the tokenizer's files says that means nothing to the model; nothing if it cannot be read."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {key: value for key, value in content.items() if key in INERT} if isinstance(content, dict) else {}
+        if tokenizer.keys() >= set(needed):
+            model = str(root.resolve() / folder.name / TOKENIZER_NAME / file)
+            data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=model)
+            config = dataclasses.replace(config, data=data)
+            break
+    return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))

@@ -1,23 +1,42 @@
-"""Pickled files of others, read without running anything of theirs.
+"""Pickled files of other programs, read without executing anything in them.
 
-torch's weights-only reader calls nothing but what it is allowed to. Classes that it does not know become inert stand-ins, which keep their
-arguments and do nothing; an argparse.Namespace is read as such. So there is no flag to read a file unsafely: none is needed.
+torch's weights-only reader calls only what it is allowed to. Classes that it does not know become inert stand-ins,
+which keep their arguments and do nothing; an argparse.Namespace is read as such. Hence there is no flag to read a
+file unsafely.
+
+A folder of torch.distributed.checkpoint holds `*.distcp` files with tensors and values as torch.save wrote them, and a
+pickled `.metadata`, of which only shapes, dtypes and places are used. It is read without torch's own library for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import io
 import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megapipe.checkpoint.tensor_box import slices_within
 from megapipe.errors import CheckpointError
+from megapipe.sharding.boxes import Box
+
+METADATA = ".metadata"
+HARMLESS: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+}
 
 
 class StandIn:
-    """In place of an object of a foreign class. arguments: what it was made from."""
+    """An inert replacement for an object of an unknown class. arguments: those of its constructor."""
 
     arguments: tuple[Any, ...] = ()
 
@@ -36,28 +55,166 @@ class StandIn:
         return id(self)
 
 
-def first_line(error: Exception) -> str:
-    """What an exception of torch says, without its pages of advice."""
-    cause = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
-    return next(iter(str(cause).splitlines()), type(cause).__name__)
-
-
 def load_pickled(path: Path) -> dict[Any, Any]:
-    """The dictionary that torch.save wrote; tensors stay on disk until they are looked at. Raises CheckpointError naming the file."""
+    """Return the dictionary that torch.save wrote, with tensors mapped from disk. Raises CheckpointError naming the
+    file.
+    """
     try:
-        foreign = [
+        unknown = [
             name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name != "argparse.Namespace"
         ]
         allowed: list[Any] = [
             argparse.Namespace,
-            *((type(name.rpartition(".")[2], (StandIn,), {}), name) for name in foreign),
+            *((type(name.rpartition(".")[2], (StandIn,), {}), name) for name in unknown),
         ]
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file") from None
+        raise CheckpointError(f"{path}: no such file") from None
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from None
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not the dictionary of a checkpoint")
     return content
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message of an exception of torch without the advice that follows it."""
+    cause = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    return next(iter(str(cause).splitlines()), type(cause).__name__)
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A rectangle of a tensor and the place of its bytes."""
+
+    box: Box
+    file: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A global tensor of a folder of torch.distributed.checkpoint."""
+
+    folder: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[StoredBox, ...]
+
+    def read(self, wanted: Box | None = None) -> Tensor:
+        """Read a rectangle, by default all. Raises CheckpointError if the stored boxes do not cover it exactly once."""
+        wanted = Box((0,) * len(self.shape), self.shape) if wanted is None else wanted
+        values = torch.empty(wanted.shape, dtype=self.dtype)
+        copied = 0
+        for stored in self.boxes:
+            common = wanted.intersect(stored.box)
+            if common is not None:
+                values[slices_within(common, wanted)] = self._load(stored)[slices_within(common, stored.box)]
+                copied += common.num_elements
+        if copied != wanted.num_elements:
+            raise CheckpointError(
+                f"{self.folder}: {self.name} has {copied} of the {wanted.num_elements} elements at "
+                f"{list(wanted.offset)}"
+            )
+        return values
+
+    def _load(self, stored: StoredBox) -> Tensor:
+        path = self.folder / stored.file
+        content = _load(path, self.name, stored.start, stored.num_bytes)
+        if not isinstance(content, Tensor) or content.numel() != stored.box.num_elements:
+            raise CheckpointError(f"{path}: {self.name} does not hold {list(stored.box.shape)} elements")
+        return content.reshape(stored.box.shape)
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A pickled value other than a tensor."""
+
+    path: Path
+    name: str
+    start: int
+    num_bytes: int
+
+    def read(self) -> Any:
+        """Read numbers, strings, and lists, tuples and dictionaries of them. Raises CheckpointError for all else."""
+        return _load(self.path, self.name, self.start, self.num_bytes)
+
+
+def _load(path: Path, name: str, start: int, num_bytes: int) -> Any:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return torch.load(io.BytesIO(file.read(num_bytes)), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {_first_line(error)}") from None
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Finds a few harmless classes and torch dtypes, and an inert stand-in for every other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = HARMLESS.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        return type(name, (StandIn,), {}) if found is None else found
+
+
+def read_folder(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredValue]]:
+    """Return the tensors and the other values of a torch.distributed.checkpoint folder by name, unread.
+
+    Raises CheckpointError.
+    """
+    path = folder / METADATA
+    try:
+        with open(path, "rb") as file:
+            metadata = _InertUnpickler(file).load()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    try:
+        entries, places = _fields(metadata)["state_dict_metadata"], _fields(metadata)["storage_data"]
+        stored = {}
+        for index, info in places.items():
+            offset = _fields(index).get("offset")
+            stored[_fields(index)["fqn"], None if offset is None else tuple(offset)] = _fields(info)
+        tensors, others = {}, {}
+        for name, entry in entries.items():
+            if type(entry).__name__ == "TensorStorageMetadata":
+                tensors[name] = _tensor(folder, name, _fields(entry), stored)
+            else:  # bytes, whose metadata has no fields
+                place = stored[name, None]
+                others[name] = StoredValue(folder / place["relative_path"], name, place["offset"], place["length"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{path} is not the metadata of a distributed checkpoint: {type(error).__name__} {error}"
+        ) from None
+    return tensors, others
+
+
+def _tensor(
+    folder: Path, name: str, fields: Mapping[str, Any], stored: Mapping[Any, Mapping[str, Any]]
+) -> StoredTensor:
+    boxes = []
+    for chunk in fields["chunks"]:
+        box = Box(tuple(_fields(chunk)["offsets"]), tuple(_fields(chunk)["sizes"]))
+        place = stored[name, box.offset]
+        boxes.append(StoredBox(box, place["relative_path"], place["offset"], place["length"]))
+    state = fields["properties"].state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]  # a tuple, in older versions a dict of fields
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor without a dtype")
+    return StoredTensor(folder, name, tuple(fields["size"]), dtype, tuple(boxes))
+
+
+def _fields(stand_in: Any) -> Mapping[str, Any]:
+    """Return the fields of a pickled dataclass."""
+    state = stand_in.state
+    if isinstance(state, tuple):  # (__dict__, __slots__)
+        state = (state[0] or {}) | (state[1] or {})
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{type(stand_in).__name__} without fields")
+    return state

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from megapipe.errors import CheckpointError, MegapipeError
-from megapipe.extras.convert.dcp_folder import read_folder
-from megapipe.extras.convert.pickled import StandIn, load_pickled
+from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 
 
 class Crafted:

@@ -20,7 +20,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import dcp_run, formats, own
-from megapipe.extras.convert.dcp_folder import read_folder
+from megapipe.extras.convert.pickled import read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot
 from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode
 from tests.harness import RankPool
@@ -89,7 +89,7 @@ def test_torch_loads_what_is_written_into_a_plain_state_dict(tmp_path: Path) -> 
         assert state.keys() == {"exp_avg", "exp_avg_sq", "step"} and state["step"] == 6
         assert all(torch.equal(found["optimizer"]["state"][name][key], value) for key, value in state.items())
     assert {"optimizer.state." + Q + ".exp_avg", "model." + Q} <= read_folder(folder)[0].keys()
-    with pytest.raises(CheckpointError, match="out is there already; converting never overwrites"):
+    with pytest.raises(CheckpointError, match="out already exists; converting never overwrites"):
         dcp_run.write(snapshot, folder)
 
 
@@ -171,7 +171,7 @@ def test_what_torch_saved_from_two_ranks_is_read_whole(rank_pools: Callable[[int
         "skipped_steps": 1,
     }
     assert (found.state["optimizer"]["num_steps"], found.state["optimizer"]["rule"]) == (6, "adam")
-    assert found.remarks == ("not read, flags of the run that goes on say it anew: lr_scheduler",)
+    assert found.remarks == ("not read, set by flags of the resumed run: lr_scheduler",)
     weights = dcp_run.read(tmp_path / "run", 7, config, weights_only=True)
     assert weights.tensors.keys() == {f"master/{name}" for name in found.weights} and weights.step == 0
     with pytest.raises(CheckpointError, match="of step 8"):
@@ -192,9 +192,9 @@ HARM: dict[str, tuple[str, Any, str]] = {
         torch.zeros(2),
         f"the tensor optimizer.state.{Q}.max_exp_avg_sq has no place",
     ),
-    "missing": (f"model/{Q}", None, f"lacks the tensor model.{Q}, which its configuration asks for"),
+    "missing": (f"model/{Q}", None, f"lacks the tensor model.{Q}, which its configuration requires"),
     "missing_moment": (f"optimizer/state/{Q}/exp_avg", None, f"lacks the tensor optimizer.state.{Q}.exp_avg"),
-    "shape": (f"model/{Q}", torch.zeros(3, 3), rf"model.{Q} has shape \[3, 3\], its configuration asks for \[32, 16\]"),
+    "shape": (f"model/{Q}", torch.zeros(3, 3), rf"model.{Q} has shape \[3, 3\], its configuration requires \[32, 16\]"),
     "steps": (f"optimizer/state/{Q}/step", torch.tensor(2.0), r"different numbers of updates: \[2, 6\]"),
     "bomb": ("train_state/step", Bomb(explode), r"train_state.step cannot be read: .*explode"),
 }

@@ -56,7 +56,7 @@ def test_logits_are_theirs_and_the_way_back_is_exact(tmp_path: Path, name: str) 
     tokens = draw_tokens(model.config.vocab_size)
     expected = logits(model, tokens)
     torch.testing.assert_close(stage_logits(snapshot, tokens), expected, rtol=0.0, atol=1e-5)
-    assert hugging_face.write(snapshot, tmp_path / "back", most_bytes=30_000) == type(model).__name__
+    assert hugging_face.write(snapshot, tmp_path / "back", max_bytes=30_000) == type(model).__name__
     assert_same_tensors(theirs, tmp_path / "back")
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 1
     again = load_again(tmp_path / "back")

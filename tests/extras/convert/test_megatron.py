@@ -21,12 +21,11 @@ from megapipe.config.precision import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import formats, megatron_dist, megatron_legacy, megatron_write, own
-from megapipe.extras.convert.dcp_folder import read_folder
-from megapipe.extras.convert.formats import Wishes
+from megapipe.extras.convert.formats import ConversionOptions
 from megapipe.extras.convert.megatron_optimizer import read_distributed, read_plain
 from megapipe.extras.convert.megatron_settings import read_config
 from megapipe.extras.convert.megatron_write import Grid
-from megapipe.extras.convert.pickled import StandIn, load_pickled
+from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
 from megapipe.layers.model import model_parameters
 from megapipe.train.schedules import Schedules
@@ -68,7 +67,7 @@ def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, 
     truth = {
         name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
     }
-    snapshot = formats.READERS["megatron"](real / case / kind, Wishes(vocab_size=VOCAB))
+    snapshot = formats.READERS["megatron"](real / case / kind, ConversionOptions(vocab_size=VOCAB))
     assert differing(snapshot, truth) == []
     assert len(snapshot.tensors) == 3 * len(model_parameters(unpadded(snapshot.config.model), sequence_parallel=False))
 
@@ -231,7 +230,9 @@ def test_a_format_that_is_tied_to_its_grid_is_refused_with_the_reason(real: Path
         CheckpointError, match=r"stored as dp_reshardable, which follows the buckets.*tied to that grid.*--weights-only"
     ):
         megatron_dist.read(real / LLAMA / "dist_dp_reshardable", None, VOCAB)
-    with pytest.raises(CheckpointError, match=r"keeps the distributed optimizer's state by buckets.*tied to that grid"):
+    with pytest.raises(
+        CheckpointError, match=r"stores the distributed optimizer's state by buckets.*tied to that grid"
+    ):
         read_distributed(Path("distrib_optim.pt"), {}, {0: {}}, [])
 
 
@@ -254,12 +255,12 @@ def test_optimizer_state_in_another_order_is_found_out() -> None:
     found = read_plain(Path("f"), optimizer("a.weight", "b.weight"), [weights])
     assert found.num_steps == 5 and torch.equal(found.tensors[0]["exp_avg"]["b.weight"], weights["b.weight"].float())
     with pytest.raises(
-        CheckpointError, match=r"master of a.weight is not its weight: the order of its parameters is another one"
+        CheckpointError, match=r"master of a.weight differs from the weight: the parameters are in an unknown order"
     ):
         read_plain(Path("f"), optimizer("b.weight", "a.weight"), [weights])
     flat = torch.cat([weights[name].float().flatten() for name in weights])  # not reversed, not aligned
     buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": flat, "exp_avg_sq": flat}}}
-    with pytest.raises(CheckpointError, match=r"not this model's parameters end to end.*tied to that grid"):
+    with pytest.raises(CheckpointError, match=r"not the concatenation of this model's parameters.*tied to that grid"):
         read_distributed(Path("f"), {"optimizer": {"param_groups": [{"step": 1}]}}, buffers, [weights])
 
 
@@ -278,7 +279,7 @@ ARGS: dict[str, tuple[dict[str, Any], str]] = {
     "positions": ({"position_embedding_type": "mrope"}, "model.position_embedding_type mrope"),
     "vocabulary_unknown": (
         {"vocab_size": None},
-        "only says padded_vocab_size 64: give the true size .* with --vocab-size",
+        "only has padded_vocab_size 64: give the true size .* with --vocab-size",
     ),
     "vocabulary_too_large": ({"vocab_size": 65}, "a vocabulary of 65 tokens does not fit into padded_vocab_size 64"),
     "lookahead": ({"window_size": (4, 4)}, r"window_size \(4, 4\) cannot be expressed"),
@@ -301,7 +302,7 @@ Q = "decoder.layers.0.self_attention.linear_qkv.weight"
 HARM: dict[str, tuple[Any, str]] = {
     "missing": (
         lambda c: c["model"].pop(Q),
-        r"lacks the tensor decoder.layers.0.self_attention.linear_qkv.weight, which its args ask for",
+        r"lacks the tensor decoder.layers.0.self_attention.linear_qkv.weight, which its args require",
     ),
     "unknown": (
         lambda c: c["model"].update({"decoder.extra": torch.zeros(2)}),
@@ -309,10 +310,10 @@ HARM: dict[str, tuple[Any, str]] = {
     ),
     "shape": (
         lambda c: c["model"].update({Q: torch.zeros(3, 3)}),
-        r"linear_qkv.weight has shape \[3, 3\], its args ask for \[32, 16\]",
+        r"linear_qkv.weight has shape \[3, 3\], its args require \[32, 16\]",
     ),
     "layers": (lambda c: setattr(c["args"], "num_layers", 5), "holds 4 layers, its args say num_layers 5"),
-    "no_args": (lambda c: c.pop("args"), "holds no args, so that nothing says what the model is"),
+    "no_args": (lambda c: c.pop("args"), "holds no args, so the model is unknown"),
     "no_model": (lambda c: c.pop("model"), "holds no model"),
 }
 
@@ -332,7 +333,9 @@ def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng.pt cannot be read"):
         megatron_legacy.read(tmp_path / "megatron")
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"holds \[2, 1\] tensor-parallel ranks of its stages, not 2 of each"):
+    with pytest.raises(
+        CheckpointError, match=r"holds \[2, 1\] tensor-parallel ranks of its stages, expected 2 of each"
+    ):
         megatron_legacy.read(tmp_path / "megatron")
 
 

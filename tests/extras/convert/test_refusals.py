@@ -15,7 +15,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import hugging_face, own
 from megapipe.extras.convert.families import REFUSED
-from megapipe.extras.convert.layouts import SeparateQKV
+from megapipe.extras.convert.tensor_map import SeparateQKV
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,13 +71,13 @@ def test_the_folder_itself_is_read_with_q_k_and_v_in_their_groups(tmp_path: Path
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown_architecture": (
         {"architectures": ["UnheardOfForCausalLM"]},
-        "the architecture UnheardOfForCausalLM is not known; known are GPT2",
+        "unknown architecture UnheardOfForCausalLM; known are GPT2",
     ),
     "gemma2": (
         {"architectures": ["Gemma2ForCausalLM"]},
         r"Gemma2ForCausalLM cannot be expressed: it multiplies embeddings by sqrt",
     ),
-    "unknown_key": ({"logit_scale": 3.0}, "no key logit_scale that megapipe knows.*--ignore-key logit_scale"),
+    "unknown_key": ({"logit_scale": 3.0}, "unknown keys of LlamaForCausalLM: logit_scale.*--ignore-key logit_scale"),
     "missing_key": ({"intermediate_size": "absent"}, "the key intermediate_size is missing"),
     "rope_type": (
         {"rope_scaling": {"rope_type": "longrope"}},
@@ -143,12 +143,12 @@ TENSORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {Q.replace(".0.", ".1."): torch.zeros(8, 8)},
         "model.layers.1.self_attn.q_proj.weight has no",
     ),
-    "missing": ({}, {Q: None}, f"lacks the tensor {Q}, which its config.json asks for"),
-    "shape": ({}, {Q: torch.zeros(8, 6)}, rf"{Q} has shape \[8, 6\], config.json asks for \[8, 8\]"),
+    "missing": ({}, {Q: None}, f"lacks the tensor {Q}, which its config.json requires"),
+    "shape": ({}, {Q: torch.zeros(8, 6)}, rf"{Q} has shape \[8, 6\], config.json requires \[8, 8\]"),
     "vocabulary": (
         {"vocab_size": 12},
         {},
-        r"model.embed_tokens.weight has shape \[11, 8\], config.json asks for \[12, 8\]",
+        r"model.embed_tokens.weight has shape \[11, 8\], config.json requires \[12, 8\]",
     ),
     "quantized": ({}, {Q: torch.zeros(8, 8, dtype=torch.int8)}, f"{Q} is quantized or of an integer dtype"),
     "several_dtypes": (
@@ -176,7 +176,7 @@ def _truncate(root: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no_config": (
         lambda root: (root / "config.json").unlink(),
-        "config.json: there is no such file, so this is no Hugging Face folder",
+        "config.json: no such file, so this is not a Hugging Face folder",
     ),
     "no_json": (lambda root: (root / "config.json").write_text("{"), "config.json cannot be read"),
     "no_weights": (lambda root: (root / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
@@ -189,7 +189,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda root: (root / "model.safetensors.index.json").write_text(
             '{"weight_map": {"lm_head.weight": "gone.safetensors"}}'
         ),
-        "gone.safetensors: there is no such file",
+        "gone.safetensors: no such file",
     ),
     "index_of_a_missing_tensor": (
         lambda root: (root / "model.safetensors.index.json").write_text(
@@ -222,9 +222,9 @@ def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(
     source = folder(tmp_path / "source")
     snapshot = hugging_face.read(source)
     own.write(snapshot, tmp_path / "ours")
-    with pytest.raises(CheckpointError, match="step_00000000 is there already; converting never overwrites"):
+    with pytest.raises(CheckpointError, match="step_00000000 already exists; converting never overwrites"):
         own.write(snapshot, tmp_path / "ours")
-    with pytest.raises(CheckpointError, match="source is there already; converting never overwrites"):
+    with pytest.raises(CheckpointError, match="source already exists; converting never overwrites"):
         hugging_face.write(snapshot, source)
     monkeypatch.setattr(
         hugging_face, "_write_files", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -235,7 +235,7 @@ def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(
 
 
 COMMANDS = {
-    "no_such_folder": ("{t}/nowhere {t}/x", "nowhere is no folder"),
+    "no_such_folder": ("{t}/nowhere {t}/x", "nowhere is not a folder"),
     "no_format": ("{t} {t}/x", "looks like none of"),
     "the_same_format": (
         "{t}/source {t}/x --to hugging-face",
@@ -243,7 +243,7 @@ COMMANDS = {
     ),
     "architecture": (
         "{t}/ours {t}/x --architecture Nothing",
-        "--architecture Nothing is not known; known are GPT2LMHeadModel",
+        "unknown --architecture Nothing; known are GPT2LMHeadModel",
     ),
     "cannot_express": ("{t}/ours {t}/x --architecture GPT2LMHeadModel", "GPT2LMHeadModel cannot express model."),
     "idle_flag": (

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES, NOT_THE_MODEL, REFUSED, choose_family, family_of, meaning
-from megapipe.extras.convert.inert_settings import INERT
-from megapipe.extras.convert.layouts import FusedQKV, Layout, Same, SeparateQKV, Stacked, Transposed
-from megapipe.extras.convert.names import place
+from megapipe.extras.convert.settings import INERT
 from megapipe.extras.convert.snapshot import unpadded
+from megapipe.extras.convert.tensor_map import FusedQKV, Layout, Same, SeparateQKV, Stacked, Transposed, map_tensors
 from megapipe.layers.model import model_parameters
 
 
@@ -129,7 +128,7 @@ def test_every_model_comes_back_from_its_settings_and_they_from_it(architecture:
 @given(data=st.data())
 def test_every_parameter_has_names_of_its_own(architecture: str, data: st.DataObject) -> None:
     model = unpadded(data.draw(models(architecture)))
-    placed = place(FAMILIES[architecture].rows, model, architecture)
+    placed = map_tensors(FAMILIES[architecture].rows, model, architecture)
     assert [entry.spec.name for entry in placed] == [
         spec.name for spec in model_parameters(model, sequence_parallel=False)
     ]
@@ -144,7 +143,7 @@ def test_each_row_and_each_key_stands_once(architecture: str) -> None:
     family = FAMILIES[architecture]
     ours, theirs = [row.ours for row in family.rows], [name for row in family.rows for name in row.theirs]
     assert len(set(ours)) == len(ours) and len(set(theirs)) == len(theirs)
-    keys = [key for part in family.parts for key in part.keys]
+    keys = [key for rule in family.rules for key in rule.keys]
     assert len(set(keys)) == len(keys)
     assert not set(keys) & INERT
     assert architecture not in REFUSED

@@ -23,7 +23,7 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.convert.names import LLAMA_ROWS, place
+from megapipe.extras.convert.tensor_map import LLAMA_ROWS, map_tensors
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import TrainStep
@@ -81,7 +81,7 @@ class Megapipe:
         self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], wishes: Wishes
     ) -> None:
         self.plan = resolve(wishes.applied_to(configuration(shape, dtype, device.type)), 1)
-        placed = {entry.spec.name: entry for entry in place(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
+        placed = {entry.spec.name: entry for entry in map_tensors(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
 
         def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
             entry = placed[spec.name]
