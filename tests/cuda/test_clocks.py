@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CYCLES = 200_000_000  # of torch.cuda._sleep: some tenth of a second
 
 
-def test_a_moment_lies_where_the_host_sees_it_and_costs_no_wait() -> None:
+def test_a_mark_is_on_the_hosts_clock_and_costs_no_wait() -> None:
     clock = EventClock(torch.device(CARD))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()
@@ -40,7 +40,7 @@ def test_a_moment_lies_where_the_host_sees_it_and_costs_no_wait() -> None:
     assert clock.seconds(mark, after) == pytest.approx((clock.time_of(after) - clock.time_of(mark)) / 1e9, abs=1e-5)
 
 
-def test_a_stopwatch_tells_the_time_of_a_kernel_and_not_of_its_launch() -> None:
+def test_a_stopwatch_measures_a_kernel_and_not_its_launch() -> None:
     a = torch.randn(4096, 4096, device=CARD)
     watch = Stopwatch(torch.device(CARD))
     one, four = (watch.seconds(lambda calls=calls: [torch.mm(a, a) for _ in range(calls)], 0.5) for calls in (1, 4))
@@ -48,7 +48,7 @@ def test_a_stopwatch_tells_the_time_of_a_kernel_and_not_of_its_launch() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe-v"])
-def test_ranks_that_share_a_card_are_profiled_by_events(schedule: str, tmp_path: Path) -> None:
+def test_ranks_that_share_a_gpu_are_profiled_by_events(schedule: str, tmp_path: Path) -> None:
     grid = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --untie-embeddings-and-output-weights"
     profile = "--profile-pipeline --profile-step-start 1 --profile-step-end 3"
     words = [*WORDS, *SHARED.split(), *grid.split(), *profile.split(), "--train-iters", "4"]
@@ -62,7 +62,7 @@ def test_ranks_that_share_a_card_are_profiled_by_events(schedule: str, tmp_path:
             assert all(end >= start for start, end in zip(row.starts_ns, row.ends_ns, strict=True))
 
 
-def test_the_last_step_before_a_line_is_told_on_a_card(tmp_path: Path) -> None:
+def test_the_last_step_before_a_line_is_logged_on_a_gpu(tmp_path: Path) -> None:
     words = [
         *WORDS,
         *SHARED.split(),
@@ -80,7 +80,7 @@ def test_the_last_step_before_a_line_is_told_on_a_card(tmp_path: Path) -> None:
     assert "stragglers, the step before step 6: longest rank" in ended.out
 
 
-def test_one_rank_on_a_card_is_profiled(tmp_path: Path) -> None:
+def test_one_rank_on_a_gpu_is_profiled(tmp_path: Path) -> None:
     flags = (
         f"--device {CARD} --train-iters 3 --profile-pipeline --profile-step-start 1 --metrics-file {tmp_path}/m.jsonl"
     )

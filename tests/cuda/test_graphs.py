@@ -49,7 +49,7 @@ def test_replayed_steps_give_the_losses_of_launched_ones(flags: str, tmp_path: P
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_pipeline_ranks_that_share_a_card_replay_their_stages(schedule: str, tmp_path: Path) -> None:
+def test_pipeline_ranks_that_share_a_gpu_replay_their_stages(schedule: str, tmp_path: Path) -> None:
     expected = on_one(tmp_path / "one", "", CARD)
     flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {GRAPHS}"
     words = [*WORDS, *EXACT.split(), *SHARED.split(), *flags.split(), "--train-iters", str(STEPS)]
@@ -88,7 +88,7 @@ def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: py
 @pytest.mark.skipif(
     "check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters, reason="torch 2.13 looks after it"
 )
-def test_no_replay_reads_memory_that_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_replay_reads_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", functools.partial(torch.cuda.graph, check_input_liveness=True))
     code, said = job(
         f"--device {CARD} --bf16 --train-iters {STEPS} {EXACT} {GRAPHS} {LLAMA} --window-size 5 --eval-iters 1 "
@@ -97,7 +97,7 @@ def test_no_replay_reads_memory_that_was_given_back(monkeypatch: pytest.MonkeyPa
     assert code == 0, said
 
 
-def test_a_wait_inside_a_stage_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_synchronization_inside_a_stage_ends_the_run_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = MLP.forward
 
     def waits(self: MLP, *arguments: Any) -> torch.Tensor:

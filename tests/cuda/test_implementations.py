@@ -62,7 +62,7 @@ def test_scaled_mm_is_the_emulation(dtypes: tuple[torch.dtype, torch.dtype], out
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
-def test_an_fp8_linear_computes_on_a_card_what_it_computes_on_a_cpu(recipe: str, compiles: bool) -> None:
+def test_an_fp8_linear_on_a_gpu_equals_one_on_a_cpu(recipe: str, compiles: bool) -> None:
     needs_fp8()
     torch.manual_seed(0)
     weight, bias, x, dy = (torch.randn(*shape).bfloat16() for shape in ((96, 64), (96,), (32, 2, 64), (32, 2, 96)))
@@ -99,7 +99,7 @@ def test_a_compiled_activation_is_the_activation(name: str) -> None:
 
 
 @pytest.mark.parametrize("cap", [None, 3.0], ids=["plain", "cap"])
-def test_a_loss_in_chunks_is_the_loss_on_a_card(cap: float | None) -> None:
+def test_a_loss_in_chunks_is_the_loss_on_a_gpu(cap: float | None) -> None:
     torch.manual_seed(0)
     linear = ColumnParallelLinear(64, 1024, bias=False, tp=Group.alone("tp"), sequence_parallel=False)
     linear.weight = torch.nn.Parameter(torch.randn(1024, 64, device=CARD))

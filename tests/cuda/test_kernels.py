@@ -29,7 +29,7 @@ def test_weight_gradients_are_added_in_fp32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-def test_a_chunk_is_multiplied_where_it_lies_in_the_whole(has_bias: bool) -> None:
+def test_a_chunk_is_multiplied_in_place(has_bias: bool) -> None:
     """Strided rows are read and written in place: no copy of operand, matrix or result."""
     ranks, rows, inputs, outputs = 4, 512, 1024, 2048
     x, y = (torch.randn(ranks, 2 * rows, width, device=CARD).bfloat16() for width in (inputs, outputs))
@@ -46,7 +46,7 @@ def test_a_chunk_is_multiplied_where_it_lies_in_the_whole(has_bias: bool) -> Non
     assert torch.equal(y[:, rows:], untouched)
 
 
-def test_the_gemm_itself_adds_on_this_card() -> None:
+def test_the_gemm_itself_adds_on_this_gpu() -> None:
     """The GEMM allocates nothing but its result: no fp32 product in addition to the gradient."""
     device = torch.device(CARD, torch.cuda.current_device())
     if not gemm_adds_to_fp32(device, torch.bfloat16):

@@ -61,7 +61,7 @@ def test_offloading_lowers_the_peak_as_planned() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_card_takes_what_was_planned_and_counted(name: str) -> None:
+def test_a_gpu_uses_the_planned_and_counted_bytes(name: str) -> None:
     plan = make_plan(1, CASES[name] | {"device": "cuda"}, SIZE)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -77,12 +77,12 @@ def assert_close(found: list[float], expected: list[float]) -> None:
         ),
     ],
 )
-def test_a_card_trains_what_a_cpu_trains(flags: str, cpu_losses: list[float], tmp_path: Path) -> None:
+def test_a_gpu_trains_like_a_cpu(flags: str, cpu_losses: list[float], tmp_path: Path) -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
     assert_close(on_one(tmp_path, flags, CARD), cpu_losses)
 
 
-def test_a_llama_on_a_card_trains_what_it_trains_on_a_cpu(tmp_path: Path) -> None:
+def test_a_llama_on_a_gpu_trains_like_on_a_cpu(tmp_path: Path) -> None:
     flags = (
         "--position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2"
     )
@@ -102,7 +102,7 @@ OFFLOAD = "--cpu-offloading-num-layers 4 --min-offloaded-tensor-size 1"
         pytest.param(f"{OFFLOAD} --pipeline-model-parallel-layout Et|tt|tL", id="three stages offloaded"),
     ],
 )
-def test_what_is_kept_elsewhere_does_not_change_a_bit(flags: str, tmp_path: Path) -> None:
+def test_recompute_and_offload_do_not_change_a_bit(flags: str, tmp_path: Path) -> None:
     plain = on_one(tmp_path / "plain", "--deterministic-mode", CARD)
     assert on_one(tmp_path / "other", f"--deterministic-mode {flags}", CARD) == plain
 
@@ -125,14 +125,14 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_ranks_that_share_a_card_train_what_one_cpu_trains(name: str, cpu_losses: list[float], tmp_path: Path) -> None:
+def test_ranks_that_share_a_gpu_train_like_one_cpu(name: str, cpu_losses: list[float], tmp_path: Path) -> None:
     ranks, flags = GRIDS[name]
     assert_close(on_ranks(tmp_path, ranks, f"{SHARED} {flags}"), cpu_losses)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each of two ranks")
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel", "--sequence-parallel --tp-comm-overlap-chunks 2"])
-def test_collectives_in_chunks_over_nccl_train_what_one_cpu_trains(
+def test_collectives_in_chunks_over_nccl_train_like_one_cpu(
     flags: str, cpu_losses: list[float], tmp_path: Path
 ) -> None:
     overlapped = f"--device {CARD} --distributed-backend nccl --tensor-model-parallel-size 2 --tp-comm-overlap {flags}"
@@ -145,7 +145,7 @@ def test_bf16_follows_fp32(cpu_losses: list[float], tmp_path: Path) -> None:
     assert found != cpu_losses
 
 
-def test_a_resumed_run_on_a_card_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_on_a_gpu_is_bit_exact(tmp_path: Path) -> None:
     flags = (
         f"--device {CARD} --bf16 --deterministic-mode --hidden-dropout 0.1 --attention-dropout 0.1 --save-interval 3"
     )
@@ -189,7 +189,7 @@ def test_memory_snapshot_and_ranges_of_nsight(tmp_path: Path) -> None:
     assert (tmp_path / "memory_rank_00000.pickle").stat().st_size > 1000
 
 
-def test_a_model_that_does_not_fit_says_what_was_planned(tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_reports_the_planned_bytes(tmp_path: Path) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 2e9 / total))
     try:

@@ -175,7 +175,7 @@ def reports(folder: Path) -> list[tuple[float, str, str]]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_told_and_the_next_start_ends_like_an_undisturbed_run(
+def test_a_fault_is_reported_and_the_next_start_ends_like_an_undisturbed_run(
     name: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     fault, save = FAULTS[name], tmp_path / "run"
@@ -202,7 +202,7 @@ SLOW: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", SLOW)
-def test_who_is_slow_is_named_and_nothing_is_lost(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_slow_rank_is_named_and_nothing_is_lost(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
     slow, whom, words = SLOW[name]
     with RankPool(NUM_RANKS) as pool:
         flags = f"{FLAGS} --save {tmp_path}/run --log-straggler --log-interval 4"

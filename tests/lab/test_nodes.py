@@ -99,7 +99,7 @@ def test_a_slow_direction_between_two_machines_is_named(nodes: Nodes, tmp_path: 
     assert abs(found["clock_seconds"]["node-b"]["ahead"]) < 0.1, "one kernel, one clock"
 
 
-def test_each_side_of_a_cut_names_the_other_and_ends(nodes: Nodes, tmp_path: Path) -> None:
+def test_each_side_of_a_cut_names_the_other_and_exits(nodes: Nodes, tmp_path: Path) -> None:
     commands = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000, LIMIT_SECONDS)) for node in range(2)]
     try:
         commands[0].wait_for("step      3/")
@@ -137,7 +137,7 @@ def test_training_over_two_machines_equals_one_machine(nodes: Nodes, tmp_path: P
 
 
 @pytest.mark.slow
-def test_machines_that_are_well_are_found_fine(nodes: Nodes, tmp_path: Path) -> None:
+def test_healthy_machines_are_reported_fine(nodes: Nodes, tmp_path: Path) -> None:
     words = ["--tensor-model-parallel-size", "2", "--slow-factor", "10"]  # the cores are shared by all tests
     ended = on_all(nodes, tmp_path, 2, "-m", "megapipe", "doctor", *words)
     assert [end.code for end in ended] == [0, 0], ended[0].out
@@ -145,7 +145,7 @@ def test_machines_that_are_well_are_found_fine(nodes: Nodes, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_after_a_machine_is_lost_a_relaunch_goes_on_to_the_bit(nodes: Nodes, tmp_path: Path) -> None:
+def test_after_a_machine_is_lost_a_relaunch_resumes_bit_exactly(nodes: Nodes, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
@@ -174,7 +174,7 @@ def test_after_a_machine_is_lost_a_relaunch_goes_on_to_the_bit(nodes: Nodes, tmp
 
 
 @pytest.mark.slow
-def test_machines_meet_by_c10d_too(nodes: Nodes, tmp_path: Path) -> None:
+def test_machines_rendezvous_by_c10d_too(nodes: Nodes, tmp_path: Path) -> None:
     commands = []
     try:
         for node in range(2):
@@ -202,7 +202,7 @@ def test_of_three_machines_the_one_whose_sending_is_slow_is_named(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_what_a_hardware_file_expects_names_a_link_without_its_like(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_hardware_file_finds_a_slow_link_without_peers(nodes: Nodes, tmp_path: Path) -> None:
     """Both directions are slow, so only the hardware table shows it."""
     file = tmp_path / "hardware.yaml"
     link = "{bytes_per_second: 5.0e+8, latency_seconds: 1.0e-3}"
@@ -222,7 +222,7 @@ def test_what_a_hardware_file_expects_names_a_link_without_its_like(nodes: Nodes
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_one_machine_saves_and_ends_both(nodes: Nodes, tmp_path: Path) -> None:
+def test_ctrl_c_on_one_machine_saves_and_stops_both(nodes: Nodes, tmp_path: Path) -> None:
     commands = [nodes.launch(node, tmp_path, 1, *training(tmp_path, 100_000)) for node in range(2)]
     try:
         commands[0].wait_for("step      3/")

@@ -109,13 +109,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_a_single_rank_says_what_is_wrong(make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_a_single_rank_reports_bad_input(make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     code = main([*TINY_FLAGS, *make(tmp_path)])
     out, error = capfd.readouterr()
     assert_one_message(Ended(code, out, error), *CASES[make])
 
 
-def test_a_mistake_that_four_ranks_see_is_told_once(tmp_path: Path) -> None:
+def test_an_error_on_four_ranks_is_reported_once(tmp_path: Path) -> None:
     with launch(tmp_path, 4, *TINY_FLAGS, *truncated_data(tmp_path), "--tensor-model-parallel-size", "2") as command:
         ended = command.ended()
     assert_one_message(ended, 1, "data error", "tokens.bin")
@@ -128,7 +128,7 @@ def test_a_world_that_does_not_fit_is_refused_by_all_ranks_once(tmp_path: Path) 
     assert_one_message(ended, 2, "this cannot run", "3")
 
 
-def test_the_quickstart_trains_and_goes_on_and_ctrl_c_saves(tmp_path: Path) -> None:
+def test_the_quickstart_trains_and_resumes_and_ctrl_c_saves(tmp_path: Path) -> None:
     words = [
         "--ranks",
         "4",

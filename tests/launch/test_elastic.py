@@ -44,7 +44,7 @@ SOON = "last_call_timeout=1,keep_alive_interval=1,join_timeout=60"
 
 
 @pytest.mark.slow
-def test_the_node_that_is_left_goes_on_with_half_the_replicas(tmp_path: Path) -> None:
+def test_the_remaining_node_continues_with_half_the_replicas(tmp_path: Path) -> None:
     script, run, port = tmp_path / "script.py", tmp_path / "run", free_port()
     script.write_text(SLOW_STEPS)
     folders = [tmp_path / name for name in ("node1", "node2", "alone")]

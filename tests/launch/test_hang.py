@@ -20,7 +20,9 @@ MOST_SECONDS = 2.0  # from the limit to the report
 END_SECONDS = 6.0  # from the report to the end; the launcher gives the stopped rank 2
 
 
-def test_a_stopped_rank_of_four_is_named_and_all_are_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_rank_of_four_is_named_and_all_are_terminated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grid = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "8", "--save", "run"]
     words = [*grid, "--mock-data", "--train-iters", "100000", "--hang-timeout-seconds", str(LIMIT_SECONDS)]
     with launch(tmp_path, 4, *TINY_FLAGS, *words) as command:

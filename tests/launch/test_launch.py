@@ -53,7 +53,7 @@ def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) 
     assert ended.error == "rank 1 ended with exit code 7; all ranks were ended\n"
 
 
-def test_ranks_that_were_asked_to_leave_are_not_started_again(tmp_path: Path) -> None:
+def test_ranks_that_exited_on_request_are_not_restarted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time; print('started', flush=True); time.sleep(100)")
     with Command([sys.executable, "-m", "megapipe", "launch", "--max-restarts", "3", str(script)], tmp_path) as command:
@@ -74,7 +74,7 @@ print("saved", flush=True)
 """
 
 
-def test_a_notice_that_comes_before_the_ranks_waits_for_them(tmp_path: Path) -> None:
+def test_a_signal_before_the_ranks_start_is_delivered_later(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ASKED_EARLY)
     words = [
@@ -125,7 +125,7 @@ sys.exit(main(sys.argv[1:]))
     ],
     ids=["refused", "error", "interrupted twice", "killed", "crashed", "terminated early", "own exit code"],
 )
-def test_one_rank_answers_for_all(
+def test_one_rank_prints_for_all(
     exit_codes: dict[int, int], received: signal.Signals | None, code: int, message: str
 ) -> None:
     outcome = outcome_of(exit_codes, received)
@@ -142,7 +142,7 @@ def test_one_rank_answers_for_all(
     ],
     ids=["nothing", "misspelt", "no value"],
 )
-def test_wrong_flags_are_answered_in_one_line(words: list[str], message: str) -> None:
+def test_wrong_flags_are_refused_in_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(words)
 

@@ -30,13 +30,13 @@ with stop_requests(True) as request:
     [("terminated", "lost", -signal.SIGTERM, False), ("terminated", "stopped", 1, True), ("running", "lost", 1, True)],
     ids=["ended with its peers", "own message", "a peer lost without a launcher"],
 )
-def test_a_rank_speaks_only_for_itself(asked: str, error: str, code: int, speaks: bool) -> None:
+def test_a_rank_prints_only_its_own_error(asked: str, error: str, code: int, speaks: bool) -> None:
     words = [sys.executable, "-c", LEAVES, asked, error]
     ended = subprocess.run(words, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60)
     assert (ended.returncode, "its message" in ended.stderr) == (code, speaks), ended.stderr
 
 
-def test_an_error_is_told_once_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_printed_once_with_its_rank(capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> int:
         raise TrainingError("step 3: loss nan")
 

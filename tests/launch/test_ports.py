@@ -44,7 +44,7 @@ def listening(process_id: int) -> list[str]:
     return found
 
 
-def test_launcher_and_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+def test_launcher_and_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
     script = tmp_path / "meets.py"
     script.write_text(MEETS)
     with launch(tmp_path, 2, script=script) as command:
@@ -56,7 +56,7 @@ def test_launcher_and_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
         assert {address for process in (command.process.pid, *ranks) for address in listening(process)} <= LOOPBACK
 
 
-def test_ranks_without_a_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
+def test_ranks_without_a_launcher_listen_on_loopback_only(tmp_path: Path) -> None:
     """Ranks as srun starts them, on one node."""
     step = {
         "SLURM_STEP_NUM_TASKS": "2",

@@ -36,7 +36,7 @@ sys.exit(main())
 SAVING = ("--mock-data", "--global-batch-size", "2", "--save", "run", "--save-interval", "2")
 
 
-def test_a_code_that_means_do_not_ends_the_restarts(tmp_path: Path) -> None:
+def test_an_unrecoverable_exit_code_ends_the_restarts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDS_WITH)
     with launch(tmp_path, 1, script=script, before=("--max-restarts", "5")) as command:
@@ -45,7 +45,7 @@ def test_a_code_that_means_do_not_ends_the_restarts(tmp_path: Path) -> None:
     assert ended.error == "restart 1 of at most 5 (--max-restarts): see above\n"
 
 
-def test_a_signal_is_no_reason_to_start_again(tmp_path: Path) -> None:
+def test_a_signal_causes_no_restart(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     with launch(tmp_path, 1, script=script, before=("--max-restarts", "5")) as command:
@@ -56,7 +56,7 @@ def test_a_signal_is_no_reason_to_start_again(tmp_path: Path) -> None:
     assert ended.error.startswith("ended by SIGTERM")
 
 
-def test_a_job_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_job_that_loses_a_rank_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(KILLED_IN_STEP)
     with launch(

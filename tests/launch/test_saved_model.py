@@ -93,7 +93,7 @@ def test_perplexity_is_the_same_on_two_replicas(checkpoints: Path) -> None:
     ],
     ids=["no_prompt", "misspelt", "no_room", "no_step", "top_p", "no_file", "too_long"],
 )
-def test_mistakes_are_told_in_one_message(checkpoints: Path, name: str, words: list[str], message: str) -> None:
+def test_mistakes_are_reported_in_one_message(checkpoints: Path, name: str, words: list[str], message: str) -> None:
     (checkpoints.parent / "held_out.txt").write_text("some text")
     ended = tool(name, checkpoints, *words)
     assert ended.code != 0

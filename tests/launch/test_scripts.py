@@ -102,7 +102,7 @@ def submit(folder: Path, *arguments: str, **settings: str) -> Ended:
     return run("slurm/pretrain.sbatch", *arguments, folder=folder, **(slurm | stub | settings))
 
 
-def test_words_of_the_user_reach_every_rank_as_they_are(tmp_path: Path) -> None:
+def test_arguments_reach_every_rank_unchanged(tmp_path: Path) -> None:
     ended = submit(tmp_path, *HARMFUL)
     words = ended.words("srun")
     assert ended.code == 0 and tuple(words[-len(HARMFUL) :]) == HARMFUL
@@ -145,7 +145,7 @@ def test_each_setting_has_a_default_that_the_environment_overrides(tmp_path: Pat
     } <= set(told)
 
 
-def test_one_launcher_a_node_gets_the_nodes_and_all_their_cores(tmp_path: Path) -> None:
+def test_one_launcher_per_node_gets_the_nodes_and_all_their_cores(tmp_path: Path) -> None:
     ended = submit(tmp_path, "--lr", "1", LAUNCHER="launch", STUB_TASKS="2")
     words = ended.words("srun")
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
@@ -153,7 +153,7 @@ def test_one_launcher_a_node_gets_the_nodes_and_all_their_cores(tmp_path: Path) 
     assert {"HOSTS=n1 n2", "NPROC_PER_NODE=4"} <= set((ended.folder / "environment").read_text().splitlines())
 
 
-def test_containers_are_words_of_srun_or_stand_before_the_rank(tmp_path: Path) -> None:
+def test_containers_are_options_of_srun_or_a_prefix_of_the_rank(tmp_path: Path) -> None:
     for name in ("pyxis", "apptainer"):
         (tmp_path / name).mkdir()
     mounts = f"{REPOSITORY}:{REPOSITORY},/a b:/c"
@@ -197,7 +197,7 @@ def test_containers_are_words_of_srun_or_stand_before_the_rank(tmp_path: Path) -
         *("cannot run", "done", "nothing to do"),
     ],
 )
-def test_a_job_queues_up_again_only_if_it_came_further(
+def test_a_job_is_requeued_only_if_it_made_progress(
     settings: dict[str, str], requeued: bool, says: str, tmp_path: Path
 ) -> None:
     ended = submit(tmp_path, **settings)
@@ -217,7 +217,7 @@ def test_a_job_queues_up_again_only_if_it_came_further(
     ],
     ids=["launcher", "requeue", "images", "tasks", "root"],
 )
-def test_wrong_settings_of_a_job_are_told(settings: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_wrong_settings_of_a_job_are_refused(settings: dict[str, str], says: str, tmp_path: Path) -> None:
     ended = submit(tmp_path, **settings)
     assert ended.code == 2 and says in ended.out
 
@@ -257,7 +257,7 @@ def test_torchrun_sh_gives_each_node_its_rank(tmp_path: Path) -> None:
     assert ended.words("python") == [*expected, *HARMFUL]
 
 
-def test_torchrun_sh_alone_is_one_node(tmp_path: Path) -> None:
+def test_torchrun_sh_without_slurm_is_one_node(tmp_path: Path) -> None:
     words = run("torchrun.sh", folder=tmp_path, NPROC_PER_NODE="1", AGENT="torchrun").words("python")
     assert words[:6] == ["-m", "torch.distributed.run", "--nnodes", "1", "--node-rank", "0"]
 
@@ -292,6 +292,6 @@ def test_elastic_nodes_are_numbered_as_c10d_numbers_them(tmp_path: Path) -> None
     ],
     ids=["unknown host", "node rank", "no number", "no GPUs", "agent"],
 )
-def test_wrong_settings_of_torchrun_sh_are_told(settings: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_wrong_settings_of_torchrun_sh_are_refused(settings: dict[str, str], says: str, tmp_path: Path) -> None:
     ended = run("torchrun.sh", folder=tmp_path, **settings)
     assert ended.code == 2 and says in ended.out

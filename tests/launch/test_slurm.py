@@ -156,7 +156,7 @@ def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
     return submit(cluster, tmp_path_factory.mktemp("undisturbed"), LAUNCHER="launch")
 
 
-def test_a_job_near_its_time_limit_saves_queues_up_again_and_ends_as_if_undisturbed(
+def test_a_job_near_its_time_limit_saves_requeues_and_ends_like_an_undisturbed_one(
     cluster: SlurmCluster, undisturbed: Job, tmp_path: Path
 ) -> None:
     job = submit(cluster, tmp_path, PACE="0.25")
@@ -174,7 +174,7 @@ def test_a_job_near_its_time_limit_saves_queues_up_again_and_ends_as_if_undistur
 
 
 @pytest.mark.slow
-def test_the_words_of_the_rank_that_failed_first_come_first(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_the_message_of_the_rank_that_failed_first_comes_first(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, REQUEUE="signal", FAULT="3:2")
     assert job.ended() == "FAILED", job.log
     report = job.log[job.log.index("failed first") :]
@@ -186,7 +186,7 @@ def test_the_words_of_the_rank_that_failed_first_come_first(cluster: SlurmCluste
 
 
 @pytest.mark.slow
-def test_a_job_that_failed_goes_on_from_what_it_saved(cluster: SlurmCluster, undisturbed: Job, tmp_path: Path) -> None:
+def test_a_failed_job_resumes_from_its_checkpoint(cluster: SlurmCluster, undisturbed: Job, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, training=(*TRAINING, "--save-interval", "4"), FAULT="3:10")
     assert job.ended() == "COMPLETED", job.log
     report = job.log[job.log.index("failed first") :]
@@ -222,7 +222,7 @@ def test_a_signal_that_comes_before_python_waits_for_it(cluster: SlurmCluster, l
     assert "not queued up again: REQUEUE=never" in job.log
 
 
-def test_a_cancelled_job_leaves_no_process_and_does_not_come_back(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_leaves_no_process_and_is_not_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, PACE="0.2")
     job.wait_for("step  3/30")
     cluster.run("scancel", job.number)
@@ -234,7 +234,7 @@ def test_a_cancelled_job_leaves_no_process_and_does_not_come_back(cluster: Slurm
     assert "ended after step" in job.log and "SIGTERM received" in job.log and "queues up again" not in job.log, job.log
 
 
-def test_what_cannot_run_is_told_before_any_rank_is_started(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_an_impossible_job_is_reported_before_any_rank_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
     job = submit(cluster, tmp_path, training=(*TRAINING, "--tensor-model-parallel-size", "3"))
     assert job.ended() == "FAILED"
     assert "this cannot run: --tensor-model-parallel-size 3 does not divide" in job.log and "attempt" not in job.log, (

@@ -15,7 +15,7 @@ KEYS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NCCL_AUTH_TOKEN",
 RUN = ("--mock-data", "--global-batch-size", "2", "--train-iters", "2", "--save", "run", "--hang-timeout-seconds", "60")
 
 
-def test_a_run_keeps_keys_to_itself_and_follows_the_umask(tmp_path: Path) -> None:
+def test_a_run_writes_no_keys_and_follows_the_umask(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *TINY_FLAGS, *RUN],
         env={**environment(), **dict.fromkeys(KEYS, SECRET)},

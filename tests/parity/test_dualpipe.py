@@ -101,7 +101,7 @@ def bits(parameter: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated optimizer", "distributed optimizer"])
-def test_both_copies_of_every_parameter_are_the_same_to_the_bit_after_updates(
+def test_both_copies_of_every_parameter_are_bitwise_equal_after_updates(
     rank_pools: Pools, dtype: str, sharded: bool
 ) -> None:
     config = configuration(two_ways(4, pp=2, dp=2, hidden_dropout=0.1, **(SHARDED if sharded else {})), dtype)

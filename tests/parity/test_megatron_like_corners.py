@@ -80,7 +80,7 @@ def test_corner_equals_reference(rank_pools: Pools, name: str) -> None:
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of microbatches", "mean of tokens"])
-def test_microbatches_without_a_token_that_counts_equal_reference(rank_pools: Pools, per_token: bool) -> None:
+def test_microbatches_without_a_counted_token_equal_reference(rank_pools: Pools, per_token: bool) -> None:
     """Train a global batch 0 1 | 2 3 | 4 5 in which dp_rank 0 has no loss at all and dp_rank 1 none in its last
     microbatch."""
     grid = plain_grid(

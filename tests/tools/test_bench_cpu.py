@@ -55,7 +55,7 @@ print(agreement(shape))
 """
 
 
-def test_both_loops_train_the_same_model_and_a_dropped_microbatch_or_another_rate_would_be_seen() -> None:
+def test_both_loops_train_the_same_model_and_planted_differences_are_found() -> None:
     done = run("-c", AGREEMENT)
     assert done.returncode == 0, done.stderr
     same, dropped, faster = map(float, done.stdout.split())

@@ -77,7 +77,7 @@ def test_a_model_that_computes_something_else_is_not_timed(
     assert "plain beside megapipe (step 1): loss differs by" in said and "they are not the same model" in said
 
 
-def test_without_a_card_the_tool_says_so(
+def test_without_a_gpu_the_tool_refuses(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -85,7 +85,7 @@ def test_without_a_card_the_tool_says_so(
     assert capsys.readouterr() == ("", "bench_gpu: torch sees no GPU (--device cpu tries the tool)\n")
 
 
-def test_a_card_without_fp8_is_told_before_anything_runs(
+def test_a_gpu_without_fp8_is_refused_before_anything_runs(
     tools: Tools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, answer in (
@@ -125,7 +125,7 @@ def measured(figures: ModuleType, **seconds: float) -> object:
     return figures.Measured(turns, rates, 100e12)
 
 
-def test_ratios_are_formed_inside_a_round(tools: Tools) -> None:
+def test_ratios_are_formed_within_a_round(tools: Tools) -> None:
     figures = tools("gpu_bench.figures")
     found = measured(figures, megapipe=0.25, plain=0.3)
     assert found.ratio("megapipe", figures.GEMM).text(".2f") == "0.80 [0.80, 0.80]"
@@ -162,7 +162,7 @@ def test_ratios_are_formed_inside_a_round(tools: Tools) -> None:
     ],
     ids=["all", "goal", "gemm", "plain", "transformers", "absent"],
 )
-def test_a_bar_fails_and_says_what_missed_while_a_goal_is_only_told(
+def test_a_missed_bar_fails_while_a_missed_goal_is_only_reported(
     seconds: dict[str, float], passed: bool, words: str, tools: Tools
 ) -> None:
     figures = tools("gpu_bench.figures")
@@ -192,14 +192,14 @@ def test_the_flops_of_a_step_count_attention_half_or_in_full(tools: Tools) -> No
         ("megapipe-fp8", [(float("nan"), 2.0), (9.9, 1.9)], False, 1),
     ],
 )
-def test_fp8_is_held_to_bounds_of_its_own(
+def test_fp8_has_separate_bounds(
     name: str, mine: list[tuple[float, float]], holds: bool, step: int | None, tools: Tools
 ) -> None:
     found = tools("gpu_bench.agreement").compared(name, "megapipe", mine, [(10.0, 2.0), (9.9, 1.9)], "bf16")
     assert (found.holds, found.step) == (holds, step)
 
 
-def test_kernels_are_told_apart_by_their_names(tools: Tools) -> None:
+def test_kernels_are_classified_by_their_names(tools: Tools) -> None:
     kind_of = tools("gpu_bench.timing").kind_of
     kinds = {
         "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTT": "GEMM",

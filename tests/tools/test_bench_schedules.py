@@ -77,7 +77,7 @@ print(round(replay_seconds(schedule, mean_durations(ranks)) * 1e6))
 """
 
 
-def test_peaks_delays_replay_and_gaps_are_those_of_a_row_written_by_hand() -> None:
+def test_peaks_delays_replay_and_gaps_of_a_hand_written_row() -> None:
     done = run("-c", SPANS)
     assert done.returncode == 0, done.stderr
     # F2 comes while microbatch 1 waits for its W; of three weight gradients one is late

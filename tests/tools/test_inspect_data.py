@@ -107,7 +107,9 @@ def test_every_token_of_every_step_and_every_step_of_every_document(
         assert steps == seen.get((prefix, document), set())
 
 
-def test_a_sample_says_who_takes_it_or_that_it_is_skipped(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_names_its_step_and_rank_or_that_it_is_skipped(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert asked(capsys, "--sample", "15", *flags)["skipped"]
     found = asked(capsys, "--sample", "20", *flags)
     assert (found["step"], found["microbatch"], found["dp_rank"]) == (
@@ -126,7 +128,7 @@ def test_a_sample_says_who_takes_it_or_that_it_is_skipped(flags: list[str], caps
     assert "microbatch 0 of dp rank 1\n  sample 20\n" in shown
 
 
-def test_what_cannot_be_told_is_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unanswerable_questions_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in {
         ("--step", "99"): "the steps of this run are 1 to",
         ("--sample", "100000"): "the training data has",
@@ -137,7 +139,7 @@ def test_what_cannot_be_told_is_refused(flags: list[str], capsys: pytest.Capture
         assert message in capsys.readouterr().err
 
 
-def test_it_answers_without_torch(flags: list[str]) -> None:
+def test_it_does_not_import_torch(flags: list[str]) -> None:
     code = (
         f"import sys; from tools.inspect_data import main; main({['--step', '1', *flags]!r}); sys.exit('torch' in "
         "sys.modules)"

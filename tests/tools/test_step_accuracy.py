@@ -31,9 +31,7 @@ def test_the_table_holds_the_prediction_of_each_grid_and_the_median_turn(
         assert cells[1:4] == [f"{1000 * predicted:.0f}", "1250", f"{predicted / 1.25:.2f}"]
 
 
-def test_a_file_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_file_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     assert importlib.import_module("step_accuracy").main(["--hardware", "missing.yaml"]) == 2
     assert "missing.yaml cannot be read" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_ranks_on_two_nodes_measure_both_links_each_node_at_once() -> None:
 @pytest.mark.parametrize(
     ("operation", "sent"), [("all_reduce", 1.5), (SEND, 1.0)], ids=["all-reduce over 4", "message"]
 )
-def test_a_link_is_found_again_from_the_times_that_it_makes(operation: str, sent: float) -> None:
+def test_a_link_is_recovered_from_its_times(operation: str, sent: float) -> None:
     link = Link(2e9, 3e-5)
     ranks = (0, 1, 2, 3) if operation == "all_reduce" else (0, 1)
     times = {
@@ -111,7 +111,7 @@ def test_a_link_is_found_again_from_the_times_that_it_makes(operation: str, sent
     assert found.latency_seconds == pytest.approx(link.latency_seconds, rel=1e-3)
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_reading_a_written_file_returns_the_same(tmp_path: Path) -> None:
     links = [MeasuredLink("node", 2, Link(1.5e9, 2.5e-5), Link(1e9, 1e-5))]
     hardware = hardware_measured(None, MACHINE, RATES, links)
     assert hardware.gemm_shares == ((64, 0.25), (256, 0.75), (1024, 1.0))
@@ -137,14 +137,14 @@ def test_json_has_the_files_keys_and_both_figures_of_each_link() -> None:
     }
 
 
-def test_a_card_of_the_table_has_the_tables_links_where_none_was_measured() -> None:
+def test_a_gpu_of_the_table_gets_its_links_where_none_was_measured() -> None:
     card = Machine("NVIDIA H200", 141 << 30, 8, "bf16", ())
     hardware = hardware_measured(None, card, RATES, [])
     assert (hardware.node, hardware.network) == (HARDWARE["h200"].node, HARDWARE["h200"].network)
     assert "NOT measured: from the table" in to_yaml(hardware, card, [])
 
 
-def test_the_slowest_rank_counts_at_what_all_have_measured() -> None:
+def test_the_slowest_rank_counts_for_what_all_have_measured() -> None:
     other = Rates({"fp32": 9e10}, {64: 1e10, 256: 7e10}, 2e10, 1e10, 6e9)
     assert slowest([RATES, other]) == Rates({"fp32": 8e10}, {64: 1e10, 256: 6e10}, 1e10, 1e10, 5e9)
 
@@ -162,7 +162,7 @@ def test_the_slowest_rank_counts_at_what_all_have_measured() -> None:
     ],
     ids=["taken", "folder", "nowhere", "no time", "nan", "dtype", "flag"],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_measured(
+def test_impossible_requests_are_refused_before_measuring(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -199,7 +199,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["x.yaml"]
 
 
-def test_force_replaces_and_a_file_that_came_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_force_replaces_and_a_file_written_meanwhile_is_kept(tmp_path: Path) -> None:
     path, text = tmp_path / "x.yaml", to_yaml(hardware_measured("new", MACHINE, RATES, []), MACHINE, [])
     path.write_text("old")
     with pytest.raises(ConfigError, match="exists: give another name"):

@@ -63,7 +63,7 @@ def test_a_host_without_faults_is_fine(here: HostReport) -> None:
     ],
     ids=["shm", "files", "threads", "ranks", "ranks in a container", "load", "CPU build", "GPUs", "port"],
 )
-def test_what_a_host_lacks_is_told(
+def test_missing_resources_of_a_host_are_reported(
     here: HostReport, changes: dict[str, object], resources: dict[str, object], kind: str, is_wrong: bool, words: str
 ) -> None:
     report = with_resources(dataclasses.replace(here, **changes), **{"cores": 8, "cpu_limit": None, **resources})  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def test_what_a_host_lacks_is_told(
     assert words in found[kind][1]
 
 
-def test_gpus_and_network_cards_that_do_not_know_each_other_are_told(here: HostReport) -> None:
+def test_missing_gpu_direct_is_reported(here: HostReport) -> None:
     port = Port("mlx5_0", 1, "4: ACTIVE", "400 Gb/sec", "InfiniBand")
     report = dataclasses.replace(
         here, gpus=(Gpu("H100", 80),), rdma_ports=(port,), gpu_direct=GpuDirect("", "nvidia_peermem is not loaded")
@@ -81,7 +81,7 @@ def test_gpus_and_network_cards_that_do_not_know_each_other_are_told(here: HostR
     assert "GPUDirect" not in told(dataclasses.replace(report, gpu_direct=GpuDirect("kernel module nvidia_peermem")))
 
 
-def test_hosts_that_differ_are_told_and_in_torch_it_is_wrong(here: HostReport) -> None:
+def test_hosts_that_differ_are_reported_and_in_torch_it_is_an_error(here: HostReport) -> None:
     other = dataclasses.replace(
         here, name="other", versions={**here.versions, "torch": "2.11.0"}, settings={"NCCL_IB_HCA": "mlx5"}
     )
@@ -91,18 +91,18 @@ def test_hosts_that_differ_are_told_and_in_torch_it_is_wrong(here: HostReport) -
     assert not remarks["hosts differ in setting NCCL_IB_HCA"].is_wrong
 
 
-def test_a_clock_that_is_off_is_wrong_and_one_that_may_be_right_is_not() -> None:
+def test_a_clock_is_an_error_only_if_it_is_certainly_off() -> None:
     (remark,) = clock_remarks({"b": (-3.0, 0.001), "c": (0.2, 0.001), "d": (2.0, 1.5)}, "a")
     assert (remark.is_wrong, remark.hosts) == (True, ("b",))
     assert "the clock of b is -3.000 s off that of a" in remark.text
 
 
-def test_nodes_that_call_themselves_the_same_are_told_apart() -> None:
+def test_nodes_with_equal_names_get_numbers() -> None:
     assert named_hosts([(0, "n"), (0, "n"), (1, "n")]) == ("n#0", "n#0", "n#1")
     assert named_hosts([(0, "a"), (1, "b")]) == ("a", "b")
 
 
-def test_no_secret_is_in_what_is_said(here: HostReport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_printed(here: HostReport, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "do-not-tell-3f9c"
     for name in (
         "WANDB_API_KEY",
@@ -120,7 +120,7 @@ def test_no_secret_is_in_what_is_said(here: HostReport, monkeypatch: pytest.Monk
     assert "HF_TOKEN" not in library_settings({"HF_TOKEN": secret})
 
 
-def test_one_host_is_told_by_every_line(here: HostReport) -> None:
+def test_the_text_of_one_host_has_every_line(here: HostReport) -> None:
     text = "\n".join(host_text(here))
     for word in (
         "versions",

@@ -17,7 +17,7 @@ def hosts_of(world_size: int, ranks_per_host: int) -> list[str]:
 
 
 @given(SIZES, SIZES, SIZES, SIZES, st.integers(1, 5), st.booleans())
-def test_rounds_hold_every_trial_once_and_ask_no_rank_twice(
+def test_rounds_hold_every_trial_once_and_use_no_rank_twice(
     tp: int, cp: int, pp: int, dp: int, width: int, alone: bool
 ) -> None:
     topology = Topology(tp=tp, cp=cp, pp=pp, dp=dp)

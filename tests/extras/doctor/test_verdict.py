@@ -37,14 +37,14 @@ TRIALS = trials_of(Topology(tp=2, dp=4), linear(1), HOSTS)
 
 
 @given(st.sampled_from(TRIALS), st.floats(2.5, 1000.0))
-def test_one_slow_trial_among_its_like_is_the_only_one_named(chosen: Trial, times: float) -> None:
+def test_one_slow_trial_among_its_peers_is_the_only_one_named(chosen: Trial, times: float) -> None:
     found = slow(judge([sampled(trial, 1e9 / times if trial == chosen else 1e9, 1e-7) for trial in TRIALS], RULES))
     assert [one.trial for one in found] == [chosen]
     assert found[0].times_slower == pytest.approx(times, rel=0.05)
 
 
 @given(st.lists(st.floats(1.0, 1.9), min_size=len(TRIALS), max_size=len(TRIALS)))
-def test_differences_below_the_factor_are_not_told(factors: list[float]) -> None:
+def test_differences_below_the_factor_are_not_reported(factors: list[float]) -> None:
     assert (
         slow(judge([sampled(trial, 1e9 / factor) for trial, factor in zip(TRIALS, factors, strict=True)], RULES)) == []
     )
@@ -66,7 +66,7 @@ def test_a_trial_that_was_too_slow_for_the_largest_size_is_compared_at_the_large
     assert one.num_bytes == SIZES[1]
 
 
-def test_without_its_like_only_the_table_can_tell() -> None:
+def test_without_peers_only_the_table_counts() -> None:
     lonely = [sampled(Trial("tp all_reduce", "tp", "all_reduce", (0, 1)), 1e9)]
     assert slow(judge(lonely, RULES)) == []
     expects = hardware_named("h100")
@@ -93,13 +93,13 @@ def test_where_cores_are_shared_the_best_repeat_counts_and_latency_does_not() ->
     assert [one.trial.ranks for one in slow(judge([late, sampled(link(0, 2), sizes=SIZES[:2])], RULES))] == [(2, 0)]
 
 
-def test_times_within_the_clock_s_noise_are_not_told() -> None:
+def test_times_within_the_clock_s_noise_are_not_reported() -> None:
     samples = [sampled(link(0, 2), latency=1e-5), sampled(link(2, 0), latency=9e-5)]
     assert slow(judge(samples, Rules(HOSTS, 2.0, noise_seconds=1e-4))) == []
     assert slow(judge(samples, RULES)) != []
 
 
-def test_an_expectation_of_messages_counts_the_receipt() -> None:
+def test_the_expected_time_of_a_message_includes_the_receipt() -> None:
     network = Link(1e9, 1e-3)
     rules = Rules(HOSTS, 2.0, 1e-6, hardware=dataclasses.replace(hardware_named("h100"), network=network))
     assert rules.expected_seconds(link(0, 2), 1 << 20) == pytest.approx(2e-3 + (1 << 20) / 1e9)
@@ -121,7 +121,7 @@ RING = [("a", "b"), ("b", "a"), ("b", "c"), ("c", "b"), ("c", "a"), ("a", "c")]
         pytest.param([], [], id="none"),
     ],
 )
-def test_slow_directions_come_down_to_the_fewest_causes(
+def test_slow_directions_are_reduced_to_the_fewest_causes(
     slow_links: list[tuple[str, str]], causes: list[tuple[str | None, str | None]]
 ) -> None:
     assert common_cause(slow_links, RING) == causes

@@ -27,7 +27,7 @@ def test_a_rank_that_two_groups_claim_is_found(monkeypatch: pytest.MonkeyPatch) 
         audit_grid(plan)
 
 
-def test_kinds_part_the_world_by_what_ranks_do() -> None:
+def test_kinds_group_ranks_by_their_actions() -> None:
     plan = make_plan(512, LARGE)
     kinds = kinds_of_ranks(plan)
     assert sorted(rank for kind in kinds for rank in kind.ranks) == list(range(512))

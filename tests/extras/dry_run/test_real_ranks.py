@@ -40,7 +40,7 @@ def counted_on_a_rank(rank: int, world_size: int, changes: dict[str, Any]) -> Ra
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plan_and_dry_run_hold_what_real_ranks_take(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+def test_plan_and_dry_run_equal_real_ranks(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     world_size, changes = CASES[name]
     plan = make_plan(world_size, changes | {"device": "cpu"})
     for rank, real in enumerate(rank_pools(world_size).run(counted_on_a_rank, changes)):

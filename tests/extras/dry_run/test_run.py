@@ -25,7 +25,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--config", str(tmp_path / "small.yaml")]
 
 
-def test_one_rank_of_each_kind_is_counted_beside_the_plan(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_of_each_kind_is_counted(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*small, "--dry-run", "--world-size", "64", "--ranks-per-node", "8"]) == 0
     text = capsys.readouterr().out
     assert "dry run: 64 ranks" in text and "2 kinds" in text
@@ -34,7 +34,7 @@ def test_one_rank_of_each_kind_is_counted_beside_the_plan(small: list[str], caps
     assert "total" in text and "all-reduce" in text
 
 
-def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_chosen_rank_is_counted(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*small, "--dry-run", "--world-size", "64", "--rank", "37"]) == 0
     text = capsys.readouterr().out
     assert "of rank 37, which represents 32" in text and "rank 0 " not in text
@@ -77,7 +77,7 @@ def test_the_chosen_rank_alone_is_counted(small: list[str], capsys: pytest.Captu
         ),
     ],
 )
-def test_what_a_start_would_refuse_is_refused(
+def test_anything_that_a_start_refuses_is_refused(
     flags: list[str], words: str, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*small, *flags]) != 0

@@ -24,7 +24,7 @@ def test_a_steady_row_repeats_its_situations() -> None:
     assert len(situations(ROW, 0, 1)) == 4
 
 
-def test_a_row_that_piles_up_microbatches_never_repeats() -> None:
+def test_a_row_that_accumulates_microbatches_never_repeats() -> None:
     plan = make_plan(2, PP2 | {"pipeline_schedule": "gpipe", "global_batch_size": 64})
     assert microbatches_to_run(plan, 0) == 32
 
@@ -35,7 +35,7 @@ def test_an_asynchronous_row_is_run_in_full() -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_short_step_shows_what_the_whole_one_takes_and_sends(name: str) -> None:
+def test_a_short_step_has_the_peak_and_messages_of_the_whole_one(name: str) -> None:
     changes = LONG[name] | {"global_batch_size": 48, "num_layers": 4}
     plan = make_plan(4 if "sequence_parallel" in changes else 2, changes)
     last = plan.topology.world_size - 1

@@ -62,7 +62,7 @@ def test_a_constant_factor_is_recognised() -> None:
     assert both(2.0 * EXPECTED["qkv"], EXPECTED["norm"])[0].factor == pytest.approx(2.0)
 
 
-def test_a_coarse_tolerance_makes_no_factor_of_what_is_none() -> None:
+def test_a_coarse_tolerance_finds_no_factor_where_there_is_none() -> None:
     other = torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     assert both(other, EXPECTED["norm"], tolerance=0.1)[0].factor is None
     assert both(2.0 * EXPECTED["qkv"] + 0.02 * other, EXPECTED["norm"], tolerance=0.1)[0].factor is not None
@@ -83,7 +83,7 @@ def test_a_small_tensor_counts_as_the_least_share() -> None:
     assert both(EXPECTED["qkv"], EXPECTED["norm"] + 1e-6, tolerance=1e-5, least_share=0.1)[1].passes
 
 
-def test_what_is_mathematically_zero_is_held_to_the_largest() -> None:
+def test_mathematically_zero_tensors_are_held_to_the_largest() -> None:
     expected = EXPECTED | {"norm": torch.full((6,), 1e-17).double()}
     for size, passes in ((1e-15, True), (1e-9, False)):
         (norm,) = compare(held(NORM, torch.full((6,), size).double(), 0, 2), expected, 1e-10)
@@ -99,7 +99,7 @@ def test_rows_of_fused_tensors_have_names() -> None:
     assert part_of(NORM, (2,)) == ""
 
 
-def test_a_tensor_of_which_any_element_was_compared_by_no_rank_is_named() -> None:
+def test_a_tensor_with_an_uncompared_element_is_named() -> None:
     whole, half, none = (ParamSpec(name, (4, 2), "head") for name in ("whole", "half", "none"))
     upper, lower = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
     ranks = [{"whole": [upper], "half": [upper]}, {"whole": [lower], "half": [upper]}]

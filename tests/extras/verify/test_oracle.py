@@ -52,7 +52,7 @@ def test_attention_masks_are_cut_by_heads() -> None:
 
 
 @pytest.mark.parametrize("site", ["embedding", "attention_output", "mlp_output"])
-def test_hidden_masks_are_cut_by_the_sequence_under_sequence_parallelism_alone(site: str) -> None:
+def test_hidden_masks_are_cut_by_the_sequence_only_under_sequence_parallelism(site: str) -> None:
     shared, cut = masks()(0, site, (3, 8, 16)), masks(sp=True)(0, site, (3, 8, 16))
     assert torch.equal(shared, keyed_mask((8, 3, 16), 0.25, KEY, 0, site).transpose(0, 1).double() / 0.75)
     for tp_rank in range(2):

@@ -143,7 +143,7 @@ def test_shards_that_are_not_gathered_are_found_as_weights(rank_pools: Pools) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rank_that_differs_alone_is_named_and_nobody_hangs(mode: str, rank_pools: Pools) -> None:
+def test_a_single_wrong_rank_is_named_and_no_rank_hangs(mode: str, rank_pools: Pools) -> None:
     answers = rank_pools(4).run(compared, tiny_config(tp=2, pp=2), mode, planted.one_rank_differs)
     assert all(answer == answers[0] for answer in answers)
     steps, report = answers[0]
@@ -154,6 +154,6 @@ def test_a_rank_that_differs_alone_is_named_and_nobody_hangs(mode: str, rank_poo
     assert "which rows   0 to 0, 1 of the" in report
 
 
-def test_a_comparison_that_passes_over_a_gradient_is_no_proof() -> None:
+def test_a_comparison_that_omits_a_gradient_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no rank has compared the whole gradients of"):
         compared(0, 1, tiny_config(), "fp64", planted.gradient_left_out)

@@ -54,7 +54,7 @@ def exit_code(rank: int, world_size: int, plant: planted.Plant | None) -> int:
 
 
 @pytest.mark.parametrize(("plant", "code"), [(None, 0), (planted.one_rank_differs, 1)], ids=["same", "different"])
-def test_the_exit_code_tells_on_every_rank(
+def test_every_rank_returns_the_exit_code(
     plant: planted.Plant | None, code: int, rank_pools: Callable[[int], RankPool]
 ) -> None:
     assert rank_pools(2).run(exit_code, plant) == [code, code]
@@ -68,7 +68,7 @@ def test_one_rank_is_compared_too(flag: list[str], capsys: pytest.CaptureFixture
         assert words in printed
 
 
-def test_a_grid_that_does_not_exist_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grid_that_does_not_fit_the_world_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--tensor-model-parallel-size", "2", "--verify-grid"]) == 2
     assert "a world of 1 ranks cannot hold tensor 2" in capsys.readouterr().err
 

@@ -173,7 +173,7 @@ CHANGED |= {
 CHANGED |= {"cpu_offloading_num_layers": 1}
 
 
-def test_all_that_is_no_size_is_kept() -> None:
+def test_every_option_that_is_not_a_size_is_kept() -> None:
     """Set switches to values other than their defaults, so that a forgotten one is found."""
     small = shrink(resolve(tiny_config(**GPT3, **CHANGED), 8), "fp64", 8)
     for section, sizes in SIZES.items():
@@ -192,13 +192,13 @@ def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
     assert "layers 126 -> 30" in plan_text(small)
 
 
-def test_an_uneven_cut_stays_what_the_large_sizes_made_it() -> None:
+def test_an_uneven_partition_stays_that_of_the_large_sizes() -> None:
     small = shrunk("uneven by cost")
     assert len(set(small.original.partition.layer_counts)) > 1
     assert small.plan.partition == small.original.partition
 
 
-def test_a_window_that_hides_keys_goes_on_hiding_keys() -> None:
+def test_a_window_that_hides_keys_still_hides_keys() -> None:
     model = shrunk("copies of key/value heads").plan.config.model
     assert model.window_size is not None and 1 < model.window_size < model.seq_length
 
@@ -226,7 +226,7 @@ def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> N
     assert "NOT synchronous" in plan_text(small) and "microbatches 64 -> 6" in plan_text(small)
 
 
-def test_many_microbatches_become_fewer_with_the_same_remainder_and_it_is_said() -> None:
+def test_many_microbatches_become_fewer_with_the_same_remainder() -> None:
     options = GPT3 | {"pp": 3, "chunks": 2, "global_batch_size": 4 * 200}
     small = shrink(resolve(tiny_config(**options), 3), "fp64", 3)
     assert small.num_microbatches[-1] == 65 and 65 % 3 == 200 % 3
@@ -267,7 +267,7 @@ def test_several_gradient_buckets_stay_several() -> None:
     ],
     ids=lambda value: value.split()[0],
 )
-def test_what_is_replaced_is_said(dtype: str, mode: str, runs_in: str, said: str) -> None:
+def test_replaced_options_are_printed(dtype: str, mode: str, runs_in: str, said: str) -> None:
     small = shrink(resolve(tiny_config(dtype=dtype), 2), mode, 2)
     assert small.plan.config.precision.dtype == runs_in
     assert said in plan_text(small)
@@ -279,7 +279,7 @@ def test_a_reduction_in_bf16_is_replaced_in_fp64_and_kept_in_the_native_mode() -
     assert shrink(plan, "native", 2).plan.config.parallel.grad_reduce_in_bf16
 
 
-def test_attention_is_kept_but_in_fp64_on_gpus() -> None:
+def test_attention_is_kept_except_in_fp64_on_gpus() -> None:
     full = {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
