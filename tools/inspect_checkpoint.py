@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("path", type=Path, help="directory given to --save, or the folder of one step")
     parser.add_argument("--step", type=int, help="step to look at (default: the newest complete one)")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor; with --diff equal ones, too")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor; with --diff also the equal ones")
     parser.add_argument("--verify", action="store_true", help="read all files and check all checksums")
     parser.add_argument("--diff", type=Path, metavar="OTHER", help="compare all tensors with those of this checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

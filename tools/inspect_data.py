@@ -43,10 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", type=int, help="samples and documents of this step, counted from 1")
     asked.add_argument(
-        "--sample", type=int, help="documents of this sample of the training data, counted from 0, and who takes it"
+        "--sample",
+        type=int,
+        help="documents of this sample of the training data, counted from 0, and the step and rank that take it",
     )
     asked.add_argument("--document", type=int, help="samples and steps that hold some of this document, counted from 0")
-    parser.add_argument("--in", dest="prefix", help="file prefix of the document, where there are several")
+    parser.add_argument("--in", dest="prefix", help="file prefix of the document, if there are several files")
     parser.add_argument("--text", type=int, metavar="TOKENS", help="show the first tokens of each piece, decoded")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -64,7 +66,7 @@ class Run:
     def dataset(self) -> TokenDataset:
         found = build_datasets(dataset_request(self.plan)).train
         if found is None:
-            raise ConfigError("these flags train on nothing (--skip-train, or a split without training data)")
+            raise ConfigError("these flags have no training data (--skip-train, or a split without training data)")
         samples = self.plan.config.training.train_samples
         assert samples is not None
         found.grow(self.course.place(samples - 1) + 1)
@@ -154,7 +156,9 @@ def taken(run: Run, place: int) -> dict[str, Any]:
 def of_document(run: Run, document: int, prefix: str | None) -> dict[str, Any]:
     files = files_of(run.dataset)
     if prefix is None and len(files) > 1:
-        raise ConfigError(f"--document {document} of which file? Say --in PREFIX: {', '.join(files)}")
+        raise ConfigError(
+            f"--document {document} belongs to several files: give --in PREFIX, one of  {', '.join(files)}"
+        )
     chosen = prefix if prefix is not None else next(iter(files), None)
     if chosen not in files:
         raise ConfigError(f"--in {chosen}: the training data comes from {', '.join(files) or 'no files (--mock-data)'}")
@@ -173,7 +177,7 @@ def lines(found: dict[str, Any], show: Any) -> Iterator[str]:
     if "microbatches" in found:
         yield f"step {found['step']}, after {found['consumed_samples']:,} samples"
         for number in found["given_up"]:
-            yield f"  (rollback {number} gave up an earlier step of this number, with samples that are skipped now)"
+            yield f"  (rollback {number} abandoned an earlier step of this number, whose samples are skipped now)"
         for part in found["microbatches"]:
             yield f"microbatch {part['microbatch']} of dp rank {part['dp_rank']}"
             for one in part["samples"]:
@@ -200,7 +204,7 @@ def whose(one: dict[str, Any]) -> str:
     if one["skipped"]:
         return "skipped" if one["rollback"] is None else f"skipped by rollback {one['rollback']}"
     if "not_reached" in one:
-        return "not taken in this run"
+        return "not used in this run"
     return f"step {one['step']}, microbatch {one['microbatch']} of dp rank {one['dp_rank']}"
 
 

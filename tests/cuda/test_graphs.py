@@ -86,7 +86,7 @@ def test_a_step_of_replays_waits_for_nothing_and_calls_no_module(monkeypatch: py
 
 
 @pytest.mark.skipif(
-    "check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters, reason="torch 2.13 looks after it"
+    "check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters, reason="fixed in torch 2.13"
 )
 def test_no_replay_reads_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", functools.partial(torch.cuda.graph, check_input_liveness=True))

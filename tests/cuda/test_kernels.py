@@ -50,7 +50,7 @@ def test_the_gemm_itself_adds_on_this_gpu() -> None:
     """The GEMM allocates nothing but its result: no fp32 product in addition to the gradient."""
     device = torch.device(CARD, torch.cuda.current_device())
     if not gemm_adds_to_fp32(device, torch.bfloat16):
-        pytest.skip(f"torch {torch.__version__} on {torch.cuda.get_device_name()} adds products of bf16 apart")
+        pytest.skip(f"torch {torch.__version__} on {torch.cuda.get_device_name()} adds products of bf16 separately")
     slot = GradientSlot(torch.zeros(2048, 2048, device=CARD))
     gradient, inputs = (torch.randn(256, 2048, device=CARD, dtype=torch.bfloat16) for _ in range(2))
     slot.add_outer(gradient, inputs)  # the workspace of the GEMM is allocated once

@@ -130,7 +130,7 @@ def test_ranks_that_share_a_gpu_train_like_one_cpu(name: str, cpu_losses: list[f
     assert_close(on_ranks(tmp_path, ranks, f"{SHARED} {flags}"), cpu_losses)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each of two ranks")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel", "--sequence-parallel --tp-comm-overlap-chunks 2"])
 def test_collectives_in_chunks_over_nccl_train_like_one_cpu(
     flags: str, cpu_losses: list[float], tmp_path: Path

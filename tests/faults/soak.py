@@ -344,13 +344,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--after", type=float, nargs=2, default=(20.0, 60.0), metavar=("LEAST", "MOST"))
     parser.add_argument("--save-interval", type=int, default=10, help="steps")
-    parser.add_argument("--pause", type=float, default=0.25, help="seconds that a step takes longer while faults come")
+    parser.add_argument("--pause", type=float, default=0.25, help="seconds added to each step while faults come")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--hang-timeout", type=float, default=20.0, help="seconds; more on a busy machine, where a start takes minutes"
     )
     parser.add_argument("--without", nargs="*", choices=FAULTS, default=[], help="kinds of faults to leave out")
-    parser.add_argument("--out", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
     options = parser.parse_args(arguments)
     plan = Plan(
         options.minutes,

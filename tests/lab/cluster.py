@@ -247,7 +247,7 @@ def _free_block(size: int) -> int:
         first = random.SystemRandom().randrange(41000, 60000)
         if all(_is_free(port) for port in range(first, first + size)):
             return first
-    raise AssertionError(f"no {size} free ports in a row were found")
+    raise AssertionError(f"no {size} consecutive free ports were found")
 
 
 def _is_free(port: int) -> bool:
@@ -273,7 +273,7 @@ def _environment_of(process_id: int) -> list[bytes]:
 if __name__ == "__main__":
     reason = missing()
     if reason is not None or len(sys.argv) != 2:
-        sys.exit(reason or "python -m tests.lab.cluster FOLDER (one that is not there yet)")
+        sys.exit(reason or "python -m tests.lab.cluster FOLDER (a new one)")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), SlurmCluster(Path(sys.argv[1])) as cluster:
         print(f"export SLURM_CONF={cluster.environment['SLURM_CONF']}", flush=True)

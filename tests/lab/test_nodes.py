@@ -84,7 +84,7 @@ def test_a_slow_direction_between_two_machines_is_named(nodes: Nodes, tmp_path: 
     try:
         began = time.monotonic()
         ended = on_all(nodes, tmp_path, 1, "-m", "megapipe", "doctor", "--json", "--timeout-seconds", "30")
-        print(f"{time.monotonic() - began:.1f} s for the whole examination")
+        print(f"{time.monotonic() - began:.1f} s for the examination")
     finally:
         nodes.free(1)
     assert [end.code for end in ended] == [1, 1], ended[0].error
@@ -96,7 +96,7 @@ def test_a_slow_direction_between_two_machines_is_named(nodes: Nodes, tmp_path: 
     assert 1e6 < worst["bytes_per_second"] < 5e6, "20 Mbit/s are 2.5 MB/s"
     assert [report["name"] for report in found["hosts"]] == ["node-a", "node-b"]
     assert [report["interface"] for report in found["hosts"]] == ["eth0", "eth0"]
-    assert abs(found["clock_seconds"]["node-b"]["ahead"]) < 0.1, "one kernel, one clock"
+    assert abs(found["clock_seconds"]["node-b"]["ahead"]) < 0.1, "both have the clock of one kernel"
 
 
 def test_each_side_of_a_cut_names_the_other_and_exits(nodes: Nodes, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_of_three_machines_the_one_whose_sending_is_slow_is_named(tmp_path: Path
         three.slow_down(1, "20mbit")
         ended = on_all(three, tmp_path, 1, "-m", "megapipe", "doctor", "--json")
     assert [end.code for end in ended] == [1, 1, 1]
-    assert json.loads(ended[0].out)["blame"] == ["all that leaves node-b"]
+    assert json.loads(ended[0].out)["blame"] == ["everything that node-b sends"]
 
 
 @pytest.mark.slow

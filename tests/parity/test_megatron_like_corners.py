@@ -36,7 +36,7 @@ INTERLEAVED = {"chunks": 2, "schedule": "loop"}
 CORNERS = {
     "one microbatch in four stages": plain_grid(pp=4, microbatches=1),
     "fewer microbatches than interleaved stages": plain_grid(pp=4, **INTERLEAVED, microbatches=3),
-    "interleaved, microbatches no multiple of pp": plain_grid(pp=2, **INTERLEAVED, microbatches=5),
+    "interleaved, microbatches not a multiple of pp": plain_grid(pp=2, **INTERLEAVED, microbatches=5),
     "interleaved groups longer than pp, with a remainder": plain_grid(
         pp=2, chunks=3, microbatch_group="pp + 1", microbatches=5
     ),

@@ -62,8 +62,8 @@ def test_contenders_that_train_the_same_model_are_timed_in_turns(
     assert found["wishes"]["megapipe-fp8"] == "--fp8-format e4m3 --fp8-recipe tensorwise"
     fp8, plain = found["agreement"][:2]
     assert (fp8["name"], plain["name"]) == ("megapipe-fp8", "plain")
-    assert plain["loss"] < 1e-4 < fp8["norm"] < 5e-2, "the row of fp8 computes in fp8"
-    assert "at least" not in done.out, "a CPU is held to no bar"
+    assert plain["loss"] < 1e-4 < fp8["norm"] < 5e-2, "the fp8 row computes in fp8"
+    assert "at least" not in done.out, "no bar applies to a CPU"
 
 
 def test_a_model_that_computes_something_else_is_not_timed(
@@ -74,7 +74,7 @@ def test_a_model_that_computes_something_else_is_not_timed(
         tools("bench_gpu").main([*TINY, "--device", "cpu", "--dtype", "fp32", "--contenders", "megapipe", "plain"]) == 2
     )
     said = capsys.readouterr().err
-    assert "plain beside megapipe (step 1): loss differs by" in said and "they are not the same model" in said
+    assert "plain against megapipe (step 1): loss differs by" in said and "they are not the same model" in said
 
 
 def test_without_a_gpu_the_tool_refuses(
@@ -82,7 +82,7 @@ def test_without_a_gpu_the_tool_refuses(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert tools("bench_gpu").main([]) == 2
-    assert capsys.readouterr() == ("", "bench_gpu: torch sees no GPU (--device cpu tries the tool)\n")
+    assert capsys.readouterr() == ("", "bench_gpu: torch sees no GPU (--device cpu only tries the tool)\n")
 
 
 def test_a_gpu_without_fp8_is_refused_before_anything_runs(
@@ -157,7 +157,7 @@ def test_ratios_are_formed_within_a_round(tools: Tools) -> None:
         (
             {"megapipe": 0.25, "plain": 0.25},
             False,
-            "megapipe to transformers: NOT MEASURED, transformers took no part; at least 1.15",
+            "megapipe to transformers: NOT MEASURED, transformers did not run; at least 1.15",
         ),
     ],
     ids=["all", "goal", "gemm", "plain", "transformers", "absent"],

@@ -99,7 +99,7 @@ def test_every_token_of_every_step_and_every_step_of_every_document(
                 for piece in one["pieces"]:
                     seen.setdefault((piece["prefix"], piece["document"]), set()).add(step)
         consumed += plan.batch.size_at(consumed)
-    assert len(set(sizes)) == 3, "the ramp was not there"
+    assert len(set(sizes)) == 3, "the ramp is missing"
     assert sorted(taken) == [i for i in range(len(taken) + 16) if not (10 <= i < 20 or 41 <= i < 47)]
     for prefix, document in [*list(seen)[::7], (flags[flags.index("0.3") + 1], 3)]:
         found = asked(capsys, "--document", str(document), "--in", prefix, *flags)
@@ -132,7 +132,7 @@ def test_unanswerable_questions_are_refused(flags: list[str], capsys: pytest.Cap
     for words, message in {
         ("--step", "99"): "the steps of this run are 1 to",
         ("--sample", "100000"): "the training data has",
-        ("--document", "3"): "of which file? Say --in PREFIX",
+        ("--document", "3"): "belongs to several files: give --in PREFIX",
         ("--document", "99999", "--in", flags[flags.index("0.3") + 1]): "has 25",
     }.items():
         assert main([*words, *flags]) == 2

@@ -44,7 +44,7 @@ from megapipe.environment import Environment
 from megapipe.sharding.boxes import Box
 from megapipe.topology import Topology
 
-LEAST_RATIO = 0.8
+MIN_RATIO = 0.8
 COLUMNS = 1024  # of a large tensor, fp32
 LARGE_BYTES = 64 << 20  # of one large tensor over all ranks
 SMALL_SHAPE = (64, 32)
@@ -54,7 +54,7 @@ SETTLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """A task for the ranks: 'save', 'load' or 'beside' (a save in the background) of the large or the small state,
+    """A task for the ranks: 'save', 'load' or 'background' (a save in the background) of the large or the small state,
     in or from a folder."""
 
     kind: str
@@ -66,7 +66,7 @@ class Task:
 class Answer:
     """The result of a task on one rank.
 
-    memory_bytes: the rank's peak above what it held before. waited_seconds: of 'beside', for the copy.
+    memory_bytes: the rank's peak above what it held before. waited_seconds: of 'background', for the copy.
     """
 
     seconds: float
@@ -114,7 +114,7 @@ class Rank:
         waited = 0.0
         if task.kind == "save":
             save_checkpoint(task.folder, 1, boxes, Extras({}, ""), self._group)
-        elif task.kind == "beside":
+        elif task.kind == "background":
             attempt = Attempt(Disk(), task.folder, 1, Extras({}, ""), KEEP_ALL, BLOCK_BYTES)
             report = BackgroundSave(attempt, boxes, self._group, self._staging).finish()
             waited = report.waited_seconds or 0.0
@@ -194,7 +194,7 @@ def one_round(world: World, folder: Path, state_bytes: int, figures: Figures, dd
 
     for turn in (of_dd, of_ranks) if dd_first else (of_ranks, of_dd):
         turn()
-    figures.add("wait", timed(world, figures, "save beside", Task("beside", saved)).waited_seconds)
+    figures.add("wait", timed(world, figures, "save in background", Task("background", saved)).waited_seconds)
     shutil.rmtree(saved)
     timed(world, figures, "save small", Task("save", small, is_small=True))
     timed(world, figures, "load small", Task("load", small, is_small=True))
@@ -239,7 +239,7 @@ def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> lis
     rows = [
         ("dd write", f"`dd conv=fsync`, {size}", state_bytes, None),
         ("save", f"save, {size}, {world} ranks", state_bytes, "dd write"),
-        ("save beside", f"save during training, {size}, {world} ranks", state_bytes, "dd write"),
+        ("save in background", f"save during training, {size}, {world} ranks", state_bytes, "dd write"),
         ("wait", "- of which the training waits", state_bytes, None),
         ("dd read", f"`dd` read, {size}, not in the page cache", state_bytes, None),
         ("load", f"load, {size}, {world} ranks, not in the page cache", state_bytes, "dd read"),
@@ -247,19 +247,19 @@ def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> lis
         ("load small", f"load {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
     ]
     table = []
-    for row, title, num_bytes, beside in rows:
+    for row, title, num_bytes, baseline in rows:
         seconds = figures.seconds[row]
         spread = f"{median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]"
         rate = f"{num_bytes / median(seconds) / 1e9:.2f}" if num_bytes else ""
-        ratio = "" if beside is None else f"{ratio_of(figures, row, beside):.2f}"
+        ratio = "" if baseline is None else f"{ratio_of(figures, row, baseline):.2f}"
         memory = f"{figures.memory[row] / (1 << 20):.0f}" if figures.memory[row] else ""
         table.append([title, spread, rate, ratio, memory])
     return table
 
 
-def ratio_of(figures: Figures, row: str, beside: str) -> float:
+def ratio_of(figures: Figures, row: str, baseline: str) -> float:
     """Return the speed of a row as a share of dd's, by medians."""
-    return figures.median(beside) / figures.median(row)
+    return figures.median(baseline) / figures.median(row)
 
 
 def _reset_peak() -> int:
@@ -279,16 +279,16 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--folder", type=Path, required=True, help="on the disk to measure; a folder in it is made and removed"
+        "--folder", type=Path, required=True, help="on the disk to measure; a subfolder is created and removed"
     )
     parser.add_argument("--ranks", type=int, default=4, help="ranks that save and load (default: 4)")
     parser.add_argument(
         "--mebibytes", type=int, default=2048, help="size of the large state over all ranks (default: 2048)"
     )
     parser.add_argument("--tensors", type=int, default=5000, help="number of small tensors (default: 5000)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, of which medians are shown (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, whose medians are printed (default: 5)")
     parser.add_argument(
-        "--check", action="store_true", help=f"exit code 1 if saving or loading is below {LEAST_RATIO:g} of dd"
+        "--check", action="store_true", help=f"exit code 1 if saving or loading is below {MIN_RATIO:g} of dd"
     )
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
@@ -316,8 +316,8 @@ def main(argv: Sequence[str]) -> int:
             else "  ".join(cell.ljust(24 if i else 60) for i, cell in enumerate(row))
         )
     worst = min(ratio_of(figures, "save", "dd write"), ratio_of(figures, "load", "dd read"))
-    if arguments.check and worst < LEAST_RATIO:
-        print(f"{worst:.2f} of dd; {LEAST_RATIO:g} is asked for", file=sys.stderr)
+    if arguments.check and worst < MIN_RATIO:
+        print(f"{worst:.2f} of dd, below the minimum of {MIN_RATIO:g}", file=sys.stderr)
         return 1
     return 0
 

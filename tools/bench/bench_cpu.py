@@ -229,7 +229,7 @@ def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
             median = found[name][key].median
             said.append(
                 (
-                    f"{words}: {median:.3f}, at least {bar} asked for: {'met' if median >= bar else 'NOT MET'}",
+                    f"{words}: {median:.3f}, at least {bar} required: {'met' if median >= bar else 'NOT MET'}",
                     median >= bar,
                 )
             )
@@ -255,11 +255,11 @@ def remarks(
     for name, mine in found.items():
         ranks = 1 if name == "plain" else GRIDS[name].world
         if ranks > cores:
-            said.append(f"{name}: {ranks} ranks share {cores} cores: its wall times mean nothing")
+            said.append(f"{name}: {ranks} ranks share {cores} cores: wall times are not meaningful")
         elif ranks == 1 and mine["on_core"].median < 0.98:
             said.append(
                 f"{name}: on a core for only {mine['on_core'].median:.0%} of the time: the machine was busy, "
-                "these figures are no result"
+                "these figures are not valid"
             )
     return said
 
@@ -271,9 +271,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)"
     )
-    parser.add_argument("--no-plain", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--no-plain", action="store_true", help="omit the plain loop")
     parser.add_argument(
-        "--pairs", type=int, default=10, metavar="N", help="rounds in which every row has a turn (default: 10)"
+        "--pairs",
+        type=int,
+        default=10,
+        metavar="N",
+        help="rounds, in each of which every row takes a turn (default: 10)",
     )
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps in a turn (default: 1)")
     for field in dataclasses.fields(Shape):

@@ -69,7 +69,7 @@ def make(name: str, shape: Shape, arguments: argparse.Namespace, weights: dict[s
     try:
         return makers[name]()
     except ImportError as error:
-        raise BenchError(f"{name}: {error}; pip install transformers, or leave it out with --contenders") from error
+        raise BenchError(f"{name}: {error}; pip install transformers, or omit it from --contenders") from error
 
 
 def agreements(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement]:
@@ -163,7 +163,8 @@ def kernels_of(name: str, contender: Contender, device: torch.device) -> list[st
     shares = kernel_shares(lambda: (contender.gradients(), contender.update()), device)
     if not shares:
         return [
-            f"- kernels of {name}: torch's profiler sees none on this machine (CUPTI is missing, or others hold it)"
+            f"- kernels of {name}: torch's profiler finds none on this machine (CUPTI is missing, or another "
+            "process uses it)"
         ]
     rows = [(kind, f"{share:.1%}", "; ".join(kernel[:60] for kernel in longest)) for kind, share, longest in shares]
     return ["", as_markdown([(f"kernels of a step of {name}", "share", "longest"), *rows])]
@@ -195,19 +196,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--compile-pointwise",
         choices=tuple(COMPILED),
         default="fp8",
-        help="which of megapipe's rows have that flag (default: fp8)",
+        help="rows of megapipe that use this flag (default: fp8)",
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the tool, not to learn anything"
-    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the tool")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="default: 10")
     parser.add_argument(
         "--warm-ups", type=int, default=3, metavar="N", help="steps of each before the first round (default: 3)"
     )
     parser.add_argument(
-        "--no-compile", action="store_true", help="nothing under torch.compile, the plain model neither"
+        "--no-compile", action="store_true", help="do not use torch.compile, not even for the plain model"
     )
-    parser.add_argument("--kernels", action="store_true", help="also where the time of megapipe's steps goes")
+    parser.add_argument("--kernels", action="store_true", help="also print the kernels of megapipe's steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn's numbers")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met (a goal may be missed)")
     return parser
@@ -217,10 +216,10 @@ def refuse(arguments: argparse.Namespace) -> None:
     """Raise BenchError for requests that cannot be met here."""
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
-            raise BenchError("torch sees no GPU (--device cpu tries the tool)")
+            raise BenchError("torch sees no GPU (--device cpu only tries the tool)")
         why = fp8_unsupported_reason(torch.device("cuda")) if "megapipe-fp8" in arguments.contenders else None
         if why is not None:
-            raise BenchError(f"{why}; leave megapipe-fp8 out of --contenders")
+            raise BenchError(f"{why}; omit megapipe-fp8 from --contenders")
     if arguments.check and not any(is_barred(key, arguments) for key in arguments.shapes):
         raise BenchError(
             f"--check has nothing to check: bars are set for --shapes {' '.join(BARRED_SHAPES)} on a GPU in bf16"
@@ -258,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"bench_gpu: {error}\nuse fewer --layers, or one of --contenders at a time", file=sys.stderr)
         return 2
     except torch._dynamo.exc.TorchDynamoException as error:
-        print(f"bench_gpu: torch.compile fails here: {error}\nuse --no-compile", file=sys.stderr)
+        print(f"bench_gpu: torch.compile fails on this machine: {error}\nuse --no-compile", file=sys.stderr)
         return 2
     return int(arguments.check and not all_met)
 

@@ -121,14 +121,14 @@ class Contender:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", action="append", help="may be given again (default: zb-h2, zb-v and 1f1b)")
+    parser.add_argument("--schedule", action="append", help="may be repeated (default: zb-h2, zb-v and 1f1b)")
     parser.add_argument(
         "--unit", type=float, default=20.0, help="milliseconds of a rank's F, of its I, of its W (default: 20)"
     )
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: 8)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each contender (default: 4)")
+    parser.add_argument("--rounds", type=int, default=4, help="number of turns of each contender (default: 4)")
     parser.add_argument("--steps", type=int, default=7, help="steps of a turn (default: 7)")
-    parser.add_argument("--json", type=Path, help="write every time there")
+    parser.add_argument("--json", type=Path, help="write every measured time to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     world = start(read_environment(), "gloo", 120.0, "cpu")

@@ -33,10 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--part", action="append", choices=tuple(PARTS), help="only this table; may be given again (default: all)"
+        "--part", action="append", choices=tuple(PARTS), help="only this table; may be repeated (default: all)"
     )
     parser.add_argument(
-        "--schedule", action="append", metavar="NAME", help="only this schedule; may be given again (default: all)"
+        "--schedule", action="append", metavar="NAME", help="only this schedule; may be repeated (default: all)"
     )
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="counted steps of each contender (default: 10)"
@@ -49,13 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="compute actions a receive is posted ahead (default: 1)",
     )
     parser.add_argument(
-        "--wire", action="store_true", help="also run sleeps and messages alone, without autograd (in the JSON)"
+        "--wire", action="store_true", help="also run sleeps and messages without autograd (only in the JSON)"
     )
-    parser.add_argument("--no-real-time", action="store_true", help="do not ask for SCHED_FIFO")
+    parser.add_argument("--no-real-time", action="store_true", help="do not use SCHED_FIFO")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="two tiny ranks for a few seconds: shows that it runs, its times mean nothing",
+        help="two tiny ranks for a few seconds: a smoke test, whose times are not meaningful",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's numbers")
     parser.add_argument(

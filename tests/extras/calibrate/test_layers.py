@@ -61,4 +61,4 @@ def test_on_a_gpu_kernels_and_layers_are_timed_by_events_with_its_queue_kept_ful
     steps = (lambda: device.launch(3_000_000), lambda: device.launch(5_000_000))
     seconds = timed(clock, steps, 4)
     assert seconds == [[pytest.approx(0.003, rel=1e-2), pytest.approx(0.005, rel=1e-2)]] * 4
-    assert device.host_ns - launched == pytest.approx(32_000_000, rel=1e-2), "one wait, at the end"
+    assert device.host_ns - launched == pytest.approx(32_000_000, rel=1e-2), "one synchronization, at the end"

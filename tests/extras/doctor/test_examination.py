@@ -53,7 +53,7 @@ def test_every_group_of_a_layout_is_measured(rank_pools: Callable[[int], RankPoo
     assert all(row["seconds"] > 0 and row["bytes_per_second"] > 0 for row in found["measured"])
     assert {row["bytes"] for row in found["measured"]} >= {8}
     assert (found["fine"], found["slow"], found["blame"], found["hardware"]) == (True, [], [], None)
-    assert [other["measured"] for other, _ in answers] == [found["measured"]] * 4, "all ranks know the same"
+    assert [other["measured"] for other, _ in answers] == [found["measured"]] * 4, "all ranks have the same result"
     assert "tp all_reduce  2       in a host" in text
     assert text.splitlines()[-1].startswith("fine (examined in ")
 

@@ -1,4 +1,4 @@
-"""Bugs of the kind that a grid can have and one process cannot, planted in megapipe's own code inside a rank."""
+"""Bugs that a grid can have and one process cannot, planted into megapipe's code inside a rank."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ Plant = Callable[[pytest.MonkeyPatch, int], None]  # (patch, global rank)
 
 
 def norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Under sequence parallelism each tp rank sees a slice of the sequence: a norm's gradient is a part."""
+    """Leave out the sum over tp of a norm's gradient: under sequence parallelism each tp_rank sees a slice of the
+    sequence."""
     _forget_partial_gradient(patch, "input_layernorm")
 
 
 def qk_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Each tp rank sees its own heads."""
+    """Leave out the sum over tp of a q-norm's gradient: each tp_rank sees its own heads."""
     _forget_partial_gradient(patch, "q_layernorm")
 
 
@@ -43,7 +44,7 @@ def _forget_partial_gradient(patch: pytest.MonkeyPatch, which: str) -> None:
 
 
 def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Each replica of a key/value head sees its own query heads."""
+    """Leave out the sum over the replicas of a key/value head: each sees its own query heads."""
 
     def planted(self: ParamSpec, interval: Interval) -> bool:
         return self.partial_gradient
@@ -62,7 +63,7 @@ def tied_embedding_summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Every row lacks the last microbatch."""
+    """Drop the last microbatch from every row."""
     build = Engine.__init__
 
     def planted(self: Engine, schedule: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,7 +94,7 @@ def divisor_without_dp(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def loss_scale_misread(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """Losses are multiplied with half of the scale that the optimizer divides by."""
+    """Multiply losses with half of the loss scale that the optimizer divides by."""
     scale = LossAverage.objective
 
     def planted(self: LossAverage, loss_scale: Callable[[], float]) -> Any:
@@ -107,7 +108,7 @@ def shards_not_gathered(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """The gradient of one layer is wrong on the last rank alone."""
+    """Make the gradient of one layer wrong on the last rank only."""
     finish = GradientReducer.finish
 
     def planted(self: GradientReducer) -> None:
@@ -122,5 +123,5 @@ def one_rank_differs(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def gradient_left_out(patch: pytest.MonkeyPatch, rank: int) -> None:
-    """The comparison itself passes over a part of the gradients."""
+    """Leave a part of the gradients out of the comparison itself."""
     patch.setattr(parity, "gradient_pieces", lambda runtime: list(gradient_pieces(runtime))[1:])

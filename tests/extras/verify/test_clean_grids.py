@@ -106,4 +106,4 @@ def test_a_grid_equals_one_process(case: str, rank_pools: Callable[[int], RankPo
         worst = max(
             rank.worst_gradient.ratio for step in steps for rank in step.ranks if rank.worst_gradient is not None
         )
-        assert worst < 1e-11 or case == "every loss term", "the tolerance leaves room"
+        assert worst < 1e-11 or case == "every loss term", "the tolerance has a margin"

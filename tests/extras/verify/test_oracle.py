@@ -15,7 +15,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from tests.tiny import LLAMA, tiny_config
 
-# the reference computes at least in fp32 anyway, takes its weights from outside and its padded vocabulary resolved
+# the reference computes in fp32 or better anyway; its weights and padded vocabulary are given
 WITHOUT_EFFECT = {"make_vocab_size_divisible_by", "init_method_std", "attention_softmax_in_fp32"}
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 

@@ -104,7 +104,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Pools) -> None:
     answers = rank_pools(case.world).run(compared, tiny_config(**case.options), mode, case.plant)
-    assert all(answer == answers[0] for answer in answers), "every rank knows what any rank found"
+    assert all(answer == answers[0] for answer in answers), "all ranks have all results"
     (first, *_), report = answers[0]
     assert not first.passes
     kind, found = first.first_wrong

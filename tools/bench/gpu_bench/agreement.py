@@ -37,7 +37,7 @@ class Agreement:
         where = "" if self.step is None else f" (step {self.step})"
         loss, norm = self.bounds
         return (
-            f"{self.name} beside {self.reference}{where}: loss differs by {self.loss:.2g} (at most {loss:g}), "
+            f"{self.name} against {self.reference}{where}: loss differs by {self.loss:.2g} (at most {loss:g}), "
             f"gradient norm by {self.norm:.2g} (at most {norm:g})"
         )
 

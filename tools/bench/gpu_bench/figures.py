@@ -131,7 +131,7 @@ def verdicts(measured: Measured) -> list[tuple[str, bool]]:
             missing = [name for name in (bar.name, bar.against) if measured.speeds(name) is None]
             said.append(
                 (
-                    f"{bar.name} to {bar.against}: NOT MEASURED, {' and '.join(missing)} took no part; {asked}",
+                    f"{bar.name} to {bar.against}: NOT MEASURED, {' and '.join(missing)} did not run; {asked}",
                     bar.is_goal,
                 )
             )

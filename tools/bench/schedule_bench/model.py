@@ -47,7 +47,7 @@ class TransformerStage(nn.Module):
     def __init__(self, case: RealCase, stage: int, num_stages: int, queue: WeightQueue) -> None:
         super().__init__()
         if case.layers % num_stages:
-            raise ValueError(f"{case.layers} layers do not divide over {num_stages} stages")
+            raise ValueError(f"{case.layers} layers cannot be split evenly over {num_stages} stages")
         share = case.layers // num_stages
         self.embedding = nn.Embedding(case.vocab, case.hidden) if stage == 0 else None
         self.blocks = nn.Sequential(*(_Block(case.hidden, case.heads, queue) for _ in range(share)))

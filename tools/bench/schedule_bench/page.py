@@ -159,7 +159,7 @@ def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
         best = max(_speed(r.figures["alone"], r.figures["megapipe"]) for r in real)
         said.append(
             (
-                f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} asked for)",
+                f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} required)",
                 best >= REAL_BEST,
             )
         )
