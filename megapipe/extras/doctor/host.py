@@ -100,6 +100,8 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
     """Examine this host from one of its ranks."""
     packages = {name: _version(name) for name in PACKAGES}
     towards = interface_towards(environment.master_addr, environment.num_nodes) if environment.is_distributed else None
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
     return HostReport(
         name=host(),
         num_ranks=environment.local_world_size,
@@ -113,7 +115,7 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
         resources=resources(),
         threads_of_a_rank=torch.get_num_threads(),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        gpus=_gpus() if device.type == "cuda" else (),
+        gpus=tuple(Gpu(gpu.name, gpu.total_memory) for gpu in found),
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         interfaces=interfaces(),
         interface=towards,
@@ -137,11 +139,6 @@ def _libraries() -> dict[str, str | None]:
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() and torch.version.cuda else None
     return {"cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn), "nccl": nccl}
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(gpu.name, gpu.total_memory) for gpu in found)
 
 
 def rdma_ports(root: Path = Path("/")) -> tuple[Port, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.extras.doctor.host import HostReport
@@ -29,11 +29,61 @@ def host_remarks(reports: Sequence[HostReport]) -> list[Remark]:
     """Return all remarks, those about single hosts first. What holds for several hosts is one remark."""
     found: dict[tuple[bool, str, str], list[str]] = {}
     for report in reports:
-        for kind, (is_wrong, rule) in RULES.items():
-            if text := rule(report):
+        for is_wrong, remarks in ((True, _errors(report)), (False, _notes(report))):
+            for kind, text in remarks:
                 found.setdefault((is_wrong, kind, text), []).append(report.name)
-    remarks = [Remark(is_wrong, kind, text, tuple(names)) for (is_wrong, kind, text), names in found.items()]
-    return [*remarks, *_differences(reports)]
+    about_hosts = [Remark(is_wrong, kind, text, tuple(names)) for (is_wrong, kind, text), names in found.items()]
+    return [*about_hosts, *_differences(reports)]
+
+
+def _errors(report: HostReport) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of everything that is wrong on a host."""
+    if report.has_nvidia_driver and not report.gpus and not report.versions.get("cuda"):
+        yield (
+            "torch without CUDA",
+            "an NVIDIA driver is loaded, but this torch is built without CUDA: install a CUDA build, or the ranks stay "
+            "on the CPU",
+        )
+    if report.gpus and report.num_ranks > len(report.gpus):
+        text = f"{report.num_ranks} ranks and {len(report.gpus)} GPUs: start at most one rank a GPU"
+        yield "ranks without a GPU", text
+
+
+def _notes(report: HostReport) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of everything that slows a run down or makes measurements unreliable."""
+    has, ranks, threads, cores = report.resources, report.num_ranks, report.threads_of_a_rank, report.cores
+    if not report.gpus and threads > 1 and ranks * threads > cores:
+        fitting = max(1, int(cores // ranks))
+        yield "threads", f"{ranks} ranks of {threads} threads on {cores:g} cores: set OMP_NUM_THREADS={fitting}"
+    unreliable = "small differences of measured times mean nothing"
+    if report.is_oversubscribed:
+        yield "oversubscribed", f"{ranks} ranks on {cores:g} cores take turns; {unreliable}"
+    elif report.is_busy:
+        yield "busy", f"load {report.load:.1f} on {cores:g} cores: other programs run here too; {unreliable}"
+    if has.shared_memory_bytes is not None and has.shared_memory_bytes < MIN_SHARED_MEMORY:
+        yield (
+            "shared memory",
+            f"/dev/shm holds {has.shared_memory_bytes / MIB:.0f} MiB: heartbeats and NCCL's transport within a host "
+            "need it (docker run --shm-size 1g)",
+        )
+    if has.open_files is not None and has.open_files < MIN_OPEN_FILES:
+        yield (
+            "open files",
+            f"a process may have {has.open_files} files open, and a rank has one for each peer: "
+            f"ulimit -n {has.most_open_files or 65536}",
+        )
+    if report.gpus and report.rdma_ports and not report.gpu_direct.seen:
+        yield (
+            "GPUDirect",
+            "GPUDirect RDMA not found, so messages of GPUs to other hosts go through host memory: "
+            f"{report.gpu_direct.reason}",
+        )
+    down = [f"{port.device}/{port.number}" for port in report.rdma_ports if "ACTIVE" not in port.state]
+    if down:
+        yield "RDMA ports", f"RDMA ports that are not active: {', '.join(down)}"
+    inactive = [f"{name} {state}" for name, state in report.fast_paths.items() if state.startswith("not active")]
+    if report.gpus and inactive:
+        yield "slow kernels", "; ".join(inactive)
 
 
 def clock_remarks(skews: dict[str, tuple[float, float]], first: str) -> list[Remark]:
@@ -72,101 +122,3 @@ def _differences(reports: Sequence[HostReport]) -> list[Remark]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"... ({len(names)} in all)"])
-
-
-def _torch_without_cuda(report: HostReport) -> str:
-    if not report.has_nvidia_driver or report.gpus or report.versions.get("cuda"):
-        return ""
-    return (
-        "an NVIDIA driver is loaded, but this torch is built without CUDA: install a CUDA build, or the ranks stay on "
-        "the CPU"
-    )
-
-
-def _ranks_without_gpu(report: HostReport) -> str:
-    if not report.gpus or report.num_ranks <= len(report.gpus):
-        return ""
-    return f"{report.num_ranks} ranks and {len(report.gpus)} GPUs: start at most one rank a GPU"
-
-
-def _too_many_threads(report: HostReport) -> str:
-    wanted = report.num_ranks * report.threads_of_a_rank
-    if report.gpus or wanted <= report.cores or report.threads_of_a_rank == 1:
-        return ""
-    threads = max(1, int(report.cores // report.num_ranks))
-    return (
-        f"{report.num_ranks} ranks of {report.threads_of_a_rank} threads on {report.cores:g} cores: "
-        f"set OMP_NUM_THREADS={threads}"
-    )
-
-
-def _oversubscribed(report: HostReport) -> str:
-    if not report.is_oversubscribed:
-        return ""
-    return (
-        f"{report.num_ranks} ranks on {report.cores:g} cores take turns; small differences of measured times mean "
-        "nothing"
-    )
-
-
-def _busy(report: HostReport) -> str:
-    if report.is_oversubscribed or not report.is_busy:
-        return ""
-    return (
-        f"load {report.load:.1f} on {report.cores:g} cores: other programs run here too; "
-        "small differences of measured times mean nothing"
-    )
-
-
-def _shared_memory(report: HostReport) -> str:
-    size = report.resources.shared_memory_bytes
-    if size is None or size >= MIN_SHARED_MEMORY:
-        return ""
-    return (
-        f"/dev/shm holds {size / MIB:.0f} MiB: heartbeats and NCCL's transport within a host need it "
-        "(docker run --shm-size 1g)"
-    )
-
-
-def _open_files(report: HostReport) -> str:
-    limit = report.resources.open_files
-    if limit is None or limit >= MIN_OPEN_FILES:
-        return ""
-    return (
-        f"a process may have {limit} files open, and a rank has one for each peer: "
-        f"ulimit -n {report.resources.most_open_files or 65536}"
-    )
-
-
-def _no_gpu_direct(report: HostReport) -> str:
-    if not report.gpus or not report.rdma_ports or report.gpu_direct.seen:
-        return ""
-    return (
-        "GPUDirect RDMA not found, so messages of GPUs to other hosts go through host memory: "
-        f"{report.gpu_direct.reason}"
-    )
-
-
-def _ports_down(report: HostReport) -> str:
-    down = [f"{port.device}/{port.number}" for port in report.rdma_ports if "ACTIVE" not in port.state]
-    return f"RDMA ports that are not active: {', '.join(down)}" if down else ""
-
-
-def _slow_kernels(report: HostReport) -> str:
-    inactive = [f"{name} {state}" for name, state in report.fast_paths.items() if state.startswith("not active")]
-    return "; ".join(inactive) if report.gpus and inactive else ""
-
-
-# kind -> (is_wrong, text for a host or "")
-RULES: dict[str, tuple[bool, Callable[[HostReport], str]]] = {
-    "torch without CUDA": (True, _torch_without_cuda),
-    "ranks without a GPU": (True, _ranks_without_gpu),
-    "threads": (False, _too_many_threads),
-    "oversubscribed": (False, _oversubscribed),
-    "busy": (False, _busy),
-    "shared memory": (False, _shared_memory),
-    "open files": (False, _open_files),
-    "GPUDirect": (False, _no_gpu_direct),
-    "RDMA ports": (False, _ports_down),
-    "slow kernels": (False, _slow_kernels),
-}
