@@ -97,7 +97,6 @@ class _Parts:
         self._runtime = InferenceRuntime(plan, groups, device, trains=True)
         self._world, self._clock, self._seconds = groups.world, device_clock(device), seconds
         model, training = plan.config.model, plan.config.training
-        assert model.vocab_size is not None
         shape = training.micro_batch_size, model.seq_length
         generator = torch.Generator().manual_seed(training.seed)
         tokens, labels = (torch.randint(model.vocab_size, shape, generator=generator).to(device) for _ in range(2))

@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.assembly.inference_runtime import DrawSlice
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.config.config import Config
+from megapipe.config.resolved import ResolvedConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.model.init import draw
 from megapipe.sharding.spec import Init, ParamSpec
@@ -42,16 +42,14 @@ def whole_weights(specs: Iterable[ParamSpec], slices: DrawSlice) -> dict[str, Te
     return {spec.name: slices(spec, 0, 1) for spec in specs}
 
 
-def random_batches(config: Config, dp: int, num_microbatches: Sequence[int], seed: int) -> list[GlobalBatch]:
-    """Return one global batch of random tokens for each entry of `num_microbatches` (microbatches a dp rank). config:
-    resolved.
+def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[int], seed: int) -> list[GlobalBatch]:
+    """Return one global batch of random tokens for each entry of `num_microbatches` (microbatches a dp rank).
 
     With --reset-position-ids, --reset-attention-mask or --eod-mask-loss the vocabulary's last token ends documents, a
     few in every sample.
     """
     random = np.random.default_rng([seed, 20])
     data, vocab = config.data, config.model.vocab_size
-    assert vocab is not None
     has_documents = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
     eod = vocab - 1 if has_documents else None
     rules = DocumentRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import to_microbatch
-from megapipe.config.config import Config
+from megapipe.config.resolved import ResolvedConfig
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
@@ -43,13 +43,13 @@ class OracleStep:
 class Oracle:
     """The reference model with the configuration's optimizer.
 
-    config: resolved; its grid matters only for the dropout masks. weights: whole tensors by name, vocabulary padding
+    config: its grid matters only for the dropout masks. weights: whole tensors by name, vocabulary padding
     included.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         weights: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float64,
         device: torch.device | str = "cpu",
@@ -128,7 +128,7 @@ class AsynchronousOracle(Oracle):
         )
 
 
-def reference_config(config: Config) -> ReferenceConfig:
+def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     """Return the reference model's configuration.
 
     Every option of a resolved model section has a field of the same name there, or no effect on the result.
@@ -147,7 +147,7 @@ class GridMasks:
     s, h].
     """
 
-    config: Config  # resolved
+    config: ResolvedConfig
     key: DropoutKey
     dtype: torch.dtype = torch.float64
     device: torch.device | str = "cpu"
@@ -161,7 +161,7 @@ class GridMasks:
             kept = torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)], dim=1)
         else:
             rate, (batch, seq, hidden) = model.hidden_dropout, shape
-            if self.config.parallel.sequence_parallel and tp > 1:
+            if self.config.parallel.sequence_parallel:
                 local = (seq // tp, batch, hidden)
                 kept = torch.cat([self._kept(local, rate, layer, site, rank) for rank in range(tp)])
             else:

@@ -85,7 +85,7 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         "final soft-cap": model.final_logit_softcapping is not None,
         f"hidden dropout {model.hidden_dropout:g}": model.hidden_dropout > 0,
         f"attention dropout {model.attention_dropout:g}": model.attention_dropout > 0,
-        "sequence parallel": parallel.sequence_parallel and plan.topology.tp > 1,
+        "sequence parallel": parallel.sequence_parallel,
         "distributed optimizer": parallel.use_distributed_optimizer,
         "overlapped gradient reduce": parallel.overlap_grad_reduce,
         "overlapped parameter gather": parallel.overlap_param_gather,

@@ -18,6 +18,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
+from megapipe.config.resolved import ResolvedConfig, ResolvedModelConfig, convert
 from megapipe.config.training import TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -80,19 +81,19 @@ def shrink(
     return Shrunk(resolved, plan, mode, counts)
 
 
-def _model(config: Config, num_layers: int, tp: int) -> ModelConfig:
+def _model(config: ResolvedConfig, num_layers: int, tp: int) -> ModelConfig:
     model = config.model
-    groups, heads, ffn = model.query_groups(), model.num_attention_heads, model.feed_forward_size()
+    groups, heads, ffn = model.num_query_groups, model.num_attention_heads, model.ffn_hidden_size
     if groups % tp == 0:  # each rank has whole groups: keep at most two of them; groups shared by ranks are all kept
         kept = tp * min(groups // tp, 2)
         heads, groups = heads // groups * kept, kept
     # about 16 tokens, and at least two for each rank that holds a slice of the sequence
     divisor = tp if config.parallel.sequence_parallel else 1
     seq = min(model.seq_length, max(16, 2 * divisor) // divisor * divisor)
-    positions = model.max_position_embeddings or model.seq_length
-    is_derived_scale = model.softmax_scale is not None and math.isclose(model.softmax_scale, model.head_size() ** -0.5)
+    is_derived_scale = math.isclose(model.softmax_scale, model.kv_channels**-0.5)
     vocab, padded = _vocabulary(model, tp)
-    return dataclasses.replace(
+    return convert(
+        ModelConfig,
         model,
         num_layers=num_layers,
         hidden_size=min(model.hidden_size, 32),
@@ -101,7 +102,7 @@ def _model(config: Config, num_layers: int, tp: int) -> ModelConfig:
         num_query_groups=groups,
         kv_channels=_head_size(model),
         seq_length=seq,
-        max_position_embeddings=seq + min(positions - model.seq_length, 3),
+        max_position_embeddings=seq + min(model.max_position_embeddings - model.seq_length, 3),
         vocab_size=vocab,
         padded_vocab_size=padded,
         window_size=_window(model, seq),
@@ -109,9 +110,9 @@ def _model(config: Config, num_layers: int, tp: int) -> ModelConfig:
     )
 
 
-def _head_size(model: ModelConfig) -> int:
+def _head_size(model: ResolvedModelConfig) -> int:
     """Return 8 channels, or the smallest size above for which --rotary-percent rotates whole pairs."""
-    size = model.head_size()
+    size = model.kv_channels
     if model.position_embedding_type != "rope":
         return min(size, 8)
     pairs = (c for c in range(8, size) if int(c * model.rotary_percent) % 2 == 0 and int(c * model.rotary_percent) > 0)
@@ -125,10 +126,9 @@ def _window(model: ModelConfig, seq: int) -> int | None:
     return seq if model.window_size >= model.seq_length else max(1, min(model.window_size, seq // 3))
 
 
-def _vocabulary(model: ModelConfig, tp: int) -> tuple[int, int]:
+def _vocabulary(model: ResolvedModelConfig, tp: int) -> tuple[int, int]:
     """Return the true and the padded size; with padded rows if the original has any."""
     vocab, padded = model.vocab_size, model.padded_vocab_size
-    assert vocab is not None and padded is not None
     rows = min(padded, tp * max(8, 48 // tp))
     return (vocab, padded) if vocab <= rows - tp else (rows - min(padded - vocab, 3), rows)
 
