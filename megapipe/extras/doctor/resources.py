@@ -73,7 +73,8 @@ def _open_files() -> tuple[int | None, int | None]:
     except ImportError:  # not a Unix
         return None, None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return tuple(None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
+    unlimited = resource.RLIM_INFINITY
+    return None if soft == unlimited else soft, None if hard == unlimited else hard
 
 
 def _disk(path: Path) -> tuple[int | None, int | None]:

@@ -79,14 +79,16 @@ def cuda_attention(
     """Run CUDA's flash kernel for half types without a mask, the memory-efficient one for fp32 and masks, the math one
     for fp64."""
     if attn_mask is None and q.dtype in HALF_TYPES:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     if q.dtype is torch.float64:
         bias = attn_mask
         if is_causal:
             bias = q.new_zeros(q.shape[-2], k.shape[-2]).masked_fill_(
                 q.new_ones(q.shape[-2], k.shape[-2]).triu_(1).bool(), -torch.inf
             )
-        return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
+        math = torch.ops.aten._scaled_dot_product_attention_math
+        return math(q, k, v, bias, dropout_p, False, scale=scale)[0]  # type: ignore[no-any-return]
     bias = None
     if attn_mask is not None:
         bias = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -1,5 +1,5 @@
-"""The text that `--verify-grid` prints: the options kept, shrunk and replaced; a line for each step; the first difference
-and hints at its cause."""
+"""The text that `--verify-grid` prints: the options kept, shrunk and replaced; a line for each step; the first
+difference and hints at its cause."""
 
 from __future__ import annotations
 
