@@ -28,7 +28,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "cp": ("cp",),
     "pp": ("pp",),
     "dp": ("dp",),
-    "dp_cp": ("dp", "cp"),  # the parts of a global batch
+    "dp_cp": ("dp", "cp"),  # shards of a global batch
     "replicas": (
         "dp",
         "cp",

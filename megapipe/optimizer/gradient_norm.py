@@ -1,6 +1,7 @@
 """Global norms and counts over the model, in which every element counts once.
 
-Each rank adds up what it owns (shards.Ranges); sums then go over the replicas' shards, if the optimizer is sharded, and over tp and pp.
+Each rank sums the elements that it owns (shards.CountedRanges); the sums are then added over the shards of the
+replicas, if the optimizer is sharded, and over tp and pp.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from torch import Tensor
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 
-# fp32 sums of more elements than this drift: 40 million squares in one accumulator are wrong by 2e-3
+# fp32 sums of more elements than this drift: 40 million squares in one accumulator have an error of 2e-3
 SUM_BLOCK = 4096
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of flat tensors as an fp64 scalar: blocks in the tensors' own dtype (at least fp32), then fp64."""
+    """Return the sum of squares of flat tensors as an fp64 scalar.
+
+    Blocks are summed in the tensors' own dtype (at least fp32), the blocks' sums in fp64.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -32,7 +36,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Number of elements that are exactly zero, as an fp64 scalar (exact up to 2^53)."""
+    """Return the number of elements that are exactly zero, as an fp64 scalar (exact up to 2^53)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         total += tensor.numel() - torch.count_nonzero(tensor)
@@ -40,7 +44,7 @@ def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class ModelSum:
-    """Scalars being summed over the groups, one after the other, in one message each; the last message may still be under way."""
+    """Scalars summed over several groups, one message per group; the last message may still be in flight."""
 
     def __init__(self, values: Sequence[Tensor], groups: Sequence[Group]) -> None:
         self._summed = torch.stack(list(values))
@@ -50,13 +54,13 @@ class ModelSum:
         self._work = all_reduce(self._summed, last, async_op=True)
 
     def wait(self) -> list[float]:
-        """The sums, once they are there."""
+        """Return the sums once they are complete."""
         self._work.wait()
         return [float(value) for value in self._summed.tolist()]
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with so that their norm is at most max_norm; 1 if it is already, or if max_norm is 0 (no clipping)."""
+    """Return the factor that scales gradients of this norm to at most max_norm; max_norm 0 means no clipping."""
     if max_norm <= 0 or not math.isfinite(norm):
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

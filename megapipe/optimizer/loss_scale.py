@@ -11,8 +11,8 @@ from megapipe.config.precision import PrecisionConfig
 class LossScaler:
     """Constant or dynamic loss scale.
 
-    window: None keeps the scale constant. Else: `hysteresis` overflows, counted since the scale last grew, halve it, and so does every
-    further one, never below `minimum`; `window` good steps in a row double it.
+    window: None keeps the scale constant. Otherwise `hysteresis` overflows since the scale last grew halve it, and so
+    does every further one, never below `minimum`; `window` steps in a row without overflow double it.
     """
 
     def __init__(self, initial: float, *, window: int | None = None, hysteresis: int = 1, minimum: float = 1.0) -> None:
@@ -25,7 +25,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, precision: PrecisionConfig) -> LossScaler:
-        """Scale 1 unless fp16; fp16: --loss-scale if set, else dynamic."""
+        """Return a scaler of 1 unless the dtype is fp16; for fp16, --loss-scale if set, else a dynamic scale."""
         if precision.dtype != "fp16":
             return cls(1.0)
         if precision.loss_scale is not None:
@@ -39,11 +39,11 @@ class LossScaler:
 
     @property
     def is_dynamic(self) -> bool:
-        """Overflows are part of the search for the right scale; with a constant scale they are a fault."""
+        """True if the scale adapts: overflows are then part of finding it; with a constant scale they are an error."""
         return self._window is not None
 
     def update(self, overflow: bool) -> None:
-        """Account for one step; overflow: some gradient on some rank was infinite or NaN, so that the step was skipped."""
+        """Add one step. overflow: a gradient on some rank was infinite or NaN, so that the step was skipped."""
         if not self.is_dynamic:
             return
         if overflow:
@@ -59,11 +59,11 @@ class LossScaler:
             self.scale *= 2
 
     def state(self) -> dict[str, float | int]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"scale": self.scale, "good_steps": self._good_steps, "overflows_left": self._overflows_left}
 
     def load_state(self, state: dict[str, float | int]) -> None:
-        """Go on from a checkpoint; a constant scale stays what the configuration says."""
+        """Restore the state of a checkpoint; a constant scale keeps the value of the configuration."""
         if self.is_dynamic:
             self.scale = float(state["scale"])
             self._good_steps = int(state["good_steps"])

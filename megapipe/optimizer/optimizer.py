@@ -18,20 +18,21 @@ from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.loss_scale import LossScaler
-from megapipe.optimizer.rollback import Confidence, KeptShards
+from megapipe.optimizer.rollback import EarlyUpdatePolicy, ShardSnapshot
 from megapipe.optimizer.shards import make_shards
-from megapipe.optimizer.update_rule import AdamLibrary, make_update_rule, moment_names
+from megapipe.optimizer.update_rule import AdamLibrary, UpdateRates, make_update_rule, moment_names
 from megapipe.sharding.boxes import Piece
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did; equal on all ranks.
+    """The outcome of one step; equal on all ranks.
 
-    grad_norm: global norm of the averaged gradient before clipping, NaN or infinite after an overflow. skipped: nothing was updated,
-    because of that. loss_scale: what this step's losses were multiplied with. num_zeros: elements of the gradient that are exactly zero,
-    None unless asked for. rolled_back: the update was made before its verdict and taken back; skipped, or made again with the clip, it
-    left what an update after the verdict leaves. remark: what a person should know, else ''.
+    grad_norm: global norm of the averaged gradient before clipping; NaN or infinite after an overflow.
+    skipped: nothing was updated, because of an overflow. loss_scale: the scale of this step's losses.
+    num_zeros: elements of the gradient that are exactly zero; None unless requested.
+    rolled_back: the update was made before the norm was known and then undone (and repeated with clipping unless
+    skipped); the weights are those of an update after the norm. remark: a note for the log, or ''.
     """
 
     grad_norm: float
@@ -45,9 +46,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A piece of optimizer state: `key` is 'master', 'exp_avg', 'exp_avg_sq' or 'momentum'; values: [piece.box.num_elements], a view.
+    """A piece of optimizer state: `key` is 'master', 'exp_avg', 'exp_avg_sq' or 'momentum'.
 
-    primary: of all ranks that hold these elements, this one writes them (first tp replica, first dp replica, not the tied copy).
+    values: [piece.box.num_elements], a view. primary: of all ranks that hold these elements, this one writes them to a
+    checkpoint (first tp replica, first dp replica, not the tied copy).
     """
 
     key: str
@@ -58,25 +60,26 @@ class StatePiece:
 
 
 @dataclass(frozen=True)
-class _Underway:
-    """A step between `start` and `settle`. factor: what gradients are multiplied with, clip aside. is_ahead: the update has been made."""
+class _StartedStep:
+    """A step between `start` and `settle`. factor: scale of the gradients, clipping aside."""
 
     sums: ModelSum
     factor: float
     loss_scale: float
-    rates: tuple[float, float, float]  # lr, decoupled lr, weight decay
-    is_ahead: bool
+    rates: UpdateRates
+    is_updated: bool
 
 
 class Optimizer:
-    """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and fp32 (fp64) master weights.
+    """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and master weights.
 
-    stages: buffers by stage index, their parameters filled: masters start as copies of them. groups: replicas, dp_cp, tp, model are used.
-    gather: started after each update; needed with sharded buffers and more than one replica. library: whose Adam it is, None: torch's.
+    stages: buffers by stage index, their parameters filled: master weights start as copies of them.
+    groups: replicas, dp_cp, tp and model are used. gather: started after each update; required with sharded buffers.
+    library: provides Adam; None for torch's.
 
-    A step is `start`, which needs no other pipeline rank, and `settle`, which waits for the verdict: the global norm, that is the clip,
-    and whether anything overflowed. With --optimizer-post-validation `start` also updates, as if the verdict were that nothing is due;
-    else `settle` does. Between the two nothing may be saved or measured: it raises RuntimeError.
+    A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
+    clipping and on skipping the step. With --optimizer-post-validation `start` already updates, as if there were
+    neither; otherwise `settle` does. Between the two, saving and measuring raise RuntimeError.
     """
 
     def __init__(
@@ -92,8 +95,13 @@ class Optimizer:
         self._gather = gather
         self._clip_grad = config.clip_grad
         self._replica = groups.replicas.rank
+        self._device = next(iter(stages.values())).device
+        self._on_host = config.optimizer_cpu_offload
         self._sharded = any(buffer.layout.num_shards > 1 for buffers in stages.values() for buffer in buffers.buffers)
-        holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]  # two in a mirrored pipeline
+        if self._sharded and gather is None:
+            raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
+        # without sharding, a mirrored pipeline holds every parameter twice in the model group: the first holder counts
+        holders = [rank for rank in groups.model.ranks if rank in groups.replicas.ranks]
         counts = self._sharded or groups.model.global_rank == holders[0]
         self._shards = make_shards(
             stages,
@@ -105,29 +113,26 @@ class Optimizer:
             config.optimizer_cpu_offload,
         )
         self._rule = make_update_rule(config, self._shards, library)
-        if self._sharded and gather is None:
-            raise ValueError("sharded buffers need a ParameterGather: without it ranks keep stale parameters")
-        self._device, self._on_host = next(iter(stages.values())).device, config.optimizer_cpu_offload
-        # the shards of a sharded optimizer add up; unsharded, every copy of the model holds the same gradients
+        # shards add up over replicas; without sharding, every copy of the model holds the same gradients
         self._sum_groups: list[Group] = [groups.dp_cp, groups.model] if self._sharded else [groups.model]
-        self._kept = KeptShards(self._shards) if config.optimizer_post_validation else None
-        self._confidence = Confidence()
-        self._underway: _Underway | None = None
+        self._snapshot = ShardSnapshot(self._shards) if config.optimizer_post_validation else None
+        self._policy = EarlyUpdatePolicy()
+        self._started: _StartedStep | None = None
 
     @property
     def loss_scale(self) -> float:
-        """What the losses of the next backward are multiplied with."""
+        """The scale of the losses of the next backward."""
         return self.scaler.scale
 
     @property
     def masters_are_parameters(self) -> bool:
-        """True where weights and master weights are the same memory (fp32, fp64), so that a checkpoint needs one of them."""
+        """True if weights and master weights share memory (fp32, fp64), so that a checkpoint needs one of them."""
         return not any(shard.has_own_master for shard in self._shards)
 
     @property
     def is_ahead(self) -> bool:
-        """The last update was made before its verdict and has not been settled: weights and state may still be taken back."""
-        return self._underway is not None and self._underway.is_ahead
+        """True if an update was made before the norm was known and may still be undone."""
+        return self._started is not None and self._started.is_updated
 
     def step(
         self,
@@ -138,11 +143,12 @@ class Optimizer:
         *,
         count_zero_gradients: bool = False,
     ) -> StepReport:
-        """Update the parameters from the reduced gradients, which are raw sums over microbatches and replicas of loss x loss_scale.
+        """Update the parameters from the reduced gradients, raw sums over microbatches and replicas of loss x
+        loss_scale.
 
         gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch; the loss scale is divided out here.
-        decoupled_lr: of embedding and output layer, lr if None. Gradients hold the clipped averages afterwards.
-        An infinite or NaN norm skips the update; the caller decides whether training goes on.
+        decoupled_lr: of embedding and output layer; lr if None. Afterwards the gradients hold the clipped averages.
+        An infinite or NaN norm skips the update; the caller decides whether training continues.
         """
         self.start(gradient_factor, lr, weight_decay, decoupled_lr, count_zero_gradients=count_zero_gradients)
         return self.settle()
@@ -157,64 +163,67 @@ class Optimizer:
         *,
         count_zero_gradients: bool = False,
     ) -> None:
-        """The first half of `step`: send off this rank's part of the norm and, if updates go ahead of their verdict, update."""
+        """Run the first half of `step`: launch the sum of the norm, and update if updates need not wait for it."""
         self._check_settled()
         if self._gather is not None:
             self._gather.finish()
         loss_scale = self.scaler.scale
-        rates = lr, lr if decoupled_lr is None else decoupled_lr, weight_decay
-        is_ahead = self._kept is not None and self._confidence.holds
-        factor, sums = gradient_factor / loss_scale, self._measure(count_zero_gradients)
-        if self._kept is not None and is_ahead:
-            self._kept.keep()
+        factor = gradient_factor / loss_scale
+        rates = UpdateRates(lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
+        sums = self._sum_gradients(count_zero_gradients)
+        is_updated = False
+        if self._snapshot is not None and self._policy.allows:
+            self._snapshot.take()
             self._update(factor, rates)
-        self._underway = _Underway(sums, factor, loss_scale, rates, is_ahead)
+            is_updated = True
+        self._started = _StartedStep(sums, factor, loss_scale, rates, is_updated)
 
     @torch.no_grad()
     def settle(self) -> StepReport:
-        """The second half of `step`: wait for the verdict and make the weights what it asks for. Raises RuntimeError without a start."""
-        underway, self._underway = self._underway, None
-        if underway is None:
-            raise RuntimeError("no step is under way: call start first")
-        raw_square, *zeros = underway.sums.wait()
-        norm = underway.factor * math.sqrt(raw_square)
+        """Run the second half of `step`: wait for the norm, then update, or correct an update that did not wait.
+
+        Raises RuntimeError if no step was started.
+        """
+        started, self._started = self._started, None
+        if started is None:
+            raise RuntimeError("no step was started: call start first")
+        raw_square, *zeros = started.sums.wait()
+        norm = started.factor * math.sqrt(raw_square)
         coefficient = clip_coefficient(norm, self._clip_grad)
         skipped = not math.isfinite(norm)
-        amended = skipped or coefficient != 1.0
-        rolled_back = underway.is_ahead and amended
+        is_plain = not skipped and coefficient == 1.0  # neither clipped nor skipped
+        rolled_back = started.is_updated and not is_plain
         if rolled_back:
             self._roll_back()
-        if not skipped and (amended or not underway.is_ahead):
-            self._update(underway.factor * coefficient, underway.rates)
+        if not skipped and not (started.is_updated and is_plain):
+            self._update(started.factor * coefficient, started.rates)
         elif rolled_back:
             self.masters_to_parameters()
         self.scaler.update(skipped)
-        remark = "" if self._kept is None else self._confidence.learn(amended)
-        return StepReport(
-            norm, coefficient, skipped, underway.loss_scale, int(zeros[0]) if zeros else None, rolled_back, remark
-        )
+        remark = "" if self._snapshot is None else self._policy.add(is_plain)
+        num_zeros = int(zeros[0]) if zeros else None
+        return StepReport(norm, coefficient, skipped, started.loss_scale, num_zeros, rolled_back, remark)
 
     @torch.no_grad()
     def update(self, gradient_factor: float, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
-        """Update the newest version of the parameters by this rank alone: without a norm, without clipping, without a look for NaN.
+        """Update the newest version of the parameters on this rank alone, without norm, clipping or a check for NaN.
 
-        For asynchronous schedules, whose ranks update at times of their own. Arguments and gradients as in `step`.
+        For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `step`.
         """
         if self._gather is not None:
             self._gather.finish()
-        self._update(
-            gradient_factor / self.scaler.scale, (lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
-        )
+        rates = UpdateRates(lr, lr if decoupled_lr is None else decoupled_lr, weight_decay)
+        self._update(gradient_factor / self.scaler.scale, rates)
 
     @torch.no_grad()
     def last_update(self, count_zero_gradients: bool = False) -> StepReport:
-        """What `step` would have reported of the gradients that the last `update` has left; called by all ranks."""
-        square, *zeros = self._measure(count_zero_gradients).wait()
+        """Return the report of the gradients that the last `update` left; called by all ranks."""
+        square, *zeros = self._sum_gradients(count_zero_gradients).wait()
         return StepReport(math.sqrt(square), 1.0, False, self.scaler.scale, int(zeros[0]) if zeros else None)
 
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
-        """Write this rank's master weights into the parameters, cast to their dtype, and start collecting those of the other ranks."""
+        """Write this rank's master weights into the parameters, in their dtype, and start to gather those of others."""
         for shard in self._shards:
             if shard.has_own_master:
                 shard.write_parameter()
@@ -223,7 +232,7 @@ class Optimizer:
 
     @torch.no_grad()
     def parameters_to_masters(self) -> None:
-        """Take the parameters as master weights: after weights were loaded without optimizer state."""
+        """Copy the parameters to the master weights, after weights were loaded without optimizer state."""
         self._check_settled()
         if self._gather is not None:
             self._gather.finish()
@@ -233,62 +242,68 @@ class Optimizer:
 
     @torch.no_grad()
     def parameters_norm(self) -> float:
-        """Global norm of the master weights, vocabulary padding left out."""
+        """Return the global norm of the master weights, without vocabulary padding."""
         self._check_settled()
         owned = (shard.master[low:high] for shard in self._shards for low, high in shard.counted.exact)
         return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._sum_groups).wait()[0])
 
     @torch.no_grad()
     def nonfinite_gradients(self) -> list[str]:
-        """Names of the parameters whose gradients are infinite or NaN in this rank's shards: where to look after a skipped step."""
-        found: dict[str, None] = {}
-        for shard in self._shards:
-            for position, piece in shard.pieces():
-                if not torch.isfinite(shard.gradient[position : position + piece.box.num_elements]).all():
-                    found[piece.spec.name] = None
-        return list(found)
+        """Return the names of parameters with infinite or NaN gradients in this rank's shards, for a skipped step."""
+        names = [
+            piece.spec.name
+            for shard in self._shards
+            for position, piece in shard.pieces()
+            if not torch.isfinite(shard.gradient[position : position + piece.box.num_elements]).all()
+        ]
+        return list(dict.fromkeys(names))
 
     @torch.no_grad()
     def stale_parameters(self) -> list[str]:
-        """Names of the parameters that are not what this rank's master weights round to, bit by bit: the memory of one has changed."""
+        """Return the names of parameters that differ in any bit from this rank's rounded master weights.
+
+        There are none unless memory has changed.
+        """
         self._check_settled()
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for shard in self._shards:
-            if shard.has_own_master and not torch.equal(
-                raw_bytes(shard.parameter), raw_bytes(shard.master.to(shard.parameter))
-            ):
-                rounded = shard.master.to(shard.parameter)
-                for position, piece in shard.pieces():
-                    part = slice(position, position + piece.box.num_elements)
-                    if not torch.equal(raw_bytes(shard.parameter[part]), raw_bytes(rounded[part])):
-                        found[piece.spec.name] = None
-        return list(found)
+            if not shard.has_own_master:
+                continue
+            rounded = shard.master.to(shard.parameter)
+            if torch.equal(raw_bytes(shard.parameter), raw_bytes(rounded)):
+                continue
+            for position, piece in shard.pieces():
+                part = slice(position, position + piece.box.num_elements)
+                if not torch.equal(raw_bytes(shard.parameter[part]), raw_bytes(rounded[part])):
+                    names[piece.spec.name] = None
+        return list(names)
 
     def state(self) -> Iterator[StatePiece]:
-        """This rank's optimizer state as boxes of global tensors. Loading writes into `values` and ends with masters_to_parameters()."""
+        """Yield this rank's optimizer state as boxes of global tensors.
+
+        Loading writes into `values` and ends with masters_to_parameters().
+        """
         self._check_settled()
         for shard in self._shards:
             for key, tensor in (("master", shard.master), *shard.moments.items()):
                 for position, piece in shard.pieces():
                     primary = piece.owned and not shard.is_copy and (self._sharded or self._replica == 0)
-                    yield StatePiece(
-                        key, shard.stage, piece, primary, tensor[position : position + piece.box.num_elements]
-                    )
+                    values = tensor[position : position + piece.box.num_elements]
+                    yield StatePiece(key, shard.stage, piece, primary, values)
 
     def held(self) -> dict[str, list[Tensor]]:
-        """All it keeps on the device from step to step, by the planner's item: masters of their own and moments, and copies for taking an
-        update back."""
+        """Return the tensors that it keeps on the device, by item of the memory plan: 'optimizer' and 'rollback'."""
         if self._on_host:
             return {"optimizer": [], "rollback": []}
-        own = [
+        state = [
             tensor
             for shard in self._shards
             for tensor in (*shard.moments.values(), *([shard.master] if shard.has_own_master else []))
         ]
-        return {"optimizer": own, "rollback": [] if self._kept is None else self._kept.copies}
+        return {"optimizer": state, "rollback": [] if self._snapshot is None else self._snapshot.copies}
 
     def plain_state(self) -> dict[str, Any]:
-        """What is not a tensor: updates made, loss scaler."""
+        """Return the state that is not a tensor: number of updates, loss scaler."""
         self._check_settled()
         return {"num_steps": self._rule.num_steps, "loss_scaler": self.scaler.state()}
 
@@ -296,34 +311,33 @@ class Optimizer:
         self._rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
-    def _measure(self, count_zero_gradients: bool) -> ModelSum:
-        """Square of the norm of the raw gradients, and how many of them are zero, on their way."""
-        owned = (shard.gradient[low:high] for shard in self._shards for low, high in shard.counted.merged)
-        values = [sum_of_squares(owned, self._device)]
+    def _sum_gradients(self, count_zero_gradients: bool) -> ModelSum:
+        """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""
+        merged = (shard.gradient[low:high] for shard in self._shards for low, high in shard.counted.merged)
+        values = [sum_of_squares(merged, self._device)]
         if count_zero_gradients:
             exact = (shard.gradient[low:high] for shard in self._shards for low, high in shard.counted.exact)
             values.append(count_zeros(exact, self._device))
         return ModelSum(values, self._sum_groups)
 
-    def _update(self, factor: float, rates: tuple[float, float, float]) -> None:
+    def _update(self, factor: float, rates: UpdateRates) -> None:
         if self._on_host:
             for shard in self._shards:
                 shard.fetch_gradient()
             if self._device.type == "cuda":
-                torch.cuda.current_stream(
-                    self._device
-                ).synchronize()  # the last copies of weights from the host are done by then too
-        self._rule.step(factor, *rates)
+                # also completes the last copies of weights from the host, whose memory the rule overwrites
+                torch.cuda.current_stream(self._device).synchronize()
+        self._rule.step(factor, rates)
         self.masters_to_parameters()
 
     def _roll_back(self) -> None:
-        """Undo the update, but for the parameters: whoever calls writes them next."""
-        assert self._kept is not None
+        """Undo the update, except in the parameters, which the caller writes next."""
+        assert self._snapshot is not None
         if self._gather is not None:
-            self._gather.finish()  # it writes parameters, which may be the masters
-        self._kept.put_back()
+            self._gather.finish()  # it writes parameters, which may be the master weights
+        self._snapshot.restore()
         self._rule.set_num_steps(self._rule.num_steps - 1)
 
     def _check_settled(self) -> None:
-        if self._underway is not None:
-            raise RuntimeError("the verdict on the last update is not known yet: call settle first")
+        if self._started is not None:
+            raise RuntimeError("a step was started whose norm is not known yet: call settle first")

@@ -1,6 +1,7 @@
 """Learning rate and weight decay as pure functions of the samples (sequences) consumed before a step.
 
-Shapes and increments are Megatron's, so that its curves are reproduced; samples make them independent of the batch size and its ramp-up.
+Shapes and increments are Megatron's, so that its curves are reproduced. Counting samples makes them independent of the
+batch size and its ramp-up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _half_cosine(ratio: float) -> float:
     return 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
 
-# share of (lr - min_lr) that is left after `ratio` of the decay
+# remaining share of (lr - min_lr) after `ratio` of the decay
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {"linear": lambda ratio: 1.0 - ratio, "cosine": _half_cosine}
 
 # the same for the last phase of warm-up, stable, decay (WSD, Hu et al. 2024, arXiv:2404.06395)
@@ -37,9 +38,11 @@ WEIGHT_DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Learning rate over consumed samples: linear warm-up from init_lr to max_lr, then a decay to min_lr at decay_samples.
+    """Learning rate over consumed samples: linear warm-up from init_lr to max_lr, then a decay to min_lr at
+    decay_samples.
 
-    style: 'constant', 'linear', 'cosine', 'inverse-square-root' or 'WSD'. Lengths are in samples; the warm-up is part of the decay length.
+    style: 'constant', 'linear', 'cosine', 'inverse-square-root' or 'WSD'. Lengths are in samples; the warm-up is part
+    of the decay length.
     """
 
     max_lr: float
@@ -58,17 +61,19 @@ class LrSchedule:
             raise ConfigError(f"--lr-warmup-init {self.init_lr} is above --lr {self.max_lr}")
         if self.warmup_samples >= self.decay_samples:
             raise ConfigError(
-                f"the warm-up of {self.warmup_samples:g} samples does not end before the decay length of {self.decay_samples} samples; "
+                f"the warm-up of {self.warmup_samples:g} samples is not shorter than "
+                f"the decay length of {self.decay_samples}; "
                 "shorten --lr-warmup-iters / -samples / -fraction or lengthen --lr-decay-iters / -samples"
             )
         if self.style == "WSD" and not 0 < self.wsd_samples <= self.decay_samples:
             raise ConfigError(
-                f"WSD's last phase of {self.wsd_samples} samples must be positive and lie within the decay length of {self.decay_samples}; "
+                f"WSD's last phase of {self.wsd_samples} samples must be positive and at most the decay length of "
+                f"{self.decay_samples}; "
                 "set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
             )
 
     def __call__(self, consumed_samples: int) -> float:
-        """The learning rate of the step that starts after consumed_samples."""
+        """Return the learning rate of the step that starts after consumed_samples."""
         if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup_samples
         if self.style == "constant":
@@ -92,7 +97,7 @@ class LrSchedule:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay over consumed samples: constant, or from `start` to `end` over ramp_samples ('linear' or 'cosine')."""
+    """Weight decay over consumed samples: constant, or a 'linear' or 'cosine' ramp from `start` to `end`."""
 
     start: float
     end: float
@@ -102,12 +107,12 @@ class WeightDecaySchedule:
     def __post_init__(self) -> None:
         if self.style == "constant" and self.start != self.end:
             raise ConfigError(
-                f"--start-weight-decay {self.start} and --end-weight-decay {self.end} differ, but --weight-decay-incr-style is constant; "
-                "use linear or cosine"
+                f"--start-weight-decay {self.start} and --end-weight-decay {self.end} differ, but "
+                "--weight-decay-incr-style is constant; use linear or cosine"
             )
 
     def __call__(self, consumed_samples: int) -> float:
-        """The weight decay of the step that starts after consumed_samples."""
+        """Return the weight decay of the step that starts after consumed_samples."""
         if self.style == "constant" or consumed_samples > self.ramp_samples:
             return self.end
         return self.start + WEIGHT_DECAY_SHAPES[self.style](consumed_samples / self.ramp_samples) * (
@@ -116,14 +121,14 @@ class WeightDecaySchedule:
 
 
 def lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LrSchedule:
-    """The learning rate of all parameters but those of `decoupled_lr_schedule`. Raises ConfigError."""
+    """Return the learning rate of all parameters but those of `decoupled_lr_schedule`. Raises ConfigError."""
     if optimizer.lr is None:
         raise ConfigError("--lr is not set")
     return _lr_schedule(optimizer, training, optimizer.lr, optimizer.min_lr)
 
 
 def decoupled_lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LrSchedule:
-    """The learning rate of embedding and output layer: --decoupled-lr, --decoupled-min-lr where set, else that of all others."""
+    """Return the learning rate of embedding and output layer: --decoupled-lr if set, else that of the others."""
     base = lr_schedule(optimizer, training)
     max_lr = base.max_lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr
     min_lr = base.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
@@ -131,7 +136,7 @@ def decoupled_lr_schedule(optimizer: OptimizerConfig, training: TrainingConfig) 
 
 
 def weight_decay_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> WeightDecaySchedule:
-    """The weight decay of matrices; the ramp lasts the whole training."""
+    """Return the weight decay of matrices; its ramp lasts the whole training."""
     start = optimizer.weight_decay if optimizer.start_weight_decay is None else optimizer.start_weight_decay
     end = optimizer.weight_decay if optimizer.end_weight_decay is None else optimizer.end_weight_decay
     return WeightDecaySchedule(start, end, optimizer.weight_decay_incr_style, _training_samples(training))
@@ -172,5 +177,5 @@ def _training_samples(training: TrainingConfig) -> int:
 
 def _batch(training: TrainingConfig) -> int:
     if training.global_batch_size is None:
-        raise ValueError("the training configuration has not been resolved: global_batch_size is still None")
+        raise ValueError("global_batch_size is None: the training configuration has not been resolved")
     return training.global_batch_size

@@ -15,7 +15,10 @@ from megapipe.sharding.buffers import Bucket, shard_pieces
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, stop) of a shard that are updated alike. Zero padding inside is harmless: its gradient and weight stay zero."""
+    """Elements [start, stop) of a shard that are updated with the same rates.
+
+    Zero padding inside does no harm: its gradient and weight stay zero.
+    """
 
     start: int
     stop: int
@@ -24,11 +27,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class CountedRanges:
     """Element ranges of a shard that this rank counts, so that every element of the model counts once over tp and pp.
 
-    exact: without padding, the vocabulary's included. merged: with padding inside, fewer and longer: for sums of gradients, where
-    padding is zero.
+    exact: without padding, of buffers and vocabulary. merged: with padding, fewer and longer, for sums of gradients,
+    where padding is zero.
     """
 
     exact: tuple[tuple[int, int], ...]
@@ -38,10 +41,11 @@ class Ranges:
 class Shard:
     """Elements [start, stop) of a flat buffer.
 
-    parameter, gradient: [stop - start] views of the buffer; parameter is the newest version. master: the same memory as parameter where
-    there is one version in the dtype of the gradients (fp32, fp64), else a copy in that dtype. moments: by name, like master.
-    on_host: master and moments lie in host memory, and an update works on a copy of the gradient there.
-    is_copy: another stage owns these parameters (the tied embedding at the head), so that they count for nothing in norms.
+    parameter, gradient: [stop - start], views of the buffer; parameter is the newest version.
+    master: the memory of parameter, if there is one version in the dtype of the gradients (fp32, fp64); else a copy in
+    that dtype. moments: by name, like master.
+    on_host: master and moments are in host memory, and an update uses a copy of the gradient there.
+    is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
     counts: False if another rank of the same copy of the model counts these elements.
     """
 
@@ -51,7 +55,7 @@ class Shard:
         buffer: FlatBuffer,
         bucket: Bucket,
         replica: int,
-        coordinate: tuple[int, int],  # tp_rank, tp
+        tp_coordinate: tuple[int, int],  # tp_rank, tp
         moment_names: tuple[str, ...],
         counts: bool = True,
         on_host: bool = False,
@@ -60,7 +64,7 @@ class Shard:
         self.bucket = bucket
         self.start, self.stop = buffer.shard_range(bucket, replica)
         self.is_copy = buffer.layout.kind == "tied" and stage != 0
-        self._tp_rank, self._tp = coordinate
+        self._tp_rank, self._tp = tp_coordinate
         self._buffer = buffer
         self.gradient = buffer.gradients[self.start : self.stop]
         self.has_own_master = on_host or self.parameter.dtype != self.gradient.dtype or len(buffer.versions) > 1
@@ -74,9 +78,8 @@ class Shard:
         else:
             self.master = self.parameter.to(self.gradient.dtype, copy=True) if self.has_own_master else self.parameter
             self.moments = {name: torch.zeros_like(self.gradient) for name in moment_names}
-        self.runs = tuple(self._runs())
-        counts = counts and not self.is_copy
-        self.counted = _counted(bucket, self._tp_rank, self._tp, self.start, self.stop) if counts else Ranges((), ())
+        self.runs = tuple(self._find_runs())
+        self.counted = self._find_counted() if counts and not self.is_copy else CountedRanges((), ())
 
     @property
     def parameter(self) -> Tensor:
@@ -84,44 +87,56 @@ class Shard:
 
     @property
     def updated_from(self) -> Tensor:
-        """The gradient where the update rule works on it: [stop - start], where `master` is."""
+        """The gradient that the update rule uses: [stop - start], on the device of `master`."""
         return self.gradient if self._host_gradient is None else self._host_gradient
 
     def fetch_gradient(self) -> None:
-        """Start to bring the gradient to the host, where the update works there."""
+        """Start to copy the gradient to the host, if updates run there."""
         if self._host_gradient is not None:
             self._host_gradient.copy_(self.gradient, non_blocking=True)
 
     def write_parameter(self) -> None:
-        """The master as parameter, in its dtype; from the host without waiting until it is there."""
+        """Copy master to parameter, in its dtype. A copy from the host is not waited for."""
         if self._host_parameter is None:
             self.parameter.copy_(self.master)
         else:
             self.parameter.copy_(self._host_parameter.copy_(self.master), non_blocking=True)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """What the shard's elements mean: (position in the shard, piece) in order."""
+        """Yield (position in the shard, piece of a parameter) in order."""
         for position, piece in shard_pieces(self.bucket, self._tp_rank, self._tp, self.start, self.stop):
             yield position - self.start, piece
 
-    def _runs(self) -> Iterator[Run]:
+    def _find_runs(self) -> Iterator[Run]:
+        """Yield the longest runs of neighbouring parameters with the same treatment."""
         run: Run | None = None
         for slot in self.bucket.slots:
             low, high = max(slot.start, self.start) - self.start, min(slot.stop, self.stop) - self.start
             if low >= high:
                 continue
-            following = Run(low, high, slot.spec.weight_decay, slot.spec.decoupled_lr)
-            if run is not None and (run.weight_decay, run.decoupled_lr) == (
-                following.weight_decay,
-                following.decoupled_lr,
-            ):
-                run = Run(run.start, high, run.weight_decay, run.decoupled_lr)
+            treatment = slot.spec.weight_decay, slot.spec.decoupled_lr
+            if run is not None and (run.weight_decay, run.decoupled_lr) == treatment:
+                run = Run(run.start, high, *treatment)
                 continue
             if run is not None:
                 yield run
-            run = following
+            run = Run(low, high, *treatment)
         if run is not None:
             yield run
+
+    def _find_counted(self) -> CountedRanges:
+        exact: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
+        follows_foreign = False  # elements owned by another rank lie between this range and the last one
+        for position, piece in self.pieces():
+            if not piece.owned:
+                follows_foreign = True
+                continue
+            end = position + piece.box.num_elements
+            _append(exact, position, position + _num_without_padding(piece), across_gaps=False)
+            _append(merged, position, end, across_gaps=not follows_foreign)
+            follows_foreign = False
+        return CountedRanges(tuple(exact), tuple(merged))
 
 
 def make_shards(
@@ -133,7 +148,10 @@ def make_shards(
     counts: bool = True,
     on_host: bool = False,
 ) -> tuple[Shard, ...]:
-    """This rank's shard of every bucket of its stages. replica: its rank in the group of replicas. counts, on_host: see `Shard`."""
+    """Return this rank's shard of every bucket of its stages.
+
+    replica: this rank's index in the group of replicas. counts, on_host: see `Shard`.
+    """
     return tuple(
         Shard(stage, buffer, bucket, replica, (tp_rank, tp), moment_names, counts, on_host)
         for stage, buffers in sorted(stages.items())
@@ -143,39 +161,24 @@ def make_shards(
 
 
 def _host_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the same length in the host's memory; pinned where the tensor is a GPU's, so that copies need not be waited for."""
+    """Return zeros of the same length in host memory, pinned for a GPU so that copies are asynchronous."""
     if like.is_meta:
         return torch.zeros(like.shape, dtype=dtype, device="meta")
     return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)
 
 
-def _counted(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -> Ranges:
-    exact: list[tuple[int, int]] = []
-    merged: list[tuple[int, int]] = []
-    foreign = False  # elements of another owner since the last counted range
-    for position, piece in shard_pieces(bucket, tp_rank, tp, start, stop):
-        if not piece.owned:
-            foreign = True
-            continue
-        low, high = position - start, position - start + piece.box.num_elements
-        _append(exact, low, low + _meaningful(piece), touching=True)
-        _append(merged, low, high, touching=foreign)
-        foreign = False
-    return Ranges(tuple(exact), tuple(merged))
-
-
-def _append(ranges: list[tuple[int, int]], low: int, high: int, touching: bool) -> None:
-    """Add a range, as part of the last one if nothing lies between (touching: only if no padding does either)."""
+def _append(ranges: list[tuple[int, int]], low: int, high: int, across_gaps: bool) -> None:
+    """Append a range; extend the last one instead if they touch, or if across_gaps bridges the padding between."""
     if low == high:
         return
-    if ranges and (ranges[-1][1] == low or not touching):
+    if ranges and (across_gaps or ranges[-1][1] == low):
         ranges[-1] = (ranges[-1][0], high)
     else:
         ranges.append((low, high))
 
 
-def _meaningful(piece: Piece) -> int:
-    """Elements of a piece that are not vocabulary padding; they come first."""
+def _num_without_padding(piece: Piece) -> int:
+    """Return the number of elements that are not vocabulary padding; they come first in the piece."""
     true_rows = piece.spec.true_rows
     if true_rows is None:
         return piece.box.num_elements

@@ -184,9 +184,7 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
         "weights": _bytes(versions),
         "gradients": _bytes([buffer.gradients for buffer in buffers]),
         "optimizer": _bytes(state),
-        "rollback": 0
-        if runtime.optimizer._kept is None
-        else _bytes([kept for _, kept in runtime.optimizer._kept._pairs]),
+        "rollback": 0 if runtime.optimizer._snapshot is None else _bytes(runtime.optimizer._snapshot.copies),
         "activations": peak.most,
     }
 

@@ -123,7 +123,7 @@ def test_weight_decay_ramps_over_the_training() -> None:
         (OptimizerConfig(lr=1.0, lr_warmup_init=2.0), r"--lr-warmup-init 2.0 is above --lr 1.0"),
         (
             OptimizerConfig(lr=1.0, lr_warmup_iters=10),
-            "the warm-up of 80 samples does not end before the decay length of 80",
+            "the warm-up of 80 samples is not shorter than the decay length of 80",
         ),
         (OptimizerConfig(lr=1.0, lr_decay_style="WSD"), "set --lr-wsd-decay-iters"),
         (OptimizerConfig(lr=1.0, lr_decay_style="WSD", lr_wsd_decay_iters=11), "last phase of 88 samples"),

@@ -20,7 +20,7 @@ from megapipe.model.block import Block
 from megapipe.optimizer import optimizer as optimizer_module
 from megapipe.optimizer.gradient_norm import ModelSum
 from megapipe.optimizer.optimizer import StepReport
-from megapipe.optimizer.rollback import Confidence
+from megapipe.optimizer.rollback import EarlyUpdatePolicy
 from megapipe.train import saving as saving_module
 from megapipe.train.step import PostValidationStep, Rates, StepBatch, StepResult, train_step
 from tests.harness import RankPool
@@ -166,15 +166,15 @@ def test_where_every_step_is_clipped_it_returns_to_the_barrier(rank_pools: Calla
     )
 
 
-def test_confidence_comes_back_when_clips_become_rare() -> None:
-    confidence = Confidence()
-    verdicts = [True, False, True, True, False, True, *[False] * 6, True, *[False] * 3]
-    holds, remarks = [], []
-    for index, verdict in enumerate(verdicts):
-        holds.append(confidence.holds)
-        if remark := confidence.learn(verdict):
+def test_early_updates_resume_when_clips_become_rare() -> None:
+    policy = EarlyUpdatePolicy()
+    clipped = [True, False, True, True, False, True, *[False] * 6, True, *[False] * 3]
+    allowed, remarks = [], []
+    for index, is_clipped in enumerate(clipped):
+        allowed.append(policy.allows)
+        if remark := policy.add(not is_clipped):
             remarks.append((index, remark))
-    assert holds == [True] * 6 + [False] * 6 + [True] * 4
+    assert allowed == [True] * 6 + [False] * 6 + [True] * 4
     assert [index for index, _ in remarks] == [5, 11]
     assert (
         remarks[1][1]
@@ -242,7 +242,7 @@ def premature(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
 
 def test_nothing_is_saved_measured_or_evaluated_before_the_verdict(rank_pools: Callable[[int], RankPool]) -> None:
     said = rank_pools(4).run(premature, setting(**GRIDS["pp4"]))[0]
-    assert all(text.startswith("the verdict on the last update is not known yet") for text in said)
+    assert all(text.startswith("a step was started whose norm is not known yet") for text in said)
 
 
 FLAGS = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --seed 3"
