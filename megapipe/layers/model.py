@@ -102,6 +102,7 @@ def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelS
     return ModelSpec(Embedding.of(model), layers, Head.of(model))
 
 
+@cache
 def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool) -> tuple[ParamSpec, ...]:
     """Return all parameters of a resolved model.
 

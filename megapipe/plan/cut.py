@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from functools import cache
+from typing import NamedTuple
 
-from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_spec
 from megapipe.plan.flops import head_flops, layer_flops
@@ -14,20 +15,24 @@ from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, pars
 from megapipe.schedule.placement import Placement
 
 
-def cut_key(parallel: ParallelConfig) -> tuple[Hashable, ...]:
-    """All of the section that a cut depends on."""
-    return (
-        parallel.pipeline_model_parallel_layout,
-        parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers,
-        parallel.account_for_embedding_in_pipeline_split,
-        parallel.account_for_loss_in_pipeline_split,
-        parallel.pipeline_balance,
-        parallel.num_layers_per_virtual_pipeline_stage,
-    )
+class CutFlags(NamedTuple):
+    """The flags that a cut depends on, under their names in the parallel section."""
+
+    pipeline_model_parallel_layout: str | None
+    decoder_first_pipeline_num_layers: int | None
+    decoder_last_pipeline_num_layers: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    num_layers_per_virtual_pipeline_stage: int | None
+    pipeline_balance: str
 
 
-def is_by_hand(parallel: ParallelConfig) -> bool:
+def cut_flags(parallel: ParallelConfig) -> CutFlags:
+    """Return the flags of the parallel section that a cut depends on."""
+    return CutFlags(*(getattr(parallel, name) for name in CutFlags._fields))
+
+
+def is_by_hand(parallel: ParallelConfig | CutFlags) -> bool:
     """Flags say which layers a rank gets, or how many."""
     return (
         parallel.pipeline_model_parallel_layout is not None
@@ -39,7 +44,8 @@ def is_by_hand(parallel: ParallelConfig) -> bool:
     )
 
 
-def cut_layers(model: ModelConfig, parallel: ParallelConfig, placement: Placement) -> Partition:
+@cache
+def cut_layers(model: ResolvedModelConfig, parallel: CutFlags, placement: Placement) -> Partition:
     """The cut that `parallel` asks for; no layer is ever dropped.
 
     By hand with a layout string; in equal numbers where first, last, embedding or loss are accounted for, or with

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import cache
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -30,16 +31,15 @@ from megapipe.layers.model import model_parameters
 from megapipe.plan.balance import balanced_cut
 from megapipe.plan.batch import BatchSchedule, batch_schedule
 from megapipe.plan.chunks import group_size, memory_limit, schedule_and_chunks
-from megapipe.plan.cut import cut_key, cut_layers
+from megapipe.plan.cut import cut_flags, cut_layers
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.shelf import Shelf
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
 
 
-def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, shelf: Shelf | None = None) -> RunPlan:
+def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
     """The plan of a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
 
     config.model.vocab_size must be known (the tokenizer's). shelf: shared with other plans, as in a search. Raises ConfigError for
@@ -52,8 +52,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     topology = _topology(config.parallel, model, world_size, ranks_per_node, placement)
     training, batch = _batch(config.training, topology)
     parallel = _parallel(config.parallel, topology, schedule_name, chunks)
-    shelf = shelf or Shelf()
-    partition = shelf.once(("cut", placement, model, cut_key(parallel)), lambda: cut_layers(model, parallel, placement))
+    partition = cut_layers(model, cut_flags(parallel), placement)
     specs = model_parameters(model, parallel.sequence_parallel)
     optimizer = _optimizer(config.optimizer, training, batch)
     data = config.data
@@ -62,12 +61,10 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
     resolved = convert(
         ResolvedConfig, config, model=model, parallel=parallel, training=training, optimizer=optimizer, data=data
     )
-    draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name, shelf)
+    draft = RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name)
     _check_counts(draft)
     plan = _balanced(draft)
-    plan.shelf.once(
-        ("slices audited", model, parallel.sequence_parallel, topology.tp), lambda: audit_slices(specs, topology.tp)
-    )
+    _audit_slices(model, parallel.sequence_parallel, topology.tp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
     _check_post_validation(plan)
     _make_schedules(plan)
@@ -76,10 +73,12 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None, 
 
 def _balanced(draft: RunPlan) -> RunPlan:
     """The plan with its layers cut as --pipeline-balance says."""
-    config, batch = draft.config, draft.batch
-    asked = config.model, config.recompute, config.parallel, config.precision, config.optimizer, config.data
-    key = ("balanced", *asked, draft.topology, batch.full, batch.samples_per_microbatch)
-    return dataclasses.replace(draft, partition=draft.shelf.once(key, lambda: balanced_cut(draft)))
+    return dataclasses.replace(draft, partition=balanced_cut(draft))
+
+
+@cache
+def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int) -> None:
+    audit_slices(model_parameters(model, sequence_parallel), tp)
 
 
 def vary(plan: RunPlan, config: Config) -> RunPlan:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
-from megapipe.config.resolved import ResolvedConfig
-from megapipe.layers.model import ModelSpec, model_spec, stage_parameters
+from megapipe.config.resolved import ResolvedConfig, ResolvedModelConfig
+from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.shape import RankShape
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.costs import stage_costs
 from megapipe.plan.layer_costs import LayerCosts, flop_costs
 from megapipe.plan.measured_layers import measured_costs
-from megapipe.plan.shelf import Shelf
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
 from megapipe.schedule.generate.shape import AutoGoal
@@ -30,23 +28,48 @@ from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import Topology
 
+SCHEDULES_CACHED = 512  # a search has some hundreds of plans, which share most of their schedules
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredSchedule:
+    """The schedule of one number of microbatches. head_start: for each row, the number of first actions that need no verdict on the step
+    before (--optimizer-post-validation)."""
+
+    schedule: Schedule
+    head_start: tuple[int, ...]
+
+    @cached_property
+    def send_depth(self) -> int:
+        """The fewest in-flight sends of a channel with which no send blocks."""
+        return unhindered_send_depth(self.schedule)
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterLayout:
+    """The parameters of every stage, in model order, and how they lie in flat buffers."""
+
+    stages: tuple[tuple[ParamSpec, ...], ...]
+    tp: int
+    num_shards: int
+    bucket_size: int
+    tied_kind: BufferKind
+
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A resolved configuration on a grid of ranks. Made by `planner.resolve.resolve`; nothing in it needs torch.
+    """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`; nothing in it needs torch.
 
-    config: no derived field is None any more. specs: all parameters of the model. partition: layers of each stage. schedule_name: the
-    pipeline schedule that 'auto' came to. shelf: what it shares with other plans of a search.
+    specs: all parameters of the model. partition: the layers of each stage. schedule_name: the pipeline schedule, 'auto' resolved.
     """
 
     config: ResolvedConfig
     topology: Topology
     placement: Placement
     partition: Partition
-    specs: tuple[ParamSpec, ...]
+    specs: tuple[ParamSpec, ...] = field(compare=False, repr=False)
     batch: BatchSchedule
     schedule_name: str
-    shelf: Shelf = field(default_factory=Shelf, compare=False, repr=False)
 
     @cached_property
     def model(self) -> ModelSpec:
@@ -64,37 +87,23 @@ class RunPlan:
         """Stages on each pipeline rank; with two directions those of one."""
         return self.placement.num_stages // self.placement.num_ranks
 
-    @cached_property
+    @property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
         """The parameters that each stage holds, in model order. A tied embedding is the first stage's where the head lies on its rank."""
-        return self._of_parameters.once("stage specs", self._make_stage_specs)
-
-    def _make_stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
-        return tuple(
-            stage_parameters(
-                self.specs,
-                range(s.first_layer, s.last_layer_exclusive),
-                s.has_embedding,
-                s.has_head,
-                self.tied_across_ranks,
-            )
-            for s in self.partition.stages
-        )
+        return self._parameter_layout.stages
 
     @cached_property
-    def _of_parameters(self) -> Shelf:
-        """What depends on the parameters of stages and how they lie, found by all that decides these."""
-        sliced, bucket = self.config.parallel.sequence_parallel, self.config.parallel.ddp_bucket_size
-        key = (
+    def _parameter_layout(self) -> ParameterLayout:
+        parallel = self.config.parallel
+        return _parameter_layout(
             self.config.model,
-            self.topology.tp,
-            sliced,
+            parallel.sequence_parallel,
             self.partition,
+            self.topology.tp,
             self.num_optimizer_shards,
-            bucket,
+            parallel.ddp_bucket_size,
             self.tied_kind,
         )
-        return self.shelf.once(("parameters", *key), Shelf)
 
     @cached_property
     def stage_costs(self) -> Costs:
@@ -118,17 +127,17 @@ class RunPlan:
         return self.config.parallel.pipeline_rank_speeds or (1.0,) * self.topology.pp
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """The lowered training schedule of a step with this many microbatches; made once for each number."""
-        return self._made(num_microbatches, training=True)[0]
+        """Return the lowered training schedule of a step with this many microbatches."""
+        return self._training(num_microbatches).schedule
 
     def head_start(self, num_microbatches: int) -> tuple[int, ...]:
-        """Of each row of `schedule`: the first actions that need no verdict on the step before; none without
+        """Return for each row of `schedule` the number of first actions that need no verdict on the step before; 0 without
         --optimizer-post-validation."""
-        return self._made(num_microbatches, training=True)[1]
+        return self._training(num_microbatches).head_start
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
-        """The lowered forward-only schedule of an evaluation batch."""
-        return self._made(num_microbatches, training=False)[0]
+        """Return the lowered forward-only schedule of an evaluation batch."""
+        return self._forward_only(num_microbatches).schedule
 
     @property
     def is_synchronous(self) -> bool:
@@ -171,12 +180,9 @@ class RunPlan:
 
     @cached_property
     def send_depth(self) -> int:
-        """Sends that a channel may have under way: for no number of microbatches of the run does one wait for room, with one to spare."""
-        return 1 + max(self._send_depth(m, training) for m in self._microbatch_counts for training in (True, False))
-
-    def _send_depth(self, num_microbatches: int, training: bool) -> int:
-        key = "send depth", *self._schedule_key(num_microbatches, training)
-        return self.shelf.once(key, lambda: unhindered_send_depth(self._made(num_microbatches, training)[0]))
+        """Enough in-flight sends of a channel that none blocks for any number of microbatches of the run, plus one."""
+        makers = (self._training, self._forward_only)
+        return 1 + max(make(count).send_depth for count in self._microbatch_counts for make in makers)
 
     @property
     def _microbatch_counts(self) -> set[int]:
@@ -184,8 +190,8 @@ class RunPlan:
         return {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
 
     def crosses_nodes(self, axis: str) -> bool:
-        """Some group of this axis has members on several nodes; asked of the topology once."""
-        return self.shelf.once(("crosses nodes", self.topology, axis), lambda: self.topology.crosses_nodes(axis))
+        """Return True if some group of this axis has members on several nodes."""
+        return _crosses_nodes(self.topology, axis)
 
     @property
     def num_optimizer_shards(self) -> int:
@@ -219,46 +225,94 @@ class RunPlan:
         return (*run, *(stage for stage in self.placement.stages_of(pp_rank) if stage not in run))
 
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
-        """The flat buffers of a stage on this tp_rank."""
-        bucket_size = self.config.parallel.ddp_bucket_size
-        assert bucket_size is not None
-        specs, t, shards = self.stage_specs[stage], self.topology, self.num_optimizer_shards
-        return self._of_parameters.once(
-            (stage, tp_rank), lambda: layout_buffers(specs, tp_rank, t.tp, shards, bucket_size, self.tied_kind)
-        )
-
-    def _made(self, num_microbatches: int, training: bool) -> tuple[Schedule, tuple[int, ...]]:
-        """A lowered schedule, and how far each of its rows may run ahead of the verdict on the step before."""
-        make = self._make_training if training else self._make_forward_only
-        return self.shelf.once(self._schedule_key(num_microbatches, training), lambda: make(num_microbatches))
-
-    def _schedule_key(self, num_microbatches: int, training: bool) -> tuple[Hashable, ...]:
-        """All that a schedule depends on."""
-        parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
-        group, ahead = (
-            parallel.microbatch_group_size_per_virtual_pipeline_stage,
-            self.config.optimizer.optimizer_post_validation,
-        )
-        costs = None if limit is None else (self.layer_costs, self.rank_speeds, self.partition, limit)
-        return self.schedule_name, self.placement, num_microbatches, training, group, self._receive_depth, ahead, costs
+        """Return the flat buffers of a stage on this tp_rank."""
+        return _stage_buffers(self._parameter_layout, stage, tp_rank)
 
     @property
     def _receive_depth(self) -> int:
         parallel = self.config.parallel
         return parallel.pipeline_receive_depth if parallel.overlap_p2p_comm else 1
 
-    def _make_training(self, num_microbatches: int) -> tuple[Schedule, tuple[int, ...]]:
-        parallel = self.config.parallel
-        group, limit = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_memory_limit
-        has_barrier = not self.config.optimizer.optimizer_post_validation  # else a step ends with a norm over all ranks
-        goal = None if limit is None else AutoGoal(self.stage_costs, limit, has_barrier=has_barrier)
-        pp, chunks = self.topology.pp, self.num_chunks
-        schedule = build_lowered(self.schedule_name, pp, chunks, num_microbatches, group, self._receive_depth, goal)
-        if has_barrier:
-            return schedule, (0,) * pp
-        started = give_head_start(schedule)
-        validate(started.schedule)
-        return started.schedule, started.lengths
+    def _training(self, num_microbatches: int) -> LoweredSchedule:
+        parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
+        costs = None if limit is None else (self.layer_costs, self.partition, self.rank_speeds, limit)
+        return _training_schedule(
+            self.schedule_name,
+            self.topology.pp,
+            self.num_chunks,
+            num_microbatches,
+            parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            self._receive_depth,
+            not self.config.optimizer.optimizer_post_validation,
+            costs,
+        )
 
-    def _make_forward_only(self, num_microbatches: int) -> tuple[Schedule, tuple[int, ...]]:
-        return build_forward_only(self.placement, num_microbatches, self._receive_depth), (0,) * self.topology.pp
+    def _forward_only(self, num_microbatches: int) -> LoweredSchedule:
+        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth)
+
+
+@lru_cache(maxsize=SCHEDULES_CACHED)
+def _training_schedule(
+    name: str,
+    pp: int,
+    num_chunks: int,
+    num_microbatches: int,
+    group_size: int | None,
+    receive_depth: int,
+    has_barrier: bool,
+    searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,
+) -> LoweredSchedule:
+    """Build and lower a training schedule. has_barrier: a step ends with a norm over all ranks. searched: costs, cut, speeds and memory limit
+    of a schedule that is searched for (zb-auto)."""
+    goal = None
+    if searched is not None:
+        costs, partition, rank_speeds, limit = searched
+        goal = AutoGoal(stage_costs(costs, partition, rank_speeds), limit, has_barrier=has_barrier)
+    schedule = build_lowered(name, pp, num_chunks, num_microbatches, group_size, receive_depth, goal)
+    if has_barrier:
+        return LoweredSchedule(schedule, (0,) * pp)
+    started = give_head_start(schedule)
+    validate(started.schedule)
+    return LoweredSchedule(started.schedule, started.lengths)
+
+
+@lru_cache(maxsize=SCHEDULES_CACHED)
+def _forward_only_schedule(placement: Placement, num_microbatches: int, receive_depth: int) -> LoweredSchedule:
+    schedule = build_forward_only(placement, num_microbatches, receive_depth)
+    return LoweredSchedule(schedule, (0,) * placement.num_ranks)
+
+
+@lru_cache(maxsize=SCHEDULES_CACHED)
+def _parameter_layout(
+    model: ResolvedModelConfig,
+    sequence_parallel: bool,
+    partition: Partition,
+    tp: int,
+    num_shards: int,
+    bucket_size: int,
+    tied_kind: BufferKind,
+) -> ParameterLayout:
+    specs = model_parameters(model, sequence_parallel)
+    stages = tuple(
+        stage_parameters(
+            specs,
+            range(stage.first_layer, stage.last_layer_exclusive),
+            stage.has_embedding,
+            stage.has_head,
+            has_tied_copy=tied_kind == "tied",
+        )
+        for stage in partition.stages
+    )
+    return ParameterLayout(stages, tp, num_shards, bucket_size, tied_kind)
+
+
+@lru_cache(maxsize=64 * SCHEDULES_CACHED)
+def _stage_buffers(layout: ParameterLayout, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
+    return layout_buffers(
+        layout.stages[stage], tp_rank, layout.tp, layout.num_shards, layout.bucket_size, layout.tied_kind
+    )
+
+
+@cache
+def _crosses_nodes(topology: Topology, axis: str) -> bool:
+    return topology.crosses_nodes(axis)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megapipe.config.precision import PrecisionConfig
 from megapipe.layers.fp8 import casts
@@ -25,6 +26,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import gather_bytes, message_bytes, reduction_bytes
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.simulate import Costs, Timeline, simulate
+from megapipe.topology import Topology
 
 OPTIMIZER_BYTES = (
     30  # an element of the shard: gradient read; master and two moments read and written; bf16 weight written
@@ -223,19 +225,19 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
     return max(total - hidden, total / max(buckets, 1), waits) - waits
 
 
-def replica_link(plan: RunPlan, hardware: Hardware) -> Link:
-    """What a ring over the replicas of a shard runs on: between nodes each of its members in a node brings a network card of its own."""
-    if not plan.crosses_nodes("replicas"):
-        return hardware.node
-    topology = plan.topology
+@cache
+def replica_link(topology: Topology, node: Link, network: Link) -> Link:
+    """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds a network card of its own."""
+    if not topology.crosses_nodes("replicas"):
+        return node
     group = topology.group_of("replicas", 0)
     together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
-    rate = min(together * hardware.network.bytes_per_second, hardware.node.bytes_per_second)
-    return Link(max(rate, hardware.network.bytes_per_second), hardware.network.latency_seconds)
+    rate = min(together * network.bytes_per_second, node.bytes_per_second)
+    return Link(max(rate, network.bytes_per_second), network.latency_seconds)
 
 
 def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes: int = 1) -> float:
-    link = plan.shelf.once(("replica link", plan.topology, hardware.name), lambda: replica_link(plan, hardware))
+    link = replica_link(plan.topology, hardware.node, hardware.network)
     return num_bytes / link.bytes_per_second + passes * (plan.topology.num_replicas > 1) * link.latency_seconds
 
 

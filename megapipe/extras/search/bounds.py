@@ -7,22 +7,22 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
 from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
 from megapipe.layers.model import model_parameters, model_spec
 from megapipe.layers.shape import Documents, RankShape
 from megapipe.plan.activations import stage_bytes
-from megapipe.plan.cut import cut_key, cut_layers
+from megapipe.plan.cut import cut_flags, cut_layers
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
-from megapipe.plan.shelf import Shelf
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.families import SCHEDULES
@@ -80,7 +80,7 @@ class _Times(NamedTuple):
 class _Model(NamedTuple):
     """Elements on one tp rank, at least."""
 
-    config: ModelConfig
+    config: ResolvedModelConfig
     layer_elements: float
     embedding_elements: float
     head_elements: float
@@ -89,9 +89,10 @@ class _Model(NamedTuple):
 class Bounds:
     """Bounds of a configuration's layouts; what many of them share is worked out once."""
 
-    def __init__(self, config: Config, world_size: int, hardware: Hardware, shelf: Shelf | None = None) -> None:
+    def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self._hardware = config, world_size, hardware
-        self._shelf = shelf or Shelf()
+        # computed once for all layouts that share them
+        self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
 
     def of(self, layout: Layout) -> Bound | None:
         """None where the model or the cut is refused, or where cutting evenly is cutting by cost.
@@ -100,21 +101,18 @@ class Bounds:
         ended; between, it computes all its microbatches. Memory: state of a rank, and what its first forwards keep before a backward.
         """
         model = self._model(layout.tp)
-        cut = None if model is None else self._cut(model.config, layout)
-        if (
-            model is None
-            or cut is None
-            or (layout.cut != "cost" and cut == self._cut(model.config, dataclasses.replace(layout, cut="cost")))
-        ):
+        if model is None:
+            return None
+        grid = layout.tp, layout.pp, layout.chunks, layout.schedule
+        cut = self._cut(*grid, layout.cut)
+        if cut is None or (layout.cut != "cost" and cut == self._cut(*grid, "cost")):
             return None
         batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
         assert batch is not None
         count = batch // dp // layout.micro_batch_size
-        times, few = self._times(model.config, layout), min(count, FILLS * layout.pp)
-        waits = self._shelf.once(("waits", layout.schedule, cut), lambda: _undominated(_waits(cut)))
-        holds = self._shelf.once(
-            ("holds", layout.schedule, cut, few), lambda: _undominated(_holds(cut, layout.schedule, few))
-        )
+        is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, layout.schedule in SPLIT_SCHEDULES
+        times = self._times(layout.tp, is_sliced, is_split, layout.micro_batch_size, layout.recompute)
+        waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
         least, optimizer = self._bytes(model, layout, holds, times)
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
 
@@ -161,9 +159,6 @@ class Bounds:
         moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
         return element + wide + (moments + (element != wide)) * wide / shards
 
-    def _model(self, tp: int) -> _Model | None:
-        return self._shelf.once(("model", tp), lambda: self._make_model(tp))
-
     def _make_model(self, tp: int) -> _Model | None:
         try:
             model = resolve_model(dataclasses.replace(self._config.model, padded_vocab_size=None), tp)
@@ -174,33 +169,22 @@ class Bounds:
             elements[spec.owner] += math.prod(spec.shape)
         return _Model(model, elements[0] / tp, elements["embedding"] / tp, elements["head"] / tp)
 
-    def _cut(self, model: ModelConfig, layout: Layout) -> Cut | None:
-        """None where it is refused."""
-        pp, chunks, place = layout.pp, layout.chunks, SCHEDULES[layout.schedule].place
+    def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
+        """Return the cut of the layers, None where it is refused. The head weighs what its padding with tp makes it weigh."""
+        model = self._model(tp)
+        assert model is not None
+        layout = Layout(tp, pp, chunks, schedule, 1, RecomputeConfig(), False, False, how)
+        placement = SCHEDULES[schedule].place(pp, chunks)
+        try:
+            partition = cut_layers(model.config, cut_flags(layout.applied_to(self._config).parallel), placement)
+        except ConfigError:
+            return None
+        return pp, placement.rank_of_stage, partition.layer_counts
 
-        def make() -> Cut | None:
-            placement, parallel = place(pp, chunks), layout.applied_to(self._config).parallel
-            key = "cut", placement, model, cut_key(parallel)  # as `resolve` has it
-            try:
-                partition = self._shelf.once(key, lambda: cut_layers(model, parallel, placement))
-            except ConfigError:
-                return None
-            return pp, placement.rank_of_stage, partition.layer_counts
-
-        # the head weighs what its padding with tp makes it weigh
-        return self._shelf.once(("stages", place, pp, chunks, layout.cut, model.padded_vocab_size), make)
-
-    def _times(self, model: ModelConfig, layout: Layout) -> _Times:
-        sliced, split = layout.sequence_parallel and layout.tp > 1, layout.schedule in SPLIT_SCHEDULES
-        key = "times", layout.tp, sliced, split, layout.micro_batch_size, layout.recompute
-        return self._shelf.once(
-            key, lambda: self._make_times(model, layout.tp, sliced, split, layout.micro_batch_size, layout.recompute)
-        )
-
-    def _make_times(
-        self, model: ModelConfig, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig
-    ) -> _Times:
-        hardware = self._hardware
+    def _make_times(self, tp: int, sliced: bool, split: bool, size: int, recompute: RecomputeConfig) -> _Times:
+        hardware, found = self._hardware, self._model(tp)
+        assert found is not None
+        model = found.config
         fastest = min((hardware.node, hardware.network), key=lambda link: 1.0 / link.bytes_per_second)
         tp_link = dataclasses.replace(
             fastest, latency_seconds=min(hardware.node.latency_seconds, hardware.network.latency_seconds)
@@ -226,21 +210,27 @@ class Bounds:
         )
 
 
-def _waits(cut: Cut) -> list[_Waits]:
+@cache
+def _waits(cut: Cut) -> tuple[_Waits, ...]:
     pp, ranks, counts = cut
-    return [
-        _Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank))
-        for rank in range(pp)
-    ]
+    return _undominated(
+        [
+            _Waits(ranks.index(rank), sum(counts[: ranks.index(rank)]), _layers(cut, rank), int(ranks[-1] == rank))
+            for rank in range(pp)
+        ]
+    )
 
 
-def _holds(cut: Cut, schedule: str, count: int) -> list[_Holds]:
+@cache
+def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
     pp, ranks, counts = cut
     rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
-    return [
-        _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), _live_layers(row, counts))
-        for rank, row in enumerate(rows)
-    ]
+    return _undominated(
+        [
+            _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), _live_layers(row, counts))
+            for rank, row in enumerate(rows)
+        ]
+    )
 
 
 def _layers(cut: Cut, rank: int) -> int:

@@ -22,7 +22,6 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.shelf import Shelf
 from megapipe.plan.step_time import StepTime, predict_step
 
 MOST_MISSES = 3
@@ -78,7 +77,7 @@ def search(
             "--global-batch-size is missing: how many sequences a step takes decides how much parallelism can be fed"
         )
     walk = _Walk(config, world_size, hardware, num_best)
-    bounds = Bounds(config, world_size, hardware, walk.shelf)
+    bounds = Bounds(config, world_size, hardware)
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
     bounded = sorted(
         ((bound, layout) for bound, layout in wanted if bound is not None), key=lambda pair: pair[0].seconds
@@ -108,7 +107,6 @@ class _Walk:
     ) -> None:
         self._config, self._world_size, self._hardware, self._num_best = config, world_size, hardware, num_best
         self._steps: ShortSteps = before._steps if before else ShortSteps(config, world_size, hardware)
-        self.shelf = self._steps.shelf
         self.best: list[tuple[float, Layout]] = []
         self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
         self.num_predicted, self.refused = 0, ""
@@ -145,7 +143,7 @@ class _Walk:
             del self.best[self._num_best :]
 
     def in_full(self, layout: Layout) -> Candidate:
-        return predict(self._config, layout, self._world_size, self._hardware, self.shelf)
+        return predict(self._config, layout, self._world_size, self._hardware)
 
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """The fastest of those that are too large by little, if faster than `fastest`."""
@@ -164,11 +162,9 @@ class _Walk:
         return tuple(self.in_full(layout) for _, layout in found[:MOST_MISSES])
 
 
-def predict(
-    config: Config, layout: Layout, world_size: int, hardware: Hardware, shelf: Shelf | None = None
-) -> Candidate:
-    """One layout in full. shelf: of a search. Raises ConfigError if training would refuse it."""
-    plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node, shelf)
+def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:
+    """One layout in full. Raises ConfigError if training would refuse it."""
+    plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node)
     return predict_plan(layout, plan, hardware)
 
 

@@ -12,7 +12,6 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.shelf import Shelf
 from megapipe.plan.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op
 
@@ -26,7 +25,6 @@ class ShortSteps:
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._plans: dict[Hashable, RunPlan] = {}
-        self.shelf = Shelf()
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
         """(seconds of a step, bytes of the fullest rank); if the first rank alone needs more than most_bytes, (inf, what it needs); if the
@@ -51,7 +49,7 @@ class ShortSteps:
         key = dataclasses.replace(layout, micro_batch_size=1, recompute=None)  # type: ignore[arg-type]
         if key in self._plans:
             return vary(self._plans[key], config)
-        self._plans[key] = resolve(config, self._world_size, self._hardware.ranks_per_node, self.shelf)
+        self._plans[key] = resolve(config, self._world_size, self._hardware.ranks_per_node)
         return self._plans[key]
 
 
