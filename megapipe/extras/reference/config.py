@@ -1,4 +1,4 @@
-"""ReferenceConfig: the shape of the reference GPT, field by field under Megatron's names. Used by all of megapipe/extras/reference."""
+"""`ReferenceConfig`: the shape of the reference GPT under Megatron's names."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS)
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """A GPT with every size resolved: nothing is derived from another field here, so nothing is derived differently from elsewhere.
+    """A GPT with every size given: no field is derived from another, so no derivation can differ from the parallel model's.
 
-    Raises ValueError, naming the field, for an unknown name or for sizes that don't fit together.
+    Raises ValueError, naming the field, for an unknown name or for inconsistent sizes.
     """
 
     num_layers: int
@@ -25,7 +25,7 @@ class ReferenceConfig:
     seq_length: int  # longest sequence that forward accepts
     max_position_embeddings: int  # rows of the learned position table
     vocab_size: int  # ids that exist
-    padded_vocab_size: int  # rows of the embedding and of the head; those from vocab_size on have no part in the loss
+    padded_vocab_size: int  # rows of the embedding and of the head; those from vocab_size on are not part of the loss
 
     position_embedding_type: str = "learned_absolute"
     rotary_base: float = 10000.0
@@ -75,7 +75,7 @@ class ReferenceConfig:
         ):
             raise ValueError(
                 f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is {self.rotary_channels} channels; "
-                "rotary positions turn pairs of channels: the number is even, above 0 and at most kv_channels"
+                "rotary positions rotate pairs of channels: the number must be even, above 0 and at most kv_channels"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""ReferenceGPT: the GPT that all grids are compared with, in one process and plain PyTorch.
+"""`ReferenceGPT`: the GPT that all grids are compared with, in one process and plain PyTorch.
 
 Parameters carry Megatron's names and layouts, full tensors. Shapes: b batch, s sequence, h hidden_size, n num_attention_heads,
 g num_query_groups, c kv_channels.
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.extras.reference.config import ReferenceConfig
-from megapipe.extras.reference.loss import token_losses
 from megapipe.extras.reference.rotary import cos_sin, rotate
 
 # (layer, site, shape) -> mask already divided by 1 - p, or None for no dropout there.
@@ -24,12 +23,12 @@ DropoutMasks = Callable[[int, str, tuple[int, ...]], Tensor | None]
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for sums and tables: fp32 for half types, the dtype itself otherwise, so fp64 is never rounded."""
+    """Return the dtype for sums and tables: fp32 for half types, otherwise the dtype itself."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class ReferenceGPT(nn.Module):
-    """Embedding, pre-norm blocks, final norm, head. Weights are NaN until load_state_dict or draw_weights, so none is forgotten unseen."""
+    """Embedding, pre-norm layers, final norm, head. Weights are NaN until load_state_dict or draw_weights, to expose omissions."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -44,7 +43,7 @@ class ReferenceGPT(nn.Module):
 
     @torch.no_grad()
     def draw_weights(self, seed: int, std: float = 0.15) -> None:
-        """Draw every parameter, norms and biases too: at their usual 1 and 0 a forgotten one would not be seen."""
+        """Draw every parameter, norms and biases too: with their usual 1 and 0 an omission would not show."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             norm_scale = "layernorm.weight" in name and not self.config.layernorm_zero_centered_gamma
@@ -60,10 +59,10 @@ class ReferenceGPT(nn.Module):
         document_ids: Tensor | None = None,
         dropout_masks: DropoutMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """tokens, labels, loss_mask: [b, s]. Returns the sum of the losses where loss_mask is 1 (weighted by it), and the sum of loss_mask.
+        """Return the sum of the losses weighted by loss_mask, and the sum of loss_mask. tokens, labels, loss_mask: [b, s].
 
-        position_ids: [b, s], 0 .. s-1 if None. document_ids: [b, s]; a query sees only keys of its own document. Without dropout_masks
-        there is no dropout, whatever the configured rates (the caller owns all randomness).
+        position_ids: [b, s], 0 .. s - 1 if None. document_ids: [b, s]; a query sees only the keys of its document. Without
+        dropout_masks there is no dropout, whatever the configured rates: the caller provides all randomness.
         """
         logits = self.logits(tokens, position_ids, document_ids, dropout_masks)
         losses = token_losses(self.config, logits, labels)
@@ -77,7 +76,7 @@ class ReferenceGPT(nn.Module):
         document_ids: Tensor | None = None,
         dropout_masks: DropoutMasks | None = None,
     ) -> Tensor:
-        """[b, s, vocab_size], at least fp32. Padded rows of the head are cut off, so no softmax sees them."""
+        """Return logits [b, s, vocab_size] in at least fp32, without the padded rows of the head."""
         config = self.config
         if tokens.shape[1] > config.seq_length:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {config.seq_length}")
@@ -85,11 +84,8 @@ class ReferenceGPT(nn.Module):
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         hidden = self.embedding(tokens, position_ids, dropout_masks)
         hidden = self.decoder(hidden, position_ids, visible_keys(config, tokens, document_ids), dropout_masks)
-        head = (
-            self.output_layer.weight
-            if config.untie_embeddings_and_output_weights
-            else self.embedding.word_embeddings.weight
-        )
+        untied = config.untie_embeddings_and_output_weights
+        head = self.output_layer.weight if untied else self.embedding.word_embeddings.weight
         logits = F.linear(hidden, head)[..., : config.vocab_size]
         return soft_cap(logits.to(at_least_fp32(logits.dtype)), config.final_logit_softcapping)
 
@@ -149,7 +145,7 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Softmax attention, written out. linear_qkv's rows are, per query group, [q_0 .. q_{n/g-1}, k, v], each kv_channels rows."""
+    """Explicit softmax attention. linear_qkv's rows are, per query group, [q_0 .. q_{n/g-1}, k, v], kv_channels rows each."""
 
     def __init__(self, config: ReferenceConfig, layer: int) -> None:
         super().__init__()
@@ -191,7 +187,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """linear_fc2(activation(linear_fc1(x))). A gated linear_fc1 has the rows [gate; up] and the activation is act(gate) * up."""
+    """linear_fc2(activation(linear_fc1(x))). A gated linear_fc1 has the rows [gate; up], with the activation act(gate) * up."""
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -211,7 +207,7 @@ class MLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim, in at least fp32. A zero-centred weight scales by weight + 1."""
+    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32. A zero-centred weight scales by weight + 1."""
 
     def __init__(self, config: ReferenceConfig, size: int) -> None:
         super().__init__()
@@ -234,7 +230,7 @@ class Norm(nn.Module):
 
 
 def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Which key (last dim) each query sees: itself and earlier ones, within the window and the document. Booleans, [1 or b, 1, s, s]."""
+    """Return which keys (last dim) each query sees: itself and earlier ones in its window and document. Bool [1 or b, 1, s, s]."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     distance = index[:, None] - index  # [query, key]
     visible = distance >= 0
@@ -246,12 +242,28 @@ def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor |
     return visible
 
 
+def token_losses(config: ReferenceConfig, logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each token, [b, s], over the true vocabulary. logits: [b, s, vocab_size], at least fp32; labels: [b, s].
+
+    Label smoothing a gives the label the probability 1 - a and each of the other K - 1 ids a / (K - 1), as in Megatron-LM. With
+    smoothing = a K / (K - 1) the loss is (1 - smoothing) CE - smoothing mean_k log p_k, torch's label_smoothing = smoothing.
+    z-loss (PaLM, arXiv:2204.02311) adds z_loss * logsumexp(logits)^2 to each token.
+    """
+    smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing).view(
+        labels.shape
+    )
+    if config.z_loss:
+        losses = losses + config.z_loss * logits.logsumexp(dim=-1).square()
+    return losses
+
+
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def dropout(x: Tensor, rate: float, dropout_masks: DropoutMasks | None, layer: int, site: str) -> Tensor:
-    """x times the mask that dropout_masks gives for this place; x itself at rate 0 or without a mask."""
+    """Return x times the mask of this site; x itself at rate 0 or without a mask."""
     mask = dropout_masks(layer, site, tuple(x.shape)) if dropout_masks is not None and rate > 0.0 else None
     return x if mask is None else x * mask.to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""One plain training step and its optimizer: what the parallel step has to equal. Used by tests and by verify."""
+"""One plain training step and its optimizer, which the parallel step must equal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ Microbatch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StepResult:
-    loss: float  # the number whose gradient was taken
+    """The result of one optimizer step."""
+
+    loss: float  # the value whose gradient was computed
     grad_norm: float  # L2 over all parameters, before clipping
     grads: dict[str, Tensor]  # by parameter name, before clipping
 
@@ -29,10 +31,11 @@ def reference_step(
     lr: float,
     decoupled_lr: float | None = None,
 ) -> StepResult:
-    """One optimizer step over a global batch, given as the microbatches of all data-parallel ranks, each of equal weight.
+    """Run one optimizer step over a global batch: the microbatches of all data-parallel ranks, with equal weights.
 
-    The loss is the mean over a microbatch's tokens (those with loss_mask; at least 1), then over microbatches; with per_token_loss the
-    sum over all microbatches divided by all their tokens. clip_grad 0: no clipping. lr, decoupled_lr: this step's rates (see set_lr).
+    The loss is the mean over a microbatch's tokens (weighted by loss_mask; at least 1), then over microbatches; with
+    per_token_loss the sum over all microbatches divided by all their tokens. clip_grad 0: no clipping. lr, decoupled_lr: this
+    step's learning rates (see set_lr).
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
@@ -51,7 +54,7 @@ def reference_step(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0. Returns the norm before."""
+    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0. Return the norm before."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = (
         torch.stack([torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]).norm().item()
@@ -73,19 +76,19 @@ def build_optimizer(
     momentum: float = 0.9,
     decay_norms_and_biases: bool = False,
 ) -> torch.optim.Optimizer:
-    """torch.optim.AdamW ("adamw", decay decoupled) or torch.optim.SGD ("sgd", decay added to the gradient), one tensor after the other."""
+    """Build torch.optim.AdamW ("adamw", decoupled decay) or torch.optim.SGD ("sgd", decay added to the gradient)."""
     groups = parameter_groups(model, weight_decay, decay_norms_and_biases)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, foreach=False, fused=False)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum, foreach=False, fused=False)
-    raise ValueError(f"optimizer {name!r} is not known to the reference; it is one of adamw, sgd")
+    raise ValueError(f"unknown optimizer {name!r}; use adamw or sgd")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
-    """One group a parameter, with its "name", its "weight_decay" (0 for 1-D and bias parameters unless asked) and "decoupled".
+    """Return one group per parameter, with "name", "weight_decay" (by default 0 for 1-D and bias parameters) and "decoupled".
 
-    "decoupled" is true for the word embedding and the head, whose rate may be another one.
+    "decoupled" is True for the word embedding and the head, which may have a different learning rate.
     """
     groups = []
     for name, parameter in model.named_parameters():
@@ -103,6 +106,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_norms_and_bias
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float, decoupled_lr: float | None = None) -> None:
-    """Set every group's rate to lr; that of the word embedding and the head to decoupled_lr if it is given."""
+    """Set the learning rate of every group to lr; that of the word embedding and the head to decoupled_lr if given."""
     for group in optimizer.param_groups:
         group["lr"] = decoupled_lr if decoupled_lr is not None and group["decoupled"] else lr
