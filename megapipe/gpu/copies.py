@@ -59,9 +59,9 @@ class Copies(Protocol):
 class StreamCopies:
     """Copies on a GPU: one stream per direction, so that both directions of the link are used.
 
-    Memory is never marked with record_stream. A tensor copied out is held until the stream that produced it waits for the copy.
-    A tensor copied in is allocated on the stream that will use it, and the copy waits for that stream, since the allocator may
-    reuse memory that the stream's last kernels still read.
+    Memory is never marked with record_stream. A tensor copied out is held until the stream that produced it waits for
+    the copy. A tensor copied in is allocated on the stream that will use it, and the copy waits for that stream,
+    since the allocator may reuse memory that the stream's last kernels still read.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

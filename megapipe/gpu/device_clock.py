@@ -1,7 +1,7 @@
 """Times of a device's work in nanoseconds of the host's clock: `HostClock` for a CPU, `EventClock` for a GPU.
 
-On a GPU a moment is an event in a stream: the device records the time when it reaches the event, and the host waits only when
-the time is read. So timing does not change how the work runs. EventClock has not yet run on a GPU.
+On a GPU a moment is an event in a stream: the device records the time when it reaches the event, and the host waits
+only when the time is read. So timing does not change how the work runs. EventClock has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Mark(int):
 class EventClock:
     """Converts times of CUDA events to the host's clock `now`.
 
-    `begin` and `end` read both clocks: an event that the host records and waits for is between two readings of the host's clock,
-    and the shortest such round trip gives the offset (Cristian 1989), as with another rank's clock. Times in between are
-    interpolated linearly, which removes the drift. Call `begin` in every step, since CUDA gives the time between two events in
-    fp32 milliseconds: after a second the last digit is about 60 ns, after an hour a quarter of a millisecond. Not thread-safe.
+    `begin` and `end` read both clocks: an event that the host records and waits for is between two readings of the
+    host's clock, and the shortest such round trip gives the offset (Cristian 1989), as with another rank's clock.
+    Times in between are interpolated linearly, which removes the drift. Call `begin` in every step, since CUDA gives
+    the time between two events in fp32 milliseconds: after a second the last digit is about 60 ns, after an hour a
+    quarter of a millisecond. Not thread-safe.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, now: Callable[[], int] = perf_counter_ns) -> None:
@@ -69,7 +70,7 @@ class EventClock:
 
     @property
     def is_stopped(self) -> bool:
-        """True while the current stream is captured into a CUDA graph: launched work does not run, so events never complete."""
+        """True while the current stream is captured into a CUDA graph: launched work does not run."""
         return bool(self._cuda.is_current_stream_capturing())
 
     def mark(self, stream: Any = None) -> Mark:
@@ -90,7 +91,10 @@ class EventClock:
         self._clock = Clock(self._clock.before, self._reading())
 
     def time_of(self, moment: int) -> int:
-        """Convert a moment to nanoseconds of the host's clock, waiting until it has passed. A plain int is returned as it is."""
+        """Convert a moment to nanoseconds of the host's clock, waiting until it has passed.
+
+        A plain int is returned as it is.
+        """
         if not isinstance(moment, Mark):
             return moment
         return self._clock.to_local(self._nanoseconds(self._base, moment.event))

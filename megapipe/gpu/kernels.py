@@ -1,6 +1,4 @@
-"""`Kernels`: the implementations that the configuration chose, imported once on every rank, and torch.compile for pointwise
-functions.
-"""
+"""`Kernels`: the implementations that the configuration chose; torch.compile for pointwise functions."""
 
 from __future__ import annotations
 
@@ -130,8 +128,9 @@ def _describe_attention(kernels: Kernels, config: Config, device_type: str) -> s
 def compiled(function: AnyFunction) -> AnyFunction:
     """Compile a pointwise function that returns one tensor: one kernel, for tensors of any size.
 
-    Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, since the compiled graph would
-    lose side effects such as main gradients and the weight queue. What is saved for the backward does not change.
+    Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, since the compiled
+    graph would lose side effects such as main gradients and the weight queue. What is saved for the backward does not
+    change.
     """
     # dynamic: torch keeps 8 graphs per function and, with fullgraph, a ninth shape would be an error; the casts of one
     # layer's linears have more shapes

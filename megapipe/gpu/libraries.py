@@ -47,7 +47,8 @@ def importing(library: Library, flag: str, instead: str) -> Iterator[None]:
     ) as error:  # PyPI's empty transformer-engine raises RuntimeError, a build for another torch anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
-            f"{flag} needs {library.name}, which cannot be imported here ({reason}): {library.install}; or use {instead}"
+            f"{flag} needs {library.name}, which cannot be imported here ({reason}): {library.install}; "
+            f"or use {instead}"
         ) from error
 
 
@@ -57,7 +58,10 @@ AttentionKernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of one layer on one rank. queries: n per key/value head. window: tokens that a token sees, itself included."""
+    """The attention of one layer on one rank.
+
+    queries: n per key/value head. window: tokens that a token sees, itself included.
+    """
 
     layer: int
     queries: int
@@ -129,7 +133,10 @@ class FlashAttention:
             return cls(str(getattr(flash_attn, "__version__", "?")), flash_attn.flash_attn_func)
 
     def attention(self, shape: AttentionShape) -> AttentionKernel:
-        """Build the attention of one layer. Saves q, k, v (views into one tensor), the output and the fp32 log-sum-exp."""
+        """Build the attention of one layer.
+
+        Saves q, k, v (views into one tensor), the output and the fp32 log-sum-exp.
+        """
         # the library counts only the tokens to the left; our window includes the token itself
         window = (-1, -1) if shape.window is None else (shape.window - 1, 0)
 

@@ -1,4 +1,4 @@
-"""`StageStreams`: one CUDA stream per stage of a rank, so that the two halves of an overlapped pair (DualPipe) run concurrently.
+"""`StageStreams`: one CUDA stream per stage of a rank, so that the halves of an overlapped pair (DualPipe) run at once.
 
 Not yet run on a GPU.
 """
@@ -14,12 +14,13 @@ from torch import Tensor
 
 
 class StageStreams:
-    """Runs the computation of each stage on its own stream, and everything else (messages, reductions, optimizer) on the current.
+    """Runs each stage on its own stream, and messages, reductions and the optimizer on the current stream.
 
-    autograd runs a backward on the stream of its forward, so a pair, a forward of one stage and a backward of the other, uses
-    two streams. Outside a pair, every computation waits for the current stream, which then waits for it. In a pair both halves
-    wait for what preceded the pair, not for each other, and the current stream waits for both. With tp > 1 each half has its
-    own communicator; otherwise NCCL would run the collectives of one after those of the other.
+    autograd runs a backward on the stream of its forward, so a pair, a forward of one stage and a backward of the
+    other, uses two streams. Outside a pair, every computation waits for the current stream, which then waits for it.
+    In a pair both halves wait for what preceded the pair, not for each other, and the current stream waits for both.
+    With tp > 1 each half has its own communicator; otherwise NCCL would run the collectives of one after those of the
+    other.
     """
 
     def __init__(self, stages: Iterable[int], device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -54,7 +55,7 @@ class StageStreams:
         return self._streams[stage]
 
     def use(self, tensors: Iterable[Tensor | None]) -> None:
-        """Keep the memory of tensors made on another stream until this computation is done; called inside `computing`."""
+        """Keep the memory of another stream's tensors until this computation is done; call inside `computing`."""
         current = self._cuda.current_stream(self._device)
         for tensor in tensors:
             if tensor is not None:

@@ -1,9 +1,10 @@
 """NVIDIA's Transformer Engine: linears, norms, attention and Adam, with fp8 inside the linears.
 
 Its modules are subclassed, so that they hold our parameters under our names (weight, bias): on the meta device until
-materialised, then in our flat buffers, with our initial values, and in our checkpoints. The library accumulates weight gradients
-directly into our main gradients (fuse_wgrad_accumulation). fp8 scales are its own state, which no checkpoint holds: a resumed
-run computes them afresh. A linear's collectives over tp run inside the library's Function and do not appear in our traces.
+materialised, then in our flat buffers, with our initial values, and in our checkpoints. The library accumulates
+weight gradients directly into our main gradients (fuse_wgrad_accumulation). fp8 scales are its own state, which no
+checkpoint holds: a resumed run computes them afresh. A linear's collectives over tp run inside the library's Function
+and do not appear in our traces.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TransformerEngine:
         return self._norm_types[normalization](size, eps=epsilon, zero_centered_gamma=zero_centered, device="meta")
 
     def attention(self, shape: AttentionShape) -> AttentionKernel:
-        """Build DotProductAttention, which chooses among flash-attn, cuDNN and its own kernels, for this rank's heads."""
+        """Build DotProductAttention, which chooses among flash-attn, cuDNN and its own kernels."""
         window = None if shape.window is None else (shape.window - 1, 0)
         module = self._te.DotProductAttention(
             shape.queries,
@@ -106,12 +107,15 @@ class TransformerEngine:
         )
 
     def stage_region(self, tp: Group) -> AbstractContextManager[Any]:
-        """Enclose a stage's layers in a forward: at the end delayed scales are updated and their maxima reduced over tp."""
+        """Enclose a stage's forward, at whose end delayed scales are updated from maxima over tp."""
         return nullcontext() if self._recipe is None else self._region(tp, True)
 
     def _region(self, tp: Group, enabled: bool) -> AbstractContextManager[Any]:
-        """Enter fp8. Only tp ranks share maxima, since they multiply slices of the same tensors and gather them in 8 bits;
-        data-parallel replicas have independent scales."""
+        """Enter fp8.
+
+        Only tp ranks share maxima, since they multiply slices of the same tensors and gather them in 8 bits;
+        data-parallel replicas have independent scales.
+        """
         if self._recipe is None:
             return nullcontext()
         if hasattr(self._te, "autocast"):  # from 2.8
@@ -135,7 +139,7 @@ def _recipe(library: Any, precision: PrecisionConfig) -> Any:
 
 
 class _Linear:
-    """Our part of the subclass of the library's Linear: gradient slots, the weight queue, outputs that can be changed in place."""
+    """Our part of the subclass of the library's Linear: gradient slots, weight queue, outputs writable in place."""
 
     can_recompute_input = False
     slots: dict[str, Any]
@@ -181,7 +185,8 @@ class _DelayedWeightGradient:
         options: LinearOptions = linear._options
         if "weight" not in linear.slots:
             raise RuntimeError(
-                "Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would replace them"
+                "Transformer Engine's delayed weight gradients need a GradientSlot: without one the next would "
+                "replace them"
             )
         bias = linear.bias if options.bias else None
         by_autograd = options.mode == "row" and options.tp.size > 1  # which has added the bias gradient already
@@ -211,7 +216,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 class _NoView(torch.autograd.Function):
-    """The identity on the library's output, which is a view made inside its Function and could not be changed in place."""
+    """The identity on the library's output, a view made inside its Function, so that it can be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

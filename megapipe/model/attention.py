@@ -1,13 +1,13 @@
 """Self-attention of one layer on one tp rank: projections, qk-norm, rotation, core attention softmax(scale q k^T) v.
 
-linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer key/value
-heads than tp ranks, neighbouring ranks share one: each holds its own query heads and a replica of k and v.
+linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer
+key/value heads than tp ranks, neighbouring ranks share one: each holds its own query heads and a replica of k and v.
 
 Core attention has two forms:
-    fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from), its output
-                         and the log-sum-exp, [b, heads, s] fp32
-    explicit_attention   written out, for soft-capped logits, keyed dropout of the probabilities (the same under every schedule
-                         and grid) and --attention-softmax-in-fp32; saves the probabilities, b heads s^2
+    fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from),
+                         its output and the log-sum-exp, [b, heads, s] fp32
+    explicit_attention   separate GEMMs and softmax, for soft-capped logits, keyed dropout of the probabilities (the same
+                         under every schedule and grid) and --attention-softmax-in-fp32; saves the probabilities, b heads s^2
 
 Shapes: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim, all of this rank.
 q: [s, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides; keys is s, or more with a cache. Result: [s, b, g n d].
@@ -97,7 +97,10 @@ class SelfAttention(nn.Module):
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Run torch's fused kernel. mask: additive, [1 or b, 1, s, keys] in q's dtype; None: causal (one query sees all keys)."""
+    """Run torch's fused kernel.
+
+    mask: additive, [1 or b, 1, s, keys] in q's dtype; None: causal (one query sees all keys).
+    """
     seq, batch, groups, queries, _ = q.shape
     # CUDA's flash kernels share k and v between heads themselves; elsewhere expand shares them by a stride of 0
     native_gqa = q.is_cuda and mask is None and q.dtype in (torch.float16, torch.bfloat16)

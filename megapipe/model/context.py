@@ -1,7 +1,7 @@
 """`LayerContext`: the attention mask and rotary tables that all layers of a stage share for one microbatch.
 
-Masks are additive (0 or -inf), built once for a window and once per microbatch for documents. They cost s^2 elements (b s^2
-with documents) per stage, not per layer; plain causal attention with a fused kernel has no mask.
+Masks are additive (0 or -inf), built once for a window and once per microbatch for documents. They cost s^2 elements
+(b s^2 with documents) per stage, not per layer; plain causal attention with a fused kernel has no mask.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megapipe.tensor_parallel.random import DropoutKey
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer needs besides the hidden states.
+    """The inputs of a layer besides the hidden states.
 
-    rotary: cos and sin. mask: [1 or b, 1, s, keys] in the activations' dtype; None: causal, by the fused kernel's own rule.
+    rotary: cos and sin. mask: [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality.
     explicit: attention is written out, because fused kernels lack soft-capping, keyed dropout and a softmax in fp32.
     kept_attention: keeps attention's results from the forward for the recompute.
     """

@@ -24,7 +24,10 @@ class PositionEmbeddings(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens -> [s, b, h], with sequence parallelism this rank's slice [s / tp, b, h]. Saves position ids where given."""
+    """Tokens -> [s, b, h], with sequence parallelism this rank's slice [s / tp, b, h].
+
+    Saves position ids where given.
+    """
 
     def __init__(self, config: ResolvedModelConfig, tp: Group, *, sequence_parallel: bool, queue: WeightQueue) -> None:
         super().__init__()

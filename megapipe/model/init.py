@@ -1,7 +1,7 @@
 """Initial weights that depend only on the seed, not on the grid, the dtype or the padding of the vocabulary.
 
-A tensor is drawn in fp32 in blocks of rows, each from a separate CPU stream keyed by (seed, global name, block). A rank draws
-the blocks that it needs, one at a time, and keeps its slice, so no rank ever holds all of a large tensor.
+A tensor is drawn in fp32 in blocks of rows, each from a separate CPU stream keyed by (seed, global name, block). A
+rank draws the blocks that it needs, one at a time, and keeps its slice, so no rank ever holds all of a large tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`LayerFactory`: builds the linears, norms and attention kernels of a stage's layers from the kernels that were chosen.
+"""`LayerFactory`: builds the linears, norms and attention of a stage's layers from the chosen kernels.
 
-A linear is a module with `weight`, `bias`, `slots` for their gradients, and forward(x, recompute=None) with the shapes of
-tensor_parallel.linear; `can_recompute_input` (True unless set) says whether it can recompute its input instead of saving it.
+A linear is a module with `weight`, `bias`, `slots` for their gradients, and forward(x, recompute=None) with the
+shapes of tensor_parallel.linear; `can_recompute_input` (True unless set) says whether it can recompute its input
+instead of saving it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from megapipe.tensor_parallel.random import DropoutKey
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The tokens of one microbatch of one data-parallel rank, the same on all its tp and pp ranks. All tensors are [b, s]."""
+    """The tokens of one microbatch of one data-parallel rank, the same on all its tp and pp ranks.
+
+    All tensors are [b, s].
+    """
 
     tokens: Tensor  # int64
     labels: Tensor | None = None  # int64, the token after each; None for inference
@@ -25,7 +28,10 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StageLoss:
-    """The output of the last stage: sums over the microbatch, from which any average can be taken. Scalars, at least fp32."""
+    """The output of the last stage: sums over the microbatch, from which any average can be taken.
+
+    Scalars, at least fp32.
+    """
 
     loss_sum: Tensor  # sum of loss * loss_mask over the tokens, the same on all tp ranks
     num_tokens: Tensor  # sum of loss_mask
@@ -34,10 +40,10 @@ class StageLoss:
 class KVCache:
     """Keys and values of all layers on this rank, for `capacity` positions of a batch that grows token by token.
 
-    starts: [b], the position at which each sequence begins: sequences of unequal lengths are aligned at their ends, and
-    positions before a start are invisible padding. None: all begin at 0. `length` positions are filled; `advance` adds those of
-    a forward through all layers. Memory: 2 x capacity x b x heads x head_dim elements per layer, with the key/value heads of
-    this rank.
+    starts: [b], the position at which each sequence begins: sequences of unequal lengths are aligned at their ends,
+    and positions before a start are invisible padding. None: all begin at 0. `length` positions are filled; `advance`
+    adds those of a forward through all layers. Memory: 2 x capacity x b x heads x head_dim elements per layer, with
+    the key/value heads of this rank.
     """
 
     def __init__(self, capacity: int, starts: Tensor | None = None) -> None:
@@ -47,7 +53,7 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values [s, b, ...] of the newest positions; return views of all of them, [length + s, b, ...].
+        """Append keys and values [s, b, ...] of the newest positions; return views of all, [length + s, b, ...].
 
         Raises ValueError beyond the capacity.
         """

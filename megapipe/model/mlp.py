@@ -1,8 +1,8 @@
 """The MLP of one layer: linear_fc1, activation, linear_fc2; and the activation functions.
 
-With tp, a gated linear_fc1 holds [gate_r; up_r]. Each activation is a function [..., F or 2 F] -> [..., F] that saves the
-output of linear_fc1 and nothing else (ReLU: its own output and nothing else); gated ones take [gate | up] halves of the last
-dimension.
+With tp, a gated linear_fc1 holds [gate_r; up_r]. Each activation is a function [..., F or 2 F] -> [..., F] that saves
+the output of linear_fc1 and nothing else (ReLU: its own output and nothing else); gated ones take [gate | up] halves
+of the last dimension.
 """
 
 from __future__ import annotations

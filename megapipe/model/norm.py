@@ -1,7 +1,7 @@
-"""LayerNorm (Ba et al. 2016, arXiv:1607.06450) and RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension.
+"""LayerNorm (Ba et al. 2016, arXiv:1607.06450) and RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dim.
 
-Statistics and products are computed in at least fp32. Saves the input and the statistics of each row (LayerNorm: mean and
-1 / deviation, RMSNorm: 1 / rms) in at least fp32. A zero-centred weight ("layernorm-1p") scales by weight + 1.
+Statistics and products are computed in at least fp32. Saves the input and the statistics of each row (LayerNorm: mean
+and 1 / deviation, RMSNorm: 1 / rms) in at least fp32. A zero-centred weight ("layernorm-1p") scales by weight + 1.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon). torch's CPU version saves four tensors instead of one."""
+    """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon).
+
+    torch's CPU version saves four tensors instead of one.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:

@@ -2,9 +2,11 @@
 
 - full: whole layers; only their input is saved, plus the results of attention with --recompute-keep-attention.
 - selective: `core_attn` (attention without its projections), `mlp` (linear_fc1 and the activation), `layernorm` and
-  `activation` (elementwise functions whose output is a linear's input: the linear recomputes it from tensors saved anyway).
+  `activation` (elementwise functions whose output is a linear's input: the linear recomputes it from tensors that are
+  saved anyway).
 
-Randomness needs no care, since dropout masks are functions of their keys. In a split backward the recompute happens in I.
+Randomness needs no care, since dropout masks are functions of their keys. In a split backward the recompute happens
+in I.
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ def checkpoint(fn: Callable[..., Tensor], x: Tensor, *, keep_attention: bool) ->
 class RecomputedSegment:
     """Runs `fn` without saving its intermediate tensors, and again in the backward. Use one object per forward.
 
-    `fn` is a function of its tensor arguments and of parameters, whose gradients the recomputed backward accumulates as usual.
-    A linear that consumes the output takes `input_recompute(...)`, so that the output is not saved either. The linear and the
-    backward share one recompute, in either order (a weight gradient that waits for W asks for it afterwards).
+    `fn` is a function of its tensor arguments and of parameters, whose gradients the recomputed backward accumulates
+    as usual. A linear that consumes the output takes `input_recompute(...)`, so that the output is not saved either.
+    The linear and the backward share one recompute, in either order (a weight gradient that waits for W asks for it
+    afterwards).
     kept_attention: reuses the results of attention in the recompute; for a segment without a consumer.
     """
 
@@ -155,9 +158,9 @@ CoreAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class KeptAttention:
     """Keeps what attention kernels return in a forward, output and log-sum-exp, so that its one recompute skips them.
 
-    The backward in the recompute is the kernel's own, over recomputed q, k and v and the kept results. Only the results of a
-    fused kernel can be kept; explicit attention would have to keep its probabilities. Outside `recording` and `reusing`,
-    attention is computed as usual.
+    The backward in the recompute is the kernel's own, over recomputed q, k and v and the kept results. Only the
+    results of a fused kernel can be kept; explicit attention would have to keep its probabilities. Outside
+    `recording` and `reusing`, attention is computed as usual.
     """
 
     def __init__(self) -> None:
@@ -213,8 +216,8 @@ class KeptAttention:
         if len(self._results) != before + 1:
             raise ConfigError(
                 "--recompute-keep-attention keeps the results of a fused attention kernel, but on "
-                f"{output.device.type} in {output.dtype} attention ran without one that torch can see (CUDA has none for "
-                "fp64); use --bf16 or --fp16, --attention-impl sdpa, or leave it out"
+                f"{output.device.type} in {output.dtype} attention ran without one that torch can see (CUDA has none "
+                "for fp64); use --bf16 or --fp16, --attention-impl sdpa, or leave it out"
             )
         return output
 

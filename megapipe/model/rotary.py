@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): frequencies and their scalings, cos and sin tables, the half rotation.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): frequencies, scalings, cos and sin tables, the half rotation.
 
-Channel c of a head is paired with c + r / 2, where r is the number of rotated channels. Tables are in at least fp32. The
-backward is the rotation by the opposite angle and needs nothing saved.
+Channel c of a head is paired with c + r / 2, where r is the number of rotated channels. Tables are in at least fp32.
+The backward is the rotation by the opposite angle and needs nothing saved.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Rotary:
         self.channels = int(config.kv_channels * config.rotary_percent)
         if self.channels % 2 or not self.channels:
             raise ConfigError(
-                f"--rotary-percent {config.rotary_percent} of --kv-channels {config.kv_channels} is {self.channels} channels; "
-                "rotary positions rotate pairs of channels: choose a percentage that gives an even number above 0"
+                f"--rotary-percent {config.rotary_percent} of --kv-channels {config.kv_channels} is {self.channels} "
+                "channels; rotary positions rotate pairs of channels: choose a percentage that gives an even number "
+                "above 0"
             )
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -51,8 +52,8 @@ class Rotary:
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, groups: int, heads: int, head_dim: int) -> Tensor:
     """Rotate, in place, the first `heads` of each group's heads.
 
-    x: contiguous, viewed as [s, b, groups, heads or more, head_dim]; its first r channels are rotated, the others stay. No other
-    operation may need the values of x: it is the output of a linear or of a norm.
+    x: contiguous, viewed as [s, b, groups, heads or more, head_dim]; its first r channels are rotated, the others
+    stay. No other operation may need the values of x: it is the output of a linear or of a norm.
     """
     return _Rotate.apply(x, cos, sin, (groups, heads, head_dim))
 
@@ -114,7 +115,7 @@ def _llama3(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> 
 
 
 def _yarn(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Tensor:
-    """NTK-by-parts of YaRN (Peng et al. 2023, arXiv:2309.00071): a linear ramp over the pairs from beta_fast to beta_slow turns."""
+    """NTK-by-parts of YaRN (Peng et al. 2023, arXiv:2309.00071): a ramp from beta_fast to beta_slow turns."""
 
     def pair_with(turns: float) -> float:
         original = config.rope_original_max_position_embeddings
@@ -129,7 +130,7 @@ def _yarn(config: ResolvedModelConfig, channels: int, frequencies: Tensor) -> Te
 
 
 def yarn_amplitude(config: ResolvedModelConfig) -> float:
-    """Return YaRN's factor of cos and sin (of q and of k, so logits get its square): a quotient of terms 0.1 m ln(factor) + 1."""
+    """Return YaRN's factor of cos and sin, a quotient of terms 0.1 m ln(factor) + 1; logits get its square."""
 
     def term(mscale: float) -> float:
         return 0.1 * mscale * math.log(config.rope_scaling_factor) + 1.0 if config.rope_scaling_factor > 1.0 else 1.0

@@ -56,9 +56,10 @@ class GroupRunner(Protocol):
 class GPTStage(nn.Module):
     """The embedding if it is the first stage, layers, final norm and head if it is the last.
 
-    Parameters have this rank's shapes, are on the meta device until materialised (by data_parallel's buffers), and have the
-    global Megatron names of `layers.model.model_parameters`. A tied head uses embedding.word_embeddings.weight: the same Parameter where
-    the stage has both ends; otherwise another of that name, a copy, or the first stage's own where that is on this rank.
+    Parameters have this rank's shapes, are on the meta device until materialised (by data_parallel's buffers), and
+    have the global Megatron names of `layers.model.model_parameters`. A tied head uses
+    embedding.word_embeddings.weight: the same Parameter where the stage has both ends; otherwise another of that
+    name, a copy, or the first stage's own where that is on this rank.
     """
 
     def __init__(
@@ -144,11 +145,11 @@ class GPTStage(nn.Module):
         return_logits: bool = False,
         last_position: bool = False,
     ) -> Tensor | StageLoss:
-        """Run the stage: `stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
+        """Run `stage(hidden, microbatch)`; on the first stage `stage(microbatch)` or `stage(None, microbatch)`.
 
-        hidden: [s, b, h] from the previous stage, [s / tp, b, h] with sequence parallelism. Returns the hidden states for the
-        next stage; on the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp] including padding;
-        last_position: only those of the last position, [1, b, V / tp] (without sequence parallelism).
+        hidden: [s, b, h] from the previous stage, [s / tp, b, h] with sequence parallelism. Returns the hidden states
+        for the next stage; on the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp]
+        including padding; last_position: only those of the last position, [1, b, V / tp] (without sequence parallelism).
         """
         *inputs, microbatch = hidden_and_microbatch
         assert isinstance(microbatch, Microbatch)

@@ -1,18 +1,18 @@
-"""Cross entropy over vocabulary-parallel logits: no rank ever holds a full row of logits. Two forms compute the same loss:
+"""Cross entropy over vocabulary-parallel logits: no rank ever holds a full row of logits.
 
-    vocab_parallel_cross_entropy   takes logits. Three numbers per token cross the tp group (the label's logit, the sum of
-                                   exponentials and, for label smoothing, the sum of logits) after one all-reduce of the
-                                   maximum. The logits' memory is reused: in fp32 and fp64 they become exponentials in the
-                                   forward and the gradient in the backward, and nothing of size [s, b, V / tp] is allocated.
-                                   In bf16 and fp16 they stay, and blocks of rows are raised to fp32 twice, since stored
-                                   exponentials would lose small probabilities.
-    chunked_cross_entropy          takes the output layer and its input, and computes the logits of some tokens at a time:
-                                   neither the logits nor their gradient exist in full. The backward computes the logits
-                                   again: one GEMM more, or two with a split backward, where W computes them again instead of
-                                   keeping their gradient since I. Maxima stay local until the end, so a chunk needs no
-                                   collective.
+Two forms compute the same loss:
 
-With z = logits over the K true words, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1), as in Megatron-LM:
+- `vocab_parallel_cross_entropy` takes logits. Three numbers per token cross the tp group (the label's logit, the sum of
+  exponentials and, for label smoothing, the sum of logits) after one all-reduce of the maximum. The logits' memory is
+  reused: in fp32 and fp64 they become exponentials in the forward and the gradient in the backward, and nothing of size
+  [s, b, V / tp] is allocated. In bf16 and fp16 they stay, and blocks of rows are raised to fp32 twice, since stored
+  exponentials would lose small probabilities.
+- `chunked_cross_entropy` takes the output layer and its input, and computes the logits of some tokens at a time: neither
+  the logits nor their gradient exist in full. The backward recomputes the logits: one GEMM more, or two with a split
+  backward, where W recomputes them instead of keeping their gradient since I. Maxima stay local until the end, so a
+  chunk needs no collective.
+
+With K true words, z their logits, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1), as in Megatron-LM:
     loss     = (1 - a) (lse - z_label) - a mean_k(z_k - lse) + z_loss lse^2            z-loss: PaLM, arXiv:2204.02311
     dloss/dz = p (1 + 2 z_loss lse) - (1 - a) [label] - a / K
 """
@@ -46,12 +46,12 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Return the loss of each token, [s, b], in at least fp32, the same on all tp ranks; padding is outside the softmax.
+    """Return the loss of each token, [s, b], in at least fp32, the same on all tp ranks. Padding is not in the softmax.
 
-    Saves the logits, the labels, and two numbers per token in at least fp32. The logits are overwritten, with and without
-    autograd, and must not be read afterwards (autograd reports an operation that saved them for its own backward). A second
-    backward through the same graph raises RuntimeError. Raises DataError for a label outside the true vocabulary (on CUDA a
-    device assertion).
+    Saves the logits, the labels, and two numbers per token in at least fp32. The logits are overwritten, with and
+    without autograd, and must not be read afterwards (autograd reports an operation that saved them for its own
+    backward). A second backward through the same graph raises RuntimeError. Raises DataError for a label outside the
+    true vocabulary (on CUDA a device assertion).
     """
     check_ids(labels, true_vocab_size, "label")
     if not logits.is_contiguous() or (logits.is_leaf and logits.requires_grad):
@@ -73,8 +73,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, [s, b], in at least fp32, computing the logits of `size` tokens at a time.
 
-    Equals vocab_parallel_cross_entropy(cap tanh(linear(hidden) / cap), ...). Saves hidden as it is, the labels, and one number
-    per token in at least fp32. Raises DataError for a label outside the true vocabulary (on CUDA a device assertion).
+    Equals vocab_parallel_cross_entropy(cap tanh(linear(hidden) / cap), ...). Saves hidden as it is, the labels, and
+    one number per token in at least fp32. Raises DataError for a label outside the true vocabulary (on CUDA a device
+    assertion).
     """
     check_ids(labels, true_vocab_size, "label")
     loss = _TokenLoss.of(linear.weight.shape[0], linear.tp, true_vocab_size, label_smoothing, z_loss)
@@ -103,8 +104,8 @@ class _TokenLoss:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sum each rank's terms over tp. Return (losses, sum of exponentials, log-sum-exp), each [tokens].
 
-        maximum: over all ranks. label_logit, all_logits (only for smoothing): sums of logits - maximum; sum_exp: of their
-        exponentials.
+        maximum: over all ranks. label_logit, all_logits (only for smoothing): sums of logits - maximum; sum_exp: of
+        their exponentials.
         """
         sums = [label_logit, sum_exp]
         if all_logits is not None and self.smoothing:
@@ -160,7 +161,8 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_used_up:
             raise RuntimeError(
-                "the first backward of this cross entropy replaced its logits by their gradient; a second backward is not possible"
+                "the first backward of this cross entropy replaced its logits by their gradient; "
+                "a second backward is not possible"
             )
         ctx.is_used_up = True
         logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
@@ -199,7 +201,10 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class _ChunkedHead:
-    """The output layer with its loss. linear: weight [V / tp, h], no bias. size: tokens of a chunk. cap: of the logits, or None."""
+    """The output layer with its loss.
+
+    linear: weight [V / tp, h], no bias. size: tokens of a chunk. cap: of the logits, or None.
+    """
 
     linear: ColumnParallelLinear
     loss: _TokenLoss
@@ -302,7 +307,7 @@ def _sum_over_tp(partial: Tensor, linear: ColumnParallelLinear) -> Tensor:
 
 
 class _ChunkedWeightGradient:
-    """The weight gradient of the output layer: added chunk by chunk in the backward, or recomputed when W runs the queue."""
+    """The weight gradient of the output layer: added chunk by chunk in the backward, or recomputed in W."""
 
     def __init__(
         self,

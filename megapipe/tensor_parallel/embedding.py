@@ -21,7 +21,7 @@ from megapipe.tensor_parallel.weight_gradient import SequenceGather, WeightQueue
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """Rows [first, first + num_rows) of the padded vocabulary, of which the first `num_true` are real and the rest padding."""
+    """Rows [first, first + num_rows) of the padded vocabulary; the first `num_true` are real, the rest padding."""
 
     first: int
     num_rows: int
@@ -29,7 +29,10 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, padded_size: int, true_size: int, tp_rank: int, tp: int) -> VocabularySlice:
-        """Split padded_size rows equally. Raises ConfigError if tp does not divide padded_size or true_size exceeds it."""
+        """Split padded_size rows equally.
+
+        Raises ConfigError if tp does not divide padded_size or true_size exceeds it.
+        """
         if padded_size % tp:
             raise ConfigError(
                 f"a vocabulary of {padded_size} rows cannot be split over {tp} tensor-parallel ranks; "
@@ -43,8 +46,8 @@ class VocabularySlice:
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (rows, is_local): the local row of each id that is_local, and some valid row for the others.
 
-        The rows of the others are spread over the slice: adding many zeros into one row is slow where duplicates are added
-        one by one (CUDA).
+        The rows of the others are spread over the slice: adding many zeros into one row is slow where duplicates are
+        added one by one (CUDA).
         """
         rows = ids - self.first
         is_local = (rows >= 0) & (rows < self.num_rows)
@@ -52,7 +55,7 @@ class VocabularySlice:
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Raise DataError (on CUDA a device assertion) for ids outside [0, size), which would silently match no rank's rows."""
+    """Raise DataError (on CUDA a device assertion) for ids outside [0, size), which no rank would look up."""
     if ids.is_cuda:
         torch._assert_async(((ids >= 0) & (ids < size)).all())  # no synchronisation
     elif ids.numel() and ids.device.type == "cpu":
@@ -68,9 +71,11 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding table with the rows of the padded vocabulary split over tp; each rank looks up the ids in its rows.
 
     weight: [padded_vocab / tp, h], on the meta device until materialised.
-    forward: tokens [b, s] -> [s, b, h] by an all-reduce, with sequence parallelism [s / tp, b, h] by a reduce-scatter.
-    backward: output gradients (gathered under sequence parallelism) are added row by row into slots["weight"], in a fixed
-    order. Saves the tokens. Raises DataError for an id outside the true vocabulary (on CUDA a device assertion).
+    forward: tokens [b, s] -> [s, b, h] by an all-reduce, with sequence parallelism [s / tp, b, h] by a
+    reduce-scatter.
+    backward: output gradients (gathered under sequence parallelism) are added row by row into slots["weight"], in a
+    fixed order. Saves the tokens. Raises DataError for an id outside the true vocabulary (on CUDA a device
+    assertion).
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class EmbeddingWeightGradient:
 
 
 def _local_rows(rows: Tensor, gradient: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
-    """Select rows [n] and gradient [n, h] of the tokens in this rank's vocabulary; on a GPU set the others to zero instead."""
+    """Select rows [n] and gradient [n, h] of this rank's tokens; on a GPU set the others to zero instead."""
     if gradient.is_cuda:
         return rows, gradient.masked_fill(~is_local[:, None], 0)  # selecting by a mask would wait for the device
     return (rows, gradient) if bool(is_local.all()) else (rows[is_local], gradient[is_local])

@@ -1,18 +1,20 @@
-"""The GEMMs of a linear with 8-bit operands (Micikevicius et al. 2022, arXiv:2209.05433): one scale per tensor, sums in fp32.
+"""The GEMMs of a linear with 8-bit operands (Micikevicius et al. 2022, arXiv:2209.05433): one scale per tensor, fp32 sums.
 
     forward   x e4m3, W e4m3      dgrad   dy e4m3 or e5m2 (hybrid), W e4m3      wgrad   dy and x as above
 
-A tensor t is cast to round(t s) with s = largest number of the format / (2^margin amax). amax is max |t| (recipe tensorwise),
-or comes from this tensor's history over previous steps (delayed; tensorwise in the first step), so that s is the same for all
-microbatches of a step and recomputed values have the same bits. Weights are cast once per run of a schedule (`begin`), not
-once per microbatch. Inputs are saved for the backward in the model's dtype, as without fp8, and cast when used.
+A tensor t is cast to round(t s) with s = largest number of the format / (2^margin amax). amax is max |t| (recipe
+tensorwise), or comes from this tensor's history over previous steps (delayed; tensorwise in the first step), so that
+s is the same for all microbatches of a step and recomputed values have the same bits. Weights are cast once per run
+of a schedule (`begin`), not once per microbatch. Inputs are saved for the backward in the model's dtype, as without
+fp8, and cast when used.
 
-Each rank casts the operands of its own GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of tensors
-split by columns, each tp rank has its own scales, finer than those of a single process. Maxima cross ranks only where an
-operand is multiplied before it is completely gathered (chunked GEMMs) and its scale is not known from earlier steps.
+Each rank casts the operands of its GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of
+tensors split by columns, each tp rank has its own scales, finer than those of a single process. Maxima cross ranks
+only where an operand is multiplied before it is completely gathered (chunked GEMMs) and its scale is not known from
+earlier steps.
 
-On GPUs the products are torch._scaled_mm (compute capability 8.9 or higher). On CPUs the rounded operands are multiplied in
-fp32, which differs only in the order of sums; this is slow and meant for tests.
+On GPUs the products are torch._scaled_mm (compute capability 8.9 or higher). On CPUs the rounded operands are
+multiplied in fp32, which differs only in the order of sums; this is slow and meant for tests.
 """
 
 from __future__ import annotations
@@ -51,14 +53,14 @@ def fp8_unsupported_reason(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """A matrix in 8 bits: values [rows, k], contiguous along k, which the GEMM sums over; the matrix is values x scale_inverse."""
+    """A matrix in 8 bits, values x scale_inverse. values: [rows, k], contiguous along k, which the GEMM sums over."""
 
     values: Tensor
     scale_inverse: Tensor  # fp32 scalar
 
     @classmethod
     def of(cls, x: Tensor, dtype: torch.dtype) -> Fp8Tensor:
-        """Cast x [rows, k] with the scale of its own largest element."""
+        """Cast x [rows, k] with the scale from its largest element."""
         scale = fp8_scale(x.float().abs().amax(), dtype)
         return cls(cast_to_fp8(x, scale, dtype), scale.reciprocal())
 
@@ -108,8 +110,10 @@ def emulated_fp8_matmul(a: Fp8Tensor, b: Fp8Tensor, out_dtype: torch.dtype) -> T
 
 
 class TensorScale:
-    """The scale of one operand of one linear. Its state stays in fixed device memory (CUDA graphs update it) and is never
-    waited for."""
+    """The scale of one operand of one linear.
+
+    Its state stays in fixed device memory (CUDA graphs update it) and is never waited for.
+    """
 
     def __init__(self, dtype: torch.dtype, precision: PrecisionConfig) -> None:
         self.dtype, self._margin = dtype, precision.fp8_margin
@@ -161,7 +165,10 @@ class TensorScale:
 
 
 class Fp8Gemms:
-    """`gemms.Gemms` of one linear in 8 bits, with its scales and its 8-bit weight. pointwise: compiles the casts, if asked for."""
+    """`gemms.Gemms` of one linear in 8 bits, with its scales and its 8-bit weight.
+
+    pointwise: compiles the casts, if asked for.
+    """
 
     def __init__(self, precision: PrecisionConfig, pointwise: Callable[[Any], Any] = lambda function: function) -> None:
         self._cast_kernel = pointwise(cast_to_fp8)
@@ -226,7 +233,10 @@ class Fp8Gemms:
 
     @torch.no_grad()
     def _cast(self, tensor_scale: TensorScale, x: Tensor, transposed: bool = False) -> Fp8Tensor:
-        """Cast x to [rows, k] or, transposed, to [k, rows]: Hopper's matrix units take both operands with the summed dim last."""
+        """Cast x to [rows, k] or, transposed, to [k, rows].
+
+        Transposed, since Hopper's matrix units take both operands with the summed dim last.
+        """
         scale = tensor_scale.scale_for(x, records=self._trains)
         values = self._cast_kernel(x, scale, tensor_scale.dtype)
         return Fp8Tensor(values.t().contiguous() if transposed else values, scale.reciprocal())

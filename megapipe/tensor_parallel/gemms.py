@@ -1,18 +1,21 @@
-"""The GEMMs of a linear, whole (`Gemms`) or in chunks that overlap with a collective (`gathered_product`, `summed_product`).
+"""The GEMMs of a linear (`Gemms`), and products in chunks that overlap with a collective.
 
-Names as in linear.py: x [..., in], weight W [out, in], dy [..., out]; leading dims are tokens; shapes are those of one rank.
+Names as in linear.py: x [..., in], weight W [out, in], dy [..., out]; leading dims are tokens; shapes are those of
+one rank.
 
     gathered_product   x [s / tp, b, n] -> full(x) M [s, b, m]     chunk i + 1 is gathered while chunk i is multiplied
     summed_product     x [s, b, n] -> sum over tp of x M [s, b, m], or this rank's slice of it [s / tp, b, m]
                                                                    chunk i is reduced while chunk i + 1 is multiplied
 
-A collective runs in chunks where a linear has no other GEMM to hide it under. M [n, m] is W or its transpose. A chunk holds
-the same positions of every rank's slice, so each chunk is one all-gather or reduce-scatter, and in the full tensor it is a
-strided set of rows that batched GEMMs read and write in place. The gather of the first chunk and the reduction of the last
-stay exposed. (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition", uses a ring instead.)
+A collective runs in chunks where a linear has no other GEMM to hide it under. M [n, m] is W or its transpose. A chunk
+holds the same positions of every rank's slice, so each chunk is one all-gather or reduce-scatter, and in the full
+tensor it is a strided set of rows that batched GEMMs read and write in place. The gather of the first chunk and the
+reduction of the last stay exposed. (Wang et al. 2023, "Overlap Communication with Dependent Computation via
+Decomposition", uses a ring instead.)
 
-Chunks are gathered bit for bit as the whole tensor would be. A sum over tp has the same bits where the backend adds ranks in
-one order whatever the size (as with two ranks), and a product where its GEMM computes a row alike for any number of rows.
+Chunks are gathered bit for bit as the whole tensor would be. A sum over tp has the same bits where the backend adds
+ranks in one order whatever the size (as with two ranks), and a product where its GEMM computes a row alike for any
+number of rows.
 """
 
 from __future__ import annotations
@@ -45,7 +48,10 @@ class Gemms(Protocol):
         """Return dy W, [..., in]."""
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
-        """Return `forward` for chunks of x. group: the group over which x, a slice, is gathered; None if x is complete."""
+        """Return `forward` for chunks of x.
+
+        group: the group over which x, a slice, is gathered; None if x is complete.
+        """
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
         """Return `input_gradient` for chunks of grad_output; group as in `forward_chunks`."""
@@ -61,7 +67,7 @@ class PlainGemms:
     """GEMMs in the dtype of their operands."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # _unsafe_view, because autograd forbids in-place operations (rotation, residual sum) on a view made in a Function
+        # _unsafe_view: autograd forbids in-place operations (rotation, residual sum) on a view made in a Function
         y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -114,7 +120,10 @@ def gathered_product(
     count: int,
     full: Tensor | None = None,  # [s, ..., n]
 ) -> Tensor:
-    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks. full: filled with full(x) if given."""
+    """Return full(x) M + bias, [s, ..., m], with the all-gather in `count` chunks.
+
+    full: filled with full(x) if given.
+    """
     x = x.contiguous()
     y = x.new_empty((x.shape[0] * group.size, *x.shape[1:-1], width))
     for positions, chunk in _gathered_chunks(x, group, count):
@@ -135,8 +144,8 @@ def summed_product(
 ) -> Tensor:
     """Return the sum over the group of x M, reduced in `count` chunks.
 
-    Returns [s, ..., m] after an all-reduce or, with `scatter`, this rank's slice [s / tp, ..., m] after a reduce-scatter.
-    Raises ConfigError if the group's size does not divide s and it scatters.
+    Returns [s, ..., m] after an all-reduce or, with `scatter`, this rank's slice [s / tp, ..., m] after a
+    reduce-scatter. Raises ConfigError if the group's size does not divide s and it scatters.
     """
     x, ranks = x.contiguous(), group.size if scatter else 1
     length = slice_length(x, group) if scatter else x.shape[0]

@@ -1,4 +1,4 @@
-"""`GradientSlot`: the main gradient of one parameter, written by the hand-written backwards of this package and by autograd hooks."""
+"""`GradientSlot`: the main gradient of one parameter, written by hand-written backwards and by autograd hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class GradientSlot:
     """The tensor in which the gradient of one parameter accumulates over microbatches.
 
     main_grad: the parameter's local shape, fp32 (fp64 in fp64 runs), usually a view into a flat buffer.
-    uses: how often one microbatch's backward uses the parameter (2 for a tied embedding whose head is on the same rank).
+    uses: how often one microbatch's backward uses the parameter (2 for a tied embedding whose head is on the same
+    rank).
     on_ready: called with the slot after the last use in a microbatch; autograd hooks cannot report this, because they
     do not fire for gradients that a hand-written backward or the weight queue adds.
     kernel: replaces torch's GEMM in `add_outer`.
@@ -44,9 +45,9 @@ class GradientSlot:
     def add_outer(self, grad_output: Tensor, inputs: Tensor) -> None:
         """Add grad_output^T @ inputs, the weight gradient of a linear.
 
-        grad_output: [tokens, out], inputs: [tokens, in], main_grad: [out, in]. Equal dtypes need no temporary, nor does a
-        GPU whose GEMM accumulates 16-bit products into fp32. Otherwise the product is a temporary, in fp32 on CUDA and in
-        the inputs' dtype elsewhere.
+        grad_output: [tokens, out], inputs: [tokens, in], main_grad: [out, in]. Equal dtypes need no temporary, nor
+        does a GPU whose GEMM accumulates 16-bit products into fp32. Otherwise the product is a temporary, in fp32 on
+        CUDA and in the inputs' dtype elsewhere.
         """
         main_grad = self.main_grad
         if self.kernel is not None:
@@ -91,7 +92,7 @@ Slots = Mapping[str, GradientSlot]  # parameter name within a module, "weight" o
 
 @cache
 def gemm_adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if GEMMs of this dtype can accumulate into an fp32 matrix on this device, found by running a small one."""
+    """Return True if GEMMs of this dtype can accumulate into fp32 on this device, found by running a small one."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False  # in a dry run too, which cannot try it: the plan counts the product as a temporary
     total = torch.ones(16, 16, device=device)

@@ -1,6 +1,7 @@
 """Column- and row-parallel linears (Shoeybi et al. 2019, arXiv:1909.08053) with hand-written backwards.
 
-Shapes per rank. sp: with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198). full(t): t gathered over the sequence.
+Shapes per rank. sp: with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198). full(t): t gathered over
+the sequence.
 
     column   weight W [out / tp, in], bias [out / tp]; saves x
              forward   y = full(x) W^T + bias            x [s, b, in], sp: [s / tp, b, in], gathered; y [s, b, out / tp]
@@ -13,9 +14,9 @@ Shapes per rank. sp: with sequence parallelism (Korthikanti et al. 2022, arXiv:2
 
 Column-parallel is f (sp: the all-gather g) before a GEMM, row-parallel is g (sp: g-bar) after one; see mappings.py.
 
-Overlap: the second gather of x in the column's backward runs under dgrad, and the reduction of dx under wgrad. The other
-collectives, and the reduction of dx when W is split off, have no other GEMM to hide under: with `CommChunks` they run in
-chunks under their own GEMM (gemms.py).
+Overlap: the second gather of x in the column's backward runs under dgrad, and the reduction of dx under wgrad. The
+other collectives, and the reduction of dx when W is split off, have no other GEMM to hide under: with `CommChunks`
+they run in chunks under their own GEMM (gemms.py).
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """g-bar: reduce-scatter along the sequence; the backward is an all-gather. Raises ConfigError if tp does not divide s.
-    x: [s, b, h], partial sums -> [s / tp, b, h]."""
+    """g-bar: reduce-scatter along the sequence; the backward is an all-gather.
+    x: [s, b, h], partial sums -> [s / tp, b, h]. Raises ConfigError if tp does not divide s."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
 
 

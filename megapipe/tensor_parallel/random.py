@@ -1,6 +1,9 @@
-"""Dropout masks that depend on a key (seed, step, global microbatch, layer, site, tp_rank if sharded), not on the order of calls.
+"""Dropout masks that depend on a key, not on the order of calls.
 
-So dropout is the same under every schedule and grid, and a recompute draws the same mask by calling again. No state is kept.
+The key is (seed, step, global microbatch, layer, site, tp_rank if sharded).
+
+So dropout is the same under every schedule and grid, and a recompute draws the same mask by calling again. No state
+is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ SITES = ("embedding", "attention_probs", "attention_output", "mlp_output")
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The key of one microbatch's dropout: the run's seed, the step, and the microbatch's index in the step's *global* batch."""
+    """The key of one microbatch's dropout. microbatch: its index in the step's *global* batch."""
 
     seed: int
     step: int
@@ -55,8 +58,9 @@ def keyed_mask(
 ) -> Tensor:
     """Return a bool mask of this rank's local shape, True where an element is kept (probability 1 - p, to 2^-32).
 
-    CPU masks come from Philox4x64 under the full 128-bit key and are the same on every machine; other devices seed torch's
-    generator with 64 bits of it, so their masks differ from the CPU's. Raises ConfigError for p outside [0, 1).
+    CPU masks come from Philox4x64 under the full 128-bit key and are the same on every machine; other devices seed
+    torch's generator with 64 bits of it, so their masks differ from the CPU's. Raises ConfigError
+    for p outside [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ConfigError(f"a dropout probability of {p} is outside [0, 1)")

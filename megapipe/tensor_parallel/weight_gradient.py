@@ -1,9 +1,10 @@
 """Weight gradients as objects: computed at once, under the input gradient's communication, or queued until W.
 
-An autograd Function cannot tell which half of a split backward it runs in, and would compute both GEMMs twice. So the whole
-autograd backward runs at I (input gradient), where linears and embeddings put their weight gradients into the `WeightQueue`,
-and W (weight gradient) runs the queue. A queued gradient holds the layer's input (or what recomputes it) and the output
-gradient, both still split over the sequence under sequence parallelism: it costs 1 / tp of the bytes, and gathers when used.
+An autograd Function does not know which half of a split backward it runs in, and would compute both GEMMs twice. So the
+whole autograd backward runs at I (input gradient), where linears and embeddings put their weight gradients into the
+`WeightQueue`, and W (weight gradient) runs the queue. A queued gradient holds the layer's input (or what recomputes
+it) and the output gradient, both still split over the sequence under sequence parallelism: it costs 1 / tp of the
+bytes, and gathers when used.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megapipe.tensor_parallel.mappings import empty_gathered
 class InputRecompute(NamedTuple):
     """How to recompute the input of a linear, bit for bit, instead of saving it: function(*inputs).
 
-    in_backward: the backward recomputes the input anyway, right after the linear's own backward (a `RecomputedSegment`);
-    a gradient that waits for W then calls the function without inputs and holds none.
+    in_backward: the backward recomputes the input anyway, right after the linear's own backward (a
+    `RecomputedSegment`); a gradient that waits for W then calls the function without inputs and holds none.
     """
 
     function: Callable[..., Tensor]
@@ -34,7 +35,10 @@ class InputRecompute(NamedTuple):
 
 
 class SequenceGather:
-    """An asynchronous all-gather of a tensor along the sequence: [s / tp, b, n] -> [s, b, n]. group None: already complete."""
+    """An asynchronous all-gather of a tensor along the sequence: [s / tp, b, n] -> [s, b, n].
+
+    group None: already complete.
+    """
 
     __slots__ = ("_full", "_group", "_work", "tensor")
 
@@ -69,8 +73,9 @@ class LinearWeightGradient:
     """The weight and bias gradient of one use of a linear: dW = dy^T x, db = sum of dy over its positions.
 
     inputs: (x,), [s, b, in] or, with gather_input, [s / tp, b, in]; with recompute, the arguments that recompute x.
-    grad_output: gathers to [s, b, out]. bias_grad_output: the output gradient that the bias sums, at this rank's positions only
-    ([s / tp, b, out] in a row-parallel linear under sequence parallelism: a partial gradient, declared so in the ParamSpec).
+    grad_output: gathers to [s, b, out]. bias_grad_output: the output gradient that the bias sums, at this rank's
+    positions only ([s / tp, b, out] in a row-parallel linear under sequence parallelism: a partial gradient, declared
+    so in the ParamSpec).
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class LinearWeightGradient:
             self._input.launch()
 
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """Add to the slots; return the (weight, bias) gradients that have no slot, for autograd, and None for those that do."""
+        """Add to the slots; return the (weight, bias) gradients without a slot, for autograd."""
         return self._weight_gradient(), self._bias_gradient()
 
     @torch.no_grad()
@@ -141,7 +146,8 @@ def add_to_grad(parameter: Tensor | None, gradient: Tensor | None) -> None:
         return
     if not parameter.is_leaf:
         raise RuntimeError(
-            "a deferred weight gradient needs a GradientSlot or a leaf parameter; this weight is the result of an operation"
+            "a deferred weight gradient needs a GradientSlot or a leaf parameter; "
+            "this weight is the result of an operation"
         )
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
@@ -159,8 +165,8 @@ class QueuedGradient(Protocol):
 class WeightQueue:
     """First-in, first-out lists of weight gradients of one stage, one list per key (the microbatch).
 
-    Gradients submitted between `defer` and `immediate` wait; outside, `is_deferring` is False and a linear computes its weight
-    gradient inside its own backward.
+    Gradients submitted between `defer` and `immediate` wait; outside, `is_deferring` is False and a linear computes
+    its weight gradient inside its own backward.
     """
 
     def __init__(self) -> None:
@@ -169,7 +175,10 @@ class WeightQueue:
         self._waiting: dict[Hashable, list[QueuedGradient]] = {}
 
     def defer(self, key: Hashable) -> None:
-        """Start to queue under `key`. Raises RuntimeError if the queue defers already or still holds gradients of `key`."""
+        """Start to queue under `key`.
+
+        Raises RuntimeError if the queue defers already or still holds gradients of `key`.
+        """
         if self.is_deferring or key in self._waiting:
             reason = "the queue is deferring already" if self.is_deferring else "its previous ones are still waiting"
             raise RuntimeError(f"weight gradients of {key!r} cannot be deferred: {reason}")

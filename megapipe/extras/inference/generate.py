@@ -1,4 +1,4 @@
-"""`Generator`: continues prompts on any grid, one token at a time with a key/value cache; `TextStream`: tokens to text."""
+"""`Generator`: continues prompts on any grid, token by token with a key/value cache; `TextStream`: tokens to text."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class _Batch:
 class Generator:
     """Continues prompts. All ranks call it, and each returns the same texts; the first replica's draws count.
 
-    batch_size: prompts that go through the pipeline as one microbatch. As many batches are in flight as the pipeline has ranks.
-    Sequence parallelism is switched off meanwhile, since one token cannot be split.
+    batch_size: prompts that go through the pipeline as one microbatch. As many batches are in flight as the pipeline
+    has ranks. Sequence parallelism is switched off meanwhile, since one token cannot be split.
     """
 
     def __init__(self, runtime: InferenceRuntime, sampling: Sampling, batch_size: int = 8) -> None:
@@ -66,7 +66,9 @@ class Generator:
     def continue_prompts(
         self, prompts: Sequence[Sequence[int]], limits: Limits, on_token: OnToken | None = None
     ) -> list[list[int]]:
-        """Return the tokens that follow each prompt, without stop tokens. on_token: called on every rank for each new token.
+        """Return the tokens that follow each prompt, without stop tokens.
+
+        on_token: called on every rank for each new token.
 
         Raises ConfigError for an empty prompt, a token outside the vocabulary, and a prompt that fills all
         --max-position-embeddings positions; a text also ends there.
@@ -191,7 +193,7 @@ class Generator:
             )
 
     def _position_ids(self, batch: _Batch) -> Tensor:
-        """Return the positions of the newest tokens, [b, s]; any valid number for padding and for texts that have ended."""
+        """Return the positions of the newest tokens, [b, s]; any valid number for padding and ended texts."""
         cache, (size, seq) = batch.cache, batch.newest.shape
         positions = torch.arange(cache.length, cache.length + seq, device=batch.newest.device).expand(size, seq)
         return (positions if cache.starts is None else positions - cache.starts[:, None]).clamp(
@@ -229,10 +231,12 @@ def _without_sequence_parallelism(stages: Any) -> Iterator[None]:
 
 
 class TextStream:
-    """Decodes a growing list of tokens and writes the new text. A character whose bytes are incomplete is held until `close`.
+    """Decodes a growing list of tokens and writes the new text.
 
-    decode: tokens -> text. prompt: the tokens before the first new one, since some tokenizers decode a token differently at the
-    start of a text.
+    A character whose bytes are incomplete is held until `close`.
+
+    decode: tokens -> text. prompt: the tokens before the first new one, since some tokenizers decode a token
+    differently at the start of a text.
     """
 
     def __init__(

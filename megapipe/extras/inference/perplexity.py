@@ -48,11 +48,11 @@ class Perplexity:
 
 
 def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
-    """Yield windows of `seq` inputs that score each token but the first exactly once, `stride` per window after the first.
+    """Yield windows of `seq` inputs that score each token but the first exactly once, `stride` per later window.
 
-    A token is scored with at least seq - stride tokens before it (fewer in the first window). The last window starts earlier, so
-    that all are full; a stream of fewer than seq + 1 tokens is one shorter window. Raises ConfigError for a stride outside
-    1 .. seq, or fewer than two tokens.
+    A token is scored with at least seq - stride tokens before it (fewer in the first window). The last window starts
+    earlier, so that all are full; a stream of fewer than seq + 1 tokens is one shorter window. Raises ConfigError for
+    a stride outside 1 .. seq, or fewer than two tokens.
     """
     if not 1 <= stride <= seq:
         raise ConfigError(f"--stride {stride} must be in 1 .. {seq}, the length of a window")
@@ -70,7 +70,10 @@ def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
 
 
 class Evaluator:
-    """Scores streams of tokens on the grid of `runtime`; replicas share the windows, micro_batch_size of them in a microbatch."""
+    """Scores streams of tokens on the grid of `runtime`.
+
+    Replicas share the windows, micro_batch_size of them in a microbatch.
+    """
 
     def __init__(self, runtime: InferenceRuntime) -> None:
         self._runtime = runtime
@@ -78,10 +81,13 @@ class Evaluator:
 
     @torch.no_grad()
     def score(self, tokens: Tokens, stride: int | None = None) -> Perplexity:
-        """Return the result, the same on all ranks; all call it with the same tokens. stride: as in `windows`; None: seq."""
+        """Return the result, the same on all ranks; all call it with the same tokens.
+
+        stride: as in `windows`; None: seq.
+        """
         runtime, plan = self._runtime, self._runtime.plan
         if plan.topology.tp > 1 and plan.config.parallel.sequence_parallel:
-            raise ValueError("a window of any length may not divide by tp; evaluate without sequence parallelism")
+            raise ValueError("tp need not divide the length of a window; evaluate without sequence parallelism")
         seq = plan.config.model.seq_length
         all_windows = list(windows(len(tokens), seq, stride or seq))
         length, replicas, size = all_windows[0].length, plan.topology.dp, plan.config.training.micro_batch_size

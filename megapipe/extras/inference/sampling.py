@@ -16,10 +16,10 @@ from megapipe.errors import ConfigError
 class Sampling:
     """Options of sampling.
 
-    temperature: 0 takes the most likely token. top_k: draw among the k most likely; 0: all. top_p: draw among the fewest most
-    likely tokens that together reach this probability (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751), after top_k.
-    A draw depends only on (seed, index of the prompt, index of the token), not on the grid or the rest of the batch.
-    Raises ConfigError for values out of range.
+    temperature: 0 takes the most likely token. top_k: draw among the k most likely; 0: all. top_p: draw among the
+    fewest most likely tokens that together reach this probability (nucleus sampling, Holtzman et al. 2020,
+    arXiv:1904.09751), after top_k. A draw depends only on (seed, index of the prompt, index of the token), not on the
+    grid or the rest of the batch. Raises ConfigError for values out of range.
     """
 
     temperature: float = 1.0
@@ -56,7 +56,7 @@ class Sampling:
         return tokens.gather(-1, chosen)[:, 0].to(logits.device)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, candidates] each."""
+        """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, n] each."""
         count = min(self.top_k or logits.shape[-1], logits.shape[-1])
         values, tokens = (logits.double().cpu() / self.temperature).sort(dim=-1, descending=True, stable=True)
         probabilities = values[:, :count].softmax(-1)

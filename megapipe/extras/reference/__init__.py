@@ -1,8 +1,10 @@
-"""The reference model: a GPT in one process in plain PyTorch, and its training step. Imports torch and nothing else of megapipe.
+"""The reference model: a GPT in one process in plain PyTorch, and its training step.
 
-Every parallel test and `--verify-grid` compare a grid with it, so it is written to be trusted, not to be fast: nn.Linear, ordinary
-autograd, an explicit softmax, torch.optim, no process groups, no fused kernels. It is itself compared with transformers (logits
-of a dozen public architectures) and with loss curves of Megatron-Core.
+Imports torch and nothing else of megapipe.
+
+Every parallel test and `--verify-grid` compare a grid with it, so it is written to be trusted, not to be fast:
+nn.Linear, ordinary autograd, an explicit softmax, torch.optim, no process groups, no fused kernels. It is itself
+compared with transformers (logits of a dozen public architectures) and with loss curves of Megatron-Core.
 
     config        ReferenceConfig: the shape of the model under Megatron's names, all sizes resolved
     gpt           ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)

@@ -1,12 +1,13 @@
-"""Asynchronous pipelines emulated in one process from the papers' formulas alone: no schedule, no stage modules, no messages.
+"""Asynchronous pipelines emulated in one process from the papers' formulas: no schedule, no stages, no messages.
 
-The parameters are assigned to p stages. Stage s (0 is the first) computes microbatch k with version v of its weights, and update
-t of a stage, from the gradients of the microbatches of group t, turns version t into version t + 1:
+The parameters are assigned to p stages. Stage s (0 is the first) computes microbatch k with version v of its weights,
+and update t of a stage, from the gradients of the microbatches of group t, turns version t into version t + 1:
 
-    PipeDream      v(s, k) = max(0, k - (p - 1 - s)), groups of one microbatch        (Harlap et al. 2018, arXiv:1806.03377; SOSP 2019)
-    PipeDream-2BW  v(s, k) = max(0, k // g - 1), groups of g microbatches             (Narayanan et al. 2021, arXiv:2006.09503)
+    PipeDream      v(s, k) = max(0, k - (p - 1 - s)), groups of one microbatch   (Harlap et al. 2018, arXiv:1806.03377)
+    PipeDream-2BW  v(s, k) = max(0, k // g - 1), groups of g microbatches        (Narayanan et al. 2021, arXiv:2006.09503)
 
-so 2BW is W(t + 1) = W(t) - lr x gradient at W(t - 1). A step starts with version 0 on every stage and an empty pipeline.
+so 2BW is W(t + 1) = W(t) - lr x gradient at W(t - 1). A step starts with version 0 on every stage and an empty
+pipeline.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ Versions = Callable[[int, int], int]  # (stage, microbatch) -> version
 
 @dataclass(frozen=True)
 class Delays:
-    """The version of the weights for each microbatch, and microbatches per update (fewer in a last, incomplete group)."""
+    """The version of the weights for each microbatch, and microbatches per update (fewer in the last one)."""
 
     versions: Versions
     group_size: int
@@ -45,10 +46,12 @@ def asynchronous_step(
     lr: float,
     decoupled_lr: float | None = None,
 ) -> StepResult:
-    """Run all updates of one step. microbatches: for each k those of all data-parallel ranks. stage_of: parameter name -> stage.
+    """Run all updates of one step.
 
-    Gradients are averaged over the microbatches and ranks of an update. The loss is the mean over the step; gradients and their
-    norm are those of the last update. The model holds the newest weights before and after.
+    microbatches: for each k those of all data-parallel ranks. stage_of: parameter name -> stage.
+
+    Gradients are averaged over the microbatches and ranks of an update. The loss is the mean over the step; gradients
+    and their norm are those of the last update. The model holds the newest weights before and after.
     """
     set_lr(optimizer, lr, decoupled_lr)
     parameters = dict(model.named_parameters())

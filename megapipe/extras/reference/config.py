@@ -11,7 +11,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", *GATED_ACTIVATIONS)
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """A GPT with every size given: no field is derived from another, so no derivation can differ from the parallel model's.
+    """A GPT with every size given: no field is derived from another, so no derivation can differ.
 
     Raises ValueError, naming the field, for an unknown name or for inconsistent sizes.
     """
@@ -66,7 +66,8 @@ class ReferenceConfig:
                 raise ValueError(f"{field} is {getattr(self, field)!r}; it is one of {', '.join(allowed)}")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
-                f"num_query_groups {self.num_query_groups} does not divide num_attention_heads {self.num_attention_heads}"
+                f"num_query_groups {self.num_query_groups} does not divide "
+                f"num_attention_heads {self.num_attention_heads}"
             )
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
@@ -74,7 +75,8 @@ class ReferenceConfig:
             self.rotary_channels % 2 or not 0 < self.rotary_channels <= self.kv_channels
         ):
             raise ValueError(
-                f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is {self.rotary_channels} channels; "
+                f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is "
+                f"{self.rotary_channels} channels; "
                 "rotary positions rotate pairs of channels: the number must be even, above 0 and at most kv_channels"
             )
 

@@ -1,7 +1,7 @@
 """`ReferenceGPT`: the GPT that all grids are compared with, in one process and plain PyTorch.
 
-Parameters carry Megatron's names and layouts, full tensors. Shapes: b batch, s sequence, h hidden_size, n num_attention_heads,
-g num_query_groups, c kv_channels.
+Parameters carry Megatron's names and layouts, full tensors. Shapes: b batch, s sequence, h hidden_size, n
+num_attention_heads, g num_query_groups, c kv_channels.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,10 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class ReferenceGPT(nn.Module):
-    """Embedding, pre-norm layers, final norm, head. Weights are NaN until load_state_dict or draw_weights, to expose omissions."""
+    """Embedding, pre-norm layers, final norm, head.
+
+    Weights are NaN until load_state_dict or draw_weights, to expose omissions.
+    """
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -59,10 +62,12 @@ class ReferenceGPT(nn.Module):
         document_ids: Tensor | None = None,
         dropout_masks: DropoutMasks | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses weighted by loss_mask, and the sum of loss_mask. tokens, labels, loss_mask: [b, s].
+        """Return the sum of the losses weighted by loss_mask, and the sum of loss_mask.
 
-        position_ids: [b, s], 0 .. s - 1 if None. document_ids: [b, s]; a query sees only the keys of its document. Without
-        dropout_masks there is no dropout, whatever the configured rates: the caller provides all randomness.
+        tokens, labels, loss_mask: [b, s].
+
+        position_ids: [b, s], 0 .. s - 1 if None. document_ids: [b, s]; a query sees only the keys of its document.
+        Without dropout_masks there is no dropout, whatever the configured rates: the caller provides all randomness.
         """
         logits = self.logits(tokens, position_ids, document_ids, dropout_masks)
         losses = token_losses(self.config, logits, labels)
@@ -145,7 +150,10 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Explicit softmax attention. linear_qkv's rows are, per query group, [q_0 .. q_{n/g-1}, k, v], kv_channels rows each."""
+    """Explicit softmax attention.
+
+    linear_qkv's rows are, per query group, [q_0 .. q_{n/g-1}, k, v], kv_channels rows each.
+    """
 
     def __init__(self, config: ReferenceConfig, layer: int) -> None:
         super().__init__()
@@ -187,7 +195,10 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """linear_fc2(activation(linear_fc1(x))). A gated linear_fc1 has the rows [gate; up], with the activation act(gate) * up."""
+    """linear_fc2(activation(linear_fc1(x))).
+
+    A gated linear_fc1 has the rows [gate; up], with the activation act(gate) * up.
+    """
 
     def __init__(self, config: ReferenceConfig) -> None:
         super().__init__()
@@ -207,7 +218,10 @@ class MLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32. A zero-centred weight scales by weight + 1."""
+    """LayerNorm, or RMSNorm (no mean, no bias), over the last dim in at least fp32.
+
+    A zero-centred weight scales by weight + 1.
+    """
 
     def __init__(self, config: ReferenceConfig, size: int) -> None:
         super().__init__()
@@ -230,7 +244,10 @@ class Norm(nn.Module):
 
 
 def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-    """Return which keys (last dim) each query sees: itself and earlier ones in its window and document. Bool [1 or b, 1, s, s]."""
+    """Return which keys (last dim) each query sees: itself and earlier ones in its window and document.
+
+    Bool [1 or b, 1, s, s].
+    """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     distance = index[:, None] - index  # [query, key]
     visible = distance >= 0
@@ -243,11 +260,13 @@ def visible_keys(config: ReferenceConfig, tokens: Tensor, document_ids: Tensor |
 
 
 def token_losses(config: ReferenceConfig, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each token, [b, s], over the true vocabulary. logits: [b, s, vocab_size], at least fp32; labels: [b, s].
+    """Return the loss of each token, [b, s], over the true vocabulary.
 
-    Label smoothing a gives the label the probability 1 - a and each of the other K - 1 ids a / (K - 1), as in Megatron-LM. With
-    smoothing = a K / (K - 1) the loss is (1 - smoothing) CE - smoothing mean_k log p_k, torch's label_smoothing = smoothing.
-    z-loss (PaLM, arXiv:2204.02311) adds z_loss * logsumexp(logits)^2 to each token.
+    logits: [b, s, vocab_size], at least fp32; labels: [b, s].
+
+    Label smoothing a gives the label the probability 1 - a and each of the other K - 1 ids a / (K - 1), as in
+    Megatron-LM. With smoothing = a K / (K - 1) the loss is (1 - smoothing) CE - smoothing mean_k log p_k, torch's
+    label_smoothing = smoothing. z-loss (PaLM, arXiv:2204.02311) adds z_loss * logsumexp(logits)^2 to each token.
     """
     smoothing = config.label_smoothing * config.vocab_size / (config.vocab_size - 1)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing).view(

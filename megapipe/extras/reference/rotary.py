@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): inverse frequencies, their scalings, cos and sin, the half rotation.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): inverse frequencies, their scalings, cos and sin, the half
+rotation.
 
 Channel c is paired with c + rotary_channels / 2 (the "half" layout of GPT-NeoX, Llama and Megatron-LM).
 """
@@ -45,7 +46,9 @@ def _linear(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
 
 
 def _llama3(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: slow wavelengths above original / low_factor, keep those below original / high_factor, blend in between."""
+    """Llama 3.1: slow wavelengths above original / low_factor, keep those below original / high_factor, blend in
+    between.
+    """
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     # full turns within the original context
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -54,7 +57,9 @@ def _llama3(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
-    """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the channel pairs between beta_fast and beta_slow turns."""
+    """YaRN's NTK-by-parts (Peng et al. 2023, arXiv:2309.00071): a ramp over the channel pairs between beta_fast and
+    beta_slow turns.
+    """
     first = max(math.floor(_yarn_pair_with_turns(config, config.yarn_beta_fast)), 0)
     last = min(math.ceil(_yarn_pair_with_turns(config, config.yarn_beta_slow)), config.rotary_channels - 1)
     width = (last - first) or 1  # pairs are integers: an empty ramp is a step for any width up to 1
@@ -70,7 +75,9 @@ def _yarn_pair_with_turns(config: ReferenceConfig, turns: float) -> float:
 
 
 def yarn_attention_factor(config: ReferenceConfig) -> float:
-    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1, or the quotient of two such terms if both mscales are set."""
+    """Return YaRN's factor of cos and sin: 0.1 ln(factor) + 1, or the quotient of two such terms if both mscales are
+    set.
+    """
 
     def term(mscale: float) -> float:
         return 0.1 * mscale * math.log(config.rope_scaling_factor) + 1.0 if config.rope_scaling_factor > 1.0 else 1.0

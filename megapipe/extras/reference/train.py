@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megapipe.extras.reference.gpt import at_least_fp32
 
-# Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask and, if wanted, position_ids, document_ids, dropout_masks.
+# Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask, and optionally position_ids, document_ids,
+# dropout_masks.
 Microbatch = Mapping[str, Any]
 
 
@@ -34,8 +35,8 @@ def reference_step(
     """Run one optimizer step over a global batch: the microbatches of all data-parallel ranks, with equal weights.
 
     The loss is the mean over a microbatch's tokens (weighted by loss_mask; at least 1), then over microbatches; with
-    per_token_loss the sum over all microbatches divided by all their tokens. clip_grad 0: no clipping. lr, decoupled_lr: this
-    step's learning rates (see set_lr).
+    per_token_loss the sum over all microbatches divided by all their tokens. clip_grad 0: no clipping. lr,
+    decoupled_lr: this step's learning rates (see set_lr).
     """
     set_lr(optimizer, lr, decoupled_lr)
     optimizer.zero_grad(set_to_none=True)
@@ -54,7 +55,10 @@ def reference_step(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0. Return the norm before."""
+    """Scale all gradients by max_norm / (norm + 1e-6) if that is below 1 and max_norm is not 0.
+
+    Return the norm before.
+    """
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = (
         torch.stack([torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]).norm().item()
@@ -86,7 +90,8 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_norms_and_biases: bool) -> list[dict[str, Any]]:
-    """Return one group per parameter, with "name", "weight_decay" (by default 0 for 1-D and bias parameters) and "decoupled".
+    """Return one group per parameter, with "name", "weight_decay" (by default 0 for 1-D and bias parameters) and
+    "decoupled".
 
     "decoupled" is True for the word embedding and the head, which may have a different learning rate.
     """
