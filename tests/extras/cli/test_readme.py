@@ -24,7 +24,7 @@ ALL_COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
 FLAGS_OF_OTHERS = {
     *("--input", "--output", "--suffixes", "--output-prefix", "--append-eod"),  # megapipe train-tokenizer, preprocess
     *("--ranks", "--ranks-per-node", "--corpus", "--steps", "--out", "--help"),  # megapipe plan, quickstart
-    *("--rows", "--markdown", "--check"),  # tools/bench/bench_cpu.py
+    *("--rows", "--markdown", "--check", "--all"),  # tools/bench/bench_cpu.py
     *("--gpus", "--gpu", "--hardware"),  # megapipe plan
     *("--nproc-per-node", "--dry-run", "--nodes"),  # torchrun, megapipe launch, sbatch
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
@@ -92,3 +92,12 @@ def test_the_picture_is_what_the_tool_draws_today() -> None:
         "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 --output docs/images/quickstart_schedule.svg "
         "--config configs/quickstart.yaml --vocab-size 2048 --global-batch-size 64"
     )
+
+
+def test_the_output_it_shows_is_todays(tmp_path: Path) -> None:
+    shown = re.findall(r"<!-- output of: megapipe (.*?) -->\n```\n(.*?)```", README, re.DOTALL)
+    assert shown
+    for words, output in shown:
+        command = [sys.executable, "-m", "megapipe", *words.split()]
+        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert ended.stdout == output, f"paste the output of: megapipe {words}"
