@@ -96,8 +96,8 @@ def test_a_gpu_without_fp8_is_refused_before_anything_runs(
         monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
     assert tools("bench_gpu").main(["--check"]) == 2
     assert (
-        "NVIDIA A100-SXM4-80GB, compute capability 8.0, has no fp8 matrix units (8.9 or higher has); leave "
-        "megapipe-fp8 out of --contenders" in capsys.readouterr().err
+        "NVIDIA A100-SXM4-80GB, compute capability 8.0, has no fp8 matrix units (8.9 or higher has); omit "
+        "megapipe-fp8 from --contenders" in capsys.readouterr().err
     )
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from megapipe.errors import CommunicationError, MegapipeError
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.lifetimes import Item, lifetimes
+from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_buffers
 from megapipe.topology import GROUP_NAMES, Topology, all_coordinates
 
@@ -100,41 +102,22 @@ def _shapes(plan: RunPlan, pp_rank: int, tp_rank: int) -> Hashable:
     )
 
 
-Situation = tuple[int, Op, tuple[tuple[tuple[int, str], int], ...]]
+Situation = tuple[int, Op, tuple[tuple[str, int, int], ...]]
 
 
-def situations(row: Iterable[Action], last_stage: int, send_depth: int) -> set[Situation]:
-    """Return (stage, op, what is alive at its start) of every action.
-
-    Counted are microbatches between F and B and between I and W, messages received and sent, and outputs that a stage
-    of this rank has produced for another stage or for a send.
-    """
-    alive: Counter[tuple[int, str]] = Counter()
+def situations(
+    row: Iterable[Action], placement: Placement | None = None, pp_rank: int = 0, send_depth: int | None = None
+) -> set[Situation]:
+    """Return (stage, op, numbers of what is alive at its start) of every action. The arguments are those of
+    `lifetimes`."""
+    alive: Counter[Item] = Counter()
     found: set[Situation] = set()
-
-    def use(*candidates: tuple[int, str]) -> None:
-        used = next((candidate for candidate in candidates if alive[candidate]), None)
-        if used is not None:
-            alive[used] -= 1
-
-    for stage, op, _ in row:
-        found.add((stage, op, tuple(sorted((what, count) for what, count in alive.items() if count))))
-        if op is Op.F:
-            alive[stage, "kept"] += 1
-            alive[stage, "produced"] += stage < last_stage
-            use((stage, "received"), (stage - 1, "produced"))
-        elif op in (Op.B, Op.I):
-            alive[stage, "kept"] -= 1
-            alive[stage, "waiting"] += op is Op.I
-            alive[stage, "gradient produced"] += stage > 0
-            use((stage, "gradient received"), (stage + 1, "gradient produced"))
-        elif op is Op.W:
-            alive[stage, "waiting"] -= 1
-        elif op in RECV_OPS:
-            alive[stage, "received" if op is Op.RECV_F else "gradient received"] += 1
-        elif op in SEND_OPS:
-            use((stage, "produced" if op is Op.SEND_F else "gradient produced"))
-            alive[stage, op.name] = min(alive[stage, op.name] + 1, send_depth)
+    for (stage, op, _), changes in lifetimes(row, placement, pp_rank, send_depth):
+        found.add((stage, op, tuple(sorted((kind.value, of, count) for (kind, of), count in alive.items() if count))))
+        alive.subtract(changes.takes)
+        alive.update(changes.creates)
+        alive.subtract(changes.frees)
+        alive.update(changes.leaves)
     return found
 
 
@@ -147,13 +130,13 @@ def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
     full = plan.batch.full // plan.batch.samples_per_microbatch
     if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers:
         return full
-    last, pp = plan.placement.num_stages - 1, plan.topology.pp
-    wanted = situations(plan.schedule(full).rows[pp_rank], last, plan.send_depth)
+    pp, where = plan.topology.pp, (plan.placement, pp_rank, plan.send_depth)
+    wanted = situations(plan.schedule(full).rows[pp_rank], *where)
     for count in range(2 * pp, full // 2 + 1, pp):
         try:
             row = plan.schedule(count).rows[pp_rank]
         except MegapipeError:  # the schedule cannot run this number
             continue
-        if wanted <= situations(row, last, plan.send_depth):
+        if wanted <= situations(row, *where):
             return count
     return full

@@ -20,8 +20,8 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 def test_a_steady_row_repeats_its_situations() -> None:
-    assert situations(ROW, 0, 1) == situations([*ROW[:4], parse_action("0B1"), parse_action("0B2")], 0, 1)
-    assert len(situations(ROW, 0, 1)) == 4
+    assert situations(ROW) == situations([*ROW[:4], parse_action("0B1"), parse_action("0B2")])
+    assert len(situations(ROW)) == 4
 
 
 def test_a_row_that_accumulates_microbatches_never_repeats() -> None:
