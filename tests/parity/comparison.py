@@ -79,12 +79,9 @@ def _lines(step: ParityStep) -> list[str]:
             lines.append(f"{where}: loss {rank.loss!r}, reference {step.loss!r}")
         if not abs(rank.grad_norm - step.grad_norm) <= FP64.grad_norm * abs(step.grad_norm):
             lines.append(f"{where}: gradient norm {rank.grad_norm!r}, reference {step.grad_norm!r}")
-        lines += (
-            [f"{where}: gradient of {_line(rank.first_gradient)}; all: {rank.wrong_gradients}"]
-            if rank.first_gradient
-            else []
-        )
-        lines += [f"{where}: weight {_line(rank.first_weight)}; all: {rank.wrong_weights}"] if rank.first_weight else []
+        for kind, found in (("gradient", rank.gradients), ("weight", rank.weights)):
+            if found.first:
+                lines.append(f"{where}: {kind} of {_line(found.first)}; all: {found.wrong}")
     return lines
 
 

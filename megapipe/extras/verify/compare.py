@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
 from megapipe.sharding.slicing import Fused, QueryGroups
 from megapipe.sharding.spec import ParamSpec
-from megapipe.train.step import StepResult
 
 ZERO_SHARE = (
     1e-12  # gradients this much smaller than the model's largest are mathematically zero: in fp64 only rounding is left
@@ -255,40 +255,30 @@ def part_of(spec: ParamSpec, index: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class RankStep:
-    """The result of one rank in one step; small enough to be sent to all ranks.
+class Summary:
+    """The differences of one rank's gradients or weights in one step; small enough to be sent to all ranks."""
 
-    worst_*: the tensor with the largest difference / bound. first_*: the first in model order that is out of bounds.
-    wrong_*: the names of all that are.
-    """
+    worst: Difference | None  # the largest relative to its bound; None if this rank's shards are all padding
+    first: Difference | None  # the first in model order that is out of bounds
+    wrong: tuple[str, ...]  # names of all tensors that are out of bounds
+
+    @classmethod
+    def of(cls, differences: Sequence[Difference]) -> Summary:
+        """Summarize differences, which are in model order."""
+        wrong = [difference for difference in differences if not difference.passes]
+        names = tuple(difference.name for difference in wrong)
+        return cls(worst(differences), wrong[0] if wrong else None, names)
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The result of one rank in one step."""
 
     global_rank: int
     loss: float
     grad_norm: float
-    worst_gradient: Difference | None  # None: this rank's shards are all padding
-    worst_weight: Difference | None
-    first_gradient: Difference | None
-    first_weight: Difference | None
-    wrong_gradients: tuple[str, ...]
-    wrong_weights: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, global_rank: int, result: StepResult, gradients: Sequence[Difference], weights: Sequence[Difference]
-    ) -> RankStep:
-        """Summarize the differences of one rank. gradients, weights: in model order."""
-        wrong_gradients, wrong_weights = ([d for d in found if not d.passes] for found in (gradients, weights))
-        return cls(
-            global_rank,
-            result.loss,
-            result.update.grad_norm,
-            worst_gradient=worst(gradients),
-            worst_weight=worst(weights),
-            first_gradient=wrong_gradients[0] if wrong_gradients else None,
-            first_weight=wrong_weights[0] if wrong_weights else None,
-            wrong_gradients=tuple(difference.name for difference in wrong_gradients),
-            wrong_weights=tuple(difference.name for difference in wrong_weights),
-        )
+    gradients: Summary
+    weights: Summary
 
 
 @dataclass(frozen=True)
@@ -317,9 +307,8 @@ class ParityStep:
 
         ('gradient' or 'weight', the ranks where it is wrong with their differences); ('', []) if all tensors pass.
         """
-        for kind in ("gradient", "weight"):
-            firsts = [(rank, getattr(rank, f"first_{kind}")) for rank in self.ranks]
-            found = [(rank, first) for rank, first in firsts if first is not None]
+        for kind, summary_of in (("gradient", attrgetter("gradients")), ("weight", attrgetter("weights"))):
+            found = [(rank, first) for rank in self.ranks if (first := summary_of(rank).first) is not None]
             if found:
                 place = min(first.place for _, first in found)
                 return kind, [(rank, first) for rank, first in found if first.place == place]
@@ -327,7 +316,7 @@ class ParityStep:
 
     @property
     def passes(self) -> bool:
-        tensors = all(rank.first_gradient is None and rank.first_weight is None for rank in self.ranks)
+        tensors = all(not rank.gradients.wrong and not rank.weights.wrong for rank in self.ranks)
         return tensors and self.loss_passes and self.grad_norm_passes
 
 

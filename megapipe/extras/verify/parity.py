@@ -21,6 +21,7 @@ from megapipe.extras.verify.compare import (
     HeldPiece,
     ParityStep,
     RankStep,
+    Summary,
     Tolerance,
     boxes_of,
     compare,
@@ -113,7 +114,8 @@ def compare_with_oracle(
         plain = _broadcast(oracle.step(batch, step, rate) if oracle else None, plan.specs, groups.world, device)
         gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
         weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
-        mine = RankStep.of(groups.world.global_rank, result, gradients, weights_found)
+        loss, grad_norm = result.loss, result.update.grad_norm
+        mine = RankStep(groups.world.global_rank, loss, grad_norm, Summary.of(gradients), Summary.of(weights_found))
         ranks = _from_all_ranks(mine, boxes_of(trainer.averaged), plan.specs, groups.world)
         count = len(batch) // plan.topology.dp
         found.append(ParityStep(step, count, plain.loss, plain.grad_norm, ranks, tolerance, repeats))

@@ -201,8 +201,8 @@ def _row(step: ParityStep) -> str:
     """Return the line of one step, with the rank that differs most in each column."""
     rank = max(step.ranks, key=lambda rank: abs(rank.loss - step.loss))
     norm = max(step.ranks, key=lambda rank: abs(rank.grad_norm - step.grad_norm))
-    gradient = worst(d for r in step.ranks if (d := r.worst_gradient) is not None)
-    weight = worst(d for r in step.ranks if (d := r.worst_weight) is not None)
+    gradient = worst(d for r in step.ranks if (d := r.gradients.worst) is not None)
+    weight = worst(d for r in step.ranks if (d := r.weights.worst) is not None)
     mark = "" if step.passes else "  DIFFERS"
     repeats = f"  (after {step.num_repeats} overflows that lowered the loss scale)" if step.num_repeats else ""
     return (
@@ -287,8 +287,8 @@ def _loss_remark(step: ParityStep, kind: str) -> str:
 
 
 def _others(step: ParityStep, name: str, kind: str) -> str:
-    gradients = dict.fromkeys(n for rank in step.ranks for n in rank.wrong_gradients if (n, kind) != (name, "gradient"))
-    weights = dict.fromkeys(n for rank in step.ranks for n in rank.wrong_weights if (n, kind) != (name, "weight"))
+    gradients = dict.fromkeys(n for rank in step.ranks for n in rank.gradients.wrong if (n, kind) != (name, "gradient"))
+    weights = dict.fromkeys(n for rank in step.ranks for n in rank.weights.wrong if (n, kind) != (name, "weight"))
     return f"in this step wrong gradients: {_names(list(gradients))}; wrong weights: {_names(list(weights))}"
 
 

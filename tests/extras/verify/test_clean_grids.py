@@ -104,6 +104,6 @@ def test_a_grid_equals_one_process(case: str, rank_pools: Callable[[int], RankPo
     assert len(steps) == 3 and all(step.passes for step in steps), report
     if mode == "fp64":
         worst = max(
-            rank.worst_gradient.ratio for step in steps for rank in step.ranks if rank.worst_gradient is not None
+            rank.gradients.worst.ratio for step in steps for rank in step.ranks if rank.gradients.worst is not None
         )
         assert worst < 1e-11 or case == "every loss term", "the tolerance has a margin"

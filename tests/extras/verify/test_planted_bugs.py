@@ -111,7 +111,7 @@ def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Poo
     name = found[0][1].name
     assert kind == "gradient"
     assert name.endswith(case.first)
-    wrong = {name for rank in first.ranks for name in rank.wrong_gradients}
+    wrong = {name for rank in first.ranks for name in rank.gradients.wrong}
     assert all(any(kind in name for kind in case.wrong) for name in wrong), wrong
     assert all(any(kind in name for name in wrong) for kind in case.wrong), wrong
     assert first.loss_passes == case.loss_is_right
@@ -137,7 +137,7 @@ def test_a_loss_scale_that_is_not_divided_out_is_found_in_fp16(rank_pools: Pools
 
 def test_shards_that_are_not_gathered_are_found_as_weights(rank_pools: Pools) -> None:
     steps, report = rank_pools(2).run(compared, tiny_config(zero=True), "fp64", planted.shards_not_gathered)[0]
-    assert all(not rank.wrong_gradients for rank in steps[0].ranks)
+    assert all(not rank.gradients.wrong for rank in steps[0].ranks)
     assert not steps[0].passes
     assert "DIFFERENT in step 1, first of all in the weight of embedding.word_embeddings.weight" in report
 
@@ -147,7 +147,7 @@ def test_a_single_wrong_rank_is_named_and_no_rank_hangs(mode: str, rank_pools: P
     answers = rank_pools(4).run(compared, tiny_config(tp=2, pp=2), mode, planted.one_rank_differs)
     assert all(answer == answers[0] for answer in answers)
     steps, report = answers[0]
-    assert [bool(rank.wrong_gradients) for rank in steps[0].ranks] == [False, False, False, True]
+    assert [bool(rank.gradients.wrong) for rank in steps[0].ranks] == [False, False, False, True]
     assert "rank 3 (tp_rank 1, pp_rank 1, dp_rank 0), stage 1" in report
     assert "worst        [0, 6]: grid" in report
     assert "which ranks  3 (tp_rank 1 of 2, pp_rank 1 of 2)" in report
