@@ -139,8 +139,7 @@ def _replaced(small: Shrunk) -> Iterator[str]:
     if a.precision.dtype != b.precision.dtype:
         yield (
             f"{a.precision.dtype} by fp64 in every kernel; on a GPU attention then uses torch's math kernel, "
-            "since flash attention "
-            "has no fp64"
+            "since flash attention has no fp64"
         )
     if a.precision.fp8_format is not None:
         yield f"fp8 {a.precision.fp8_format} by {b.precision.dtype}"
