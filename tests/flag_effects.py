@@ -219,7 +219,7 @@ checkpoint.save | --save {{tmp}}/ckpt | file ckpt/**/manifest.json
 checkpoint.load | --load {{saved}} | said going on after step 2 | --lr-decay-style constant
 checkpoint.save_interval | --save-interval 1 | file ckpt/*1/manifest.json | {SAVE}
 checkpoint.save_interval_minutes | --save-interval-minutes 1e-9 | file ckpt/*1/manifest.json | {SAVE}
-checkpoint.async_save | --async-save | said beside the training | {SAVE}
+checkpoint.async_save | --async-save | said in the background | {SAVE}
 checkpoint.exit_on_save_failure | --exit-on-save-failure | failing_save | {SAVE} --async-save --save-interval 1
 checkpoint.save_retain_interval | --save-retain-interval 2 | checkpoints 3 2 | {SAVE} --save-interval 1
 checkpoint.no_save_optim | --no-save-optim | manifest optimizer | {SAVE}
@@ -251,12 +251,12 @@ logging.profile_pipeline | --profile-pipeline | file ckpt/pipeline_profile_*.jso
 logging.metrics_file | --metrics-file {{tmp}}/lines.jsonl | file lines.jsonl | !--metrics-file
 logging.sample_prompts | --sample-prompts 1 2 | said samples: | --tokenizer-type NullTokenizer --vocab-size 31
 logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullTokenizer --vocab-size 31 --sample-prompts 1
-gpu.nccl_settings | --nccl-settings NCCL_DEBUG=INFO | said --nccl-settings: without effect, ranks talk over gloo
+gpu.nccl_settings | --nccl-settings NCCL_DEBUG=INFO | said --nccl-settings: no effect, as ranks communicate over gloo
 gpu.nccl_communicator_config_path | --nccl-communicator-config-path {{tmp}}/none.yaml | said none.yaml cannot be read
-gpu.high_priority_stream_groups | --high-priority-stream-groups tp pp | said --high-priority-stream-groups: without effect
-gpu.cuda_graph_impl | --cuda-graph-impl local | said --cuda-graph-impl local records what a GPU is given to do
+gpu.high_priority_stream_groups | --high-priority-stream-groups tp pp | said --high-priority-stream-groups: no effect
+gpu.cuda_graph_impl | --cuda-graph-impl local | said --cuda-graph-impl local needs a GPU
 gpu.cuda_graph_warmup_steps | --cuda-graph-warmup-steps 5 | recorded_after | !--device --cuda-graph-impl local
-gpu.nvtx_ranges | --nvtx-ranges | said --nvtx-ranges looks at a GPU, and this run has none
-gpu.record_memory_history | --record-memory-history | said --record-memory-history looks at a GPU
+gpu.nvtx_ranges | --nvtx-ranges | said --nvtx-ranges needs a GPU, and this run has none
+gpu.record_memory_history | --record-memory-history | said --record-memory-history needs a GPU
 gpu.memory_snapshot_path | --memory-snapshot-path here.pickle | snapshot
 """

@@ -1,4 +1,4 @@
-"""The data sets a plan needs, with their loaders: how many samples are asked of each split follows from the run's length."""
+"""The data sets of a run with their loaders; the length of the run gives the number of samples of each split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class RunData:
-    """Loaders by split, None where the run asks nothing of it."""
+    """The loaders of a run by split, None for a split that it does not use."""
 
     train: Loader | None
     valid: Loader | None
@@ -29,9 +29,9 @@ class RunData:
 
 
 def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | None:
-    """The tokenizer that the data section names; None if it names none.
+    """Build the tokenizer that the data section names, or return None.
 
-    is_resolved: model.vocab_size is the tokenizer's own by now; NullTokenizer has one token more than it was given.
+    is_resolved: model.vocab_size already includes the token that NullTokenizer adds.
     Raises ConfigError, DataError.
     """
     data, vocab_size = config.data, config.model.vocab_size
@@ -49,27 +49,19 @@ def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | No
 
 
 def num_samples(plan: RunPlan) -> tuple[int, int, int]:
-    """(train, validation, test) samples over the whole run, by Megatron's rule."""
+    """Return the (train, validation, test) samples of the whole run, by Megatron's rule.
+
+    The run evaluates every eval_interval steps, and once at the end.
+    """
     training = plan.config.training
-    assert (
-        training.train_iters is not None
-        and training.train_samples is not None
-        and training.global_batch_size is not None
-    )
     evaluation = training.eval_iters * training.global_batch_size
     train = 0 if training.skip_train else training.train_samples
-    return train, num_evaluations(plan) * evaluation, evaluation
-
-
-def num_evaluations(plan: RunPlan) -> int:
-    """Validations of the whole run: every eval_interval steps, and one at the end."""
-    training = plan.config.training
-    assert training.train_iters is not None
-    return training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
+    evaluations = training.train_iters // training.eval_interval + 1 if training.eval_interval else 1
+    return train, evaluations * evaluation, evaluation
 
 
 def dataset_request(plan: RunPlan) -> DatasetRequest:
-    """What the run asks of its files."""
+    """Return the data sets that the run needs."""
     config, data = plan.config, plan.config.data
     return DatasetRequest(
         seq_length=config.model.seq_length,

@@ -1,5 +1,5 @@
-"""`InferenceRuntime`: the stages of one rank with their parameters, and the engines that run them forwards. `TrainingRuntime` adds
-what training needs."""
+"""`InferenceRuntime`: the stages of one rank with their parameters, and the engines that run them forwards.
+`TrainingRuntime` adds what training needs."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def parameter_dtype(name: str) -> torch.dtype:
 
 
 class InferenceRuntime:
-    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards: for generation and evaluation.
+    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards: for generation
+    and evaluation.
 
-    groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records actions; the
-    groups carry their own. trains: with main gradients, queues for split backwards, and the weight versions that the schedule needs.
+    groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records
+    actions; the groups carry their own. trains: with main gradients, queues for split backwards, and the weight
+    versions that the schedule needs.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class InferenceRuntime:
         self.groups = groups
         self.device = device
         self.tracer = tracer
-        self.heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)  # without a watchdog nobody reads it
+        self.heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)  # a placeholder without a watchdog
         self.coordinates = plan.topology.coordinates(groups.world.global_rank)
         self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
         # main gradients, master weights and moments: at least fp32
@@ -130,10 +132,11 @@ class InferenceRuntime:
                             yield piece.owned and not is_copy and self.groups.replicas.rank == 0, box
 
     def load_weights(self, folder: CheckpointFolder) -> int:
-        """Fill the parameters from a checkpoint of any grid; called by all ranks. Returns the bytes filled on this rank.
+        """Fill the parameters from a checkpoint of any grid; called by all ranks. Returns the bytes filled on this
+        rank.
 
-        Takes the master weights where the checkpoint holds them, rounded to the parameters' dtype as the optimizer rounds them.
-        Vocabulary padding becomes zero. Raises CheckpointError on all ranks.
+        Takes the master weights where the checkpoint holds them, rounded to the parameters' dtype as the optimizer
+        rounds them. Vocabulary padding becomes zero. Raises CheckpointError on all ranks.
         """
         key = "master" if folder.manifest.holds("master") else "weights"
         for stage_buffers in self.buffers.values():
@@ -144,7 +147,7 @@ class InferenceRuntime:
     def _tensor_parallel_groups(self, num_stages: int, trains: bool) -> list[Group]:
         """Return the tp group of each stage on this rank.
 
-        The two stages of an overlapped pair compute at the same time, so each has communicators of its own.
+        The two stages of an overlapped pair compute at the same time, so each has its own communicators.
         """
         tp = self.groups.tp
         if trains and num_stages == 2 and tp.size > 1 and self.plan.overlaps_stages:

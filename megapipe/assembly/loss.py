@@ -59,12 +59,18 @@ class PendingLoss:
 
 @dataclass(frozen=True)
 class LossAverage:
-    """The rule of the average. per_token: over the tokens of the global batch; else over each microbatch's tokens, then over microbatches."""
+    """The rule of the average.
+
+    per_token: over the tokens of the global batch; else over each microbatch's tokens, then over microbatches.
+    """
 
     per_token: bool
 
     def objective(self, loss_scale: Callable[[], float]) -> Any:
-        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, LossReport). loss_scale: called for every microbatch."""
+        """Return the engine's `loss`: StageLoss -> (scalar to differentiate, LossReport).
+
+        loss_scale: called for every microbatch.
+        """
 
         def scaled(output: StageLoss, payload: Any) -> tuple[Tensor, LossReport]:
             report = LossReport(output.loss_sum.detach(), output.num_tokens)

@@ -1,4 +1,4 @@
-"""One step's microbatches on this rank: read when the engine first asks for one, on the device, with their dropout keys."""
+"""One step's microbatches on this rank: read when the engine first asks for them, with their dropout keys."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Microbatches(Sequence[Microbatch]):
 def read_microbatches(
     runtime: InferenceRuntime, loader: Loader, consumed: int, count: int, step: int | None
 ) -> Microbatches:
-    """Return this rank's `count` microbatches after `consumed` samples of all ranks. step: None for evaluation, without dropout.
+    """Return this rank's `count` microbatches after `consumed` samples of all ranks. step: None for evaluation, without
+    dropout.
 
     Each is read when it is first asked for; the heartbeat counts the time as reading data.
     """

@@ -1,4 +1,4 @@
-"""`RowUpdates`: weight versions and optimizer steps of this rank's stage while the row of an asynchronous schedule runs."""
+"""`RowUpdates`: weight versions and optimizer steps within the row of an asynchronous schedule."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from megapipe.schedule.weight_versions import WeightVersions
 class RowUpdates:
     """The engine's `StageWeights` (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
 
-    An update sums the stage's gradients over its replicas, averages them over the microbatches of the update and applies them to the
-    master weights of this rank's shards; the new weights become the newest version. Other stages update at their own times, so nothing
-    here communicates with them. buffers: of the one stage on this rank. num_replicas: size of its replica group.
+    An update sums the stage's gradients over its replicas, averages them over the microbatches of the update and
+    applies them to the master weights of this rank's shards; the new weights become the newest version. Other stages
+    update at their own times, so nothing here communicates with them. buffers: of the one stage on this rank.
+    num_replicas: size of its replica group.
     """
 
     def __init__(

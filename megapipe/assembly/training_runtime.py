@@ -32,8 +32,8 @@ from megapipe.schedule.action import Op
 class TrainingRuntime(InferenceRuntime):
     """Stages with their parameters in flat buffers; reducer, all-gather, optimizer and engines.
 
-    groups, draw_slice, tracer: as in InferenceRuntime. marks: as in Engine. recorder: records the graphs of --cuda-graph-impl local
-    (CUDA graphs if None).
+    groups, draw_slice, tracer: as in InferenceRuntime. marks: as in Engine. recorder: records the graphs of
+    --cuda-graph-impl local (CUDA graphs if None).
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """From what the ranks do to the one that the others wait for, and the report of it.
 
-A rank that is stuck in a wait points at those it waits for: the peer of a message, or the members of its group that have not launched
-the collective. A rank that others point at and that points at nobody is missing. A rank whose process is dead, stopped or silent is
-missing whatever its last record says. If all pointers form circles, the ranks are in different operations, and none of them will end.
+A rank that is stuck in a wait points at those it waits for: the peer of a message, or the members of its group that
+have not launched the collective. A rank that others point at and that points at no other is missing. A rank whose
+process is dead, stopped or silent is missing whatever its last record says. If all pointers form circles, the ranks are
+in different operations, and none of them will end.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause of a hang. culprits: global ranks. edges: who waits for whom."""
+    """The cause of a hang. culprits: global ranks. edges: waits by rank."""
 
     fault: Fault
     culprits: tuple[int, ...]
     edges: Edges
 
     def chain(self, rank: int) -> tuple[int, ...]:
-        """Return the shortest chain of waits from a rank to a culprit, (rank,) if there is none."""
+        """Return the shortest chain of waits from a rank to a culprit, (rank,) if there is no such chain."""
         chains: list[tuple[int, ...]] = [(rank,)]
         seen = {rank}
         for chain in chains:
@@ -55,7 +56,7 @@ class Diagnosis:
 
 
 def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster) -> tuple[int, ...]:
-    """Return the ranks without which this one's wait cannot end, () if it does not wait or if all have joined and can take part."""
+    """Return the ranks that this one's wait depends on, () if it does not wait or if all have joined and are alive."""
     record = sighting.record
     if record is None or record.wait is Wait.NOTHING:
         return ()
@@ -77,7 +78,10 @@ def waits_for(sighting: Sighting, sightings: Sequence[Sighting], roster: Roster)
 
 
 def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float) -> Diagnosis | None:
-    """Return who is missing, or None if nobody is or the awaited ranks still make progress. sightings: by global rank."""
+    """Return who is missing, or None if no rank is or the awaited ranks still make progress.
+
+    sightings: by global rank.
+    """
     stuck = {sighting.member.rank for sighting in sightings if sighting.is_stuck(limit_seconds)}
     edges = {s.member.rank: waits_for(s, sightings, roster) for s in sightings if s.waits}
     awaited = {target for rank, targets in edges.items() if rank in stuck for target in targets}
@@ -100,7 +104,10 @@ def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float
 
 
 def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | None:
-    """Return why a rank that waits for nobody makes no progress. A dead one need not be stuck for the limit: it never comes back."""
+    """Return why a rank that waits for no other makes no progress.
+
+    A dead one need not be stuck for the limit: it never comes back.
+    """
     if sighting.is_gone:
         return Fault.GONE
     if sighting.has_left:
@@ -115,7 +122,10 @@ def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | N
 
 
 def _circle(edges: Edges) -> tuple[int, ...]:
-    """Return ranks that wait for each other in a circle, in its order. Every rank in edges waits for some other rank in edges."""
+    """Return ranks that wait for each other in a circle, in its order.
+
+    Every rank in edges waits for some other rank in edges.
+    """
     chain = [min(edges)]
     while (following := min(edges[chain[-1]])) not in chain:
         chain.append(following)
@@ -125,7 +135,7 @@ def _circle(edges: Edges) -> tuple[int, ...]:
 def doing(record: Record) -> str:
     """Return what a rank does apart from waiting, as in 'in 3F3, reading data'; "" if that has no name."""
     if record.phase in LEFT:
-        return "has left" if record.phase == "ended" else "has left after an error of its own"
+        return "has left" if record.phase == "ended" else "has left after its own error"
     action = f"in {record.action}" if record.action else ""
     phase = record.phase if record.phase and (record.phase != "forward-backward" or not action) else ""
     return ", ".join(part for part in (action, phase) if part)
@@ -148,7 +158,7 @@ def _waiting(record: Record, missing: Sequence[int]) -> str:
 def report_text(
     diagnosis: Diagnosis, sightings: Sequence[Sighting], stacks: Mapping[int, str], limit_seconds: float
 ) -> str:
-    """Return the whole message: who is missing, who waits for whom, stacks or what is known instead."""
+    """Return the whole message: who is missing, the waits, stacks or what is known instead."""
     step = max((s.record.step for s in sightings if s.record is not None), default=-1)
     culprits = [sightings[rank] for rank in diagnosis.culprits]
     lines = [f"{_headline(diagnosis, culprits, sightings)} (step {step})", *_wait_lines(diagnosis, sightings)]
@@ -176,8 +186,8 @@ def silent_hosts(sightings: Sequence[Sighting]) -> str:
         )
     if len(others) == 1:
         return (
-            f"no other host ({_listed(hosts)}; {ranks}) answers {seen_from} any more: the network of {others[0]} is cut, "
-            "or they are down"
+            f"no other host ({_listed(hosts)}; {ranks}) answers {seen_from} any more: the network of {others[0]} is "
+            "cut, or they are down"
         )
     return (
         f"hosts {_listed(hosts)} ({ranks}) no longer answer {seen_from}: they are down or cut off, or their ranks are "
@@ -208,7 +218,7 @@ def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting], sightings: Seq
 
 
 def _wait_lines(diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> list[str]:
-    """Return one line per waiting rank, those first that wait for a culprit directly, then those that wait for these."""
+    """Return one line per waiting rank, those that wait for a culprit directly first."""
     left_out = diagnosis.culprits if diagnosis.fault not in (Fault.MISMATCH, Fault.NO_END) else ()
     ranks = [rank for rank in diagnosis.edges if rank not in left_out]
     ranks.sort(key=lambda rank: (len(diagnosis.chain(rank)) == 1, len(diagnosis.chain(rank)), rank))
@@ -256,7 +266,8 @@ def summary(name: str, sightings: Sequence[Sighting]) -> str:
 def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> list[str]:
     """Return the table of `megapipe status`, one line per rank.
 
-    computes: seconds of the last whole step in which the rank neither waited nor read data. for: since when it does what it does.
+    computes: seconds of the last whole step in which the rank neither waited nor read data. for: since when it does
+    what it does.
     """
     rows = [("rank", "where", "step", "computes", "for", "does")]
     for sighting in sightings:

@@ -47,7 +47,10 @@ class StepTimes(NamedTuple):
 
 
 class WaitClock:
-    """The sums of one thread's waits, in nanoseconds of one clock. The two ends of a wait cost about 0.2 us together."""
+    """The sums of one thread's waits, in nanoseconds of one clock.
+
+    The two ends of a wait cost about 0.2 us together.
+    """
 
     __slots__ = ("_cause", "_reading", "_reading_since", "_since", "_step_began", "_waits")
 
@@ -84,7 +87,7 @@ class WaitClock:
 
 
 class WaitObserver(Protocol):
-    """An observer of the beginning and end of every wait and of reading data, for times on another clock than the host's."""
+    """An observer of every wait and every reading of data, for times on another clock than the host's."""
 
     def wait(self, cause: Cause) -> None: ...
     def go_on(self) -> None: ...
@@ -95,8 +98,8 @@ class WaitObserver(Protocol):
 class Heartbeat:
     """The record of one rank, in this process's memory until `share` puts it where others can read it.
 
-    groups: the kinds of groups whose collectives are counted. Written by the rank's own threads; if two write at the same moment, one of
-    the two records is lost, but the file stays valid.
+    groups: the kinds of groups whose collectives are counted. Written by the rank's own threads; if two write at the
+    same moment, one of the two records is lost, but the file stays valid.
     """
 
     def __init__(self, groups: Sequence[str] = ()) -> None:
@@ -114,7 +117,7 @@ class Heartbeat:
         self._write(0, -1, 0, b"")
 
     def share(self, path: Path) -> None:
-        """Write to this file from here on, and create it anew. Raises OSError."""
+        """Write to this file from here on, which is created or emptied. Raises OSError."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             # without this, writing to a page that a full disk has no room for would kill the process
@@ -144,7 +147,7 @@ class Heartbeat:
         self._wait((wait, peer), self._write(wait, peer, 0, channel))
 
     def joins(self, group: str) -> int:
-        """Count the launch of a collective of this kind of group; returns its number, from 1, the same on all members."""
+        """Count the launch of a collective of a kind of group; returns its number, from 1, equal on all members."""
         place = 1 + self._place[group]
         self._cells[place] += 1
         return self._cells[place]

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process of this host, from /proc."""
+"""The kernel's view of a process of this host, from /proc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ POLL_SECONDS = 1.0  # on systems without process handles
 
 @dataclass(frozen=True)
 class ProcessState:
-    """The state of a process. state: the kernel's letter, "" if it has ended. kernel_function: in which it sleeps, "" if hidden."""
+    """The state of a process.
+
+    state: the kernel's letter, "" if it has ended. kernel_function: in which it sleeps, "" if hidden.
+    """
 
     state: str
     kernel_function: str = ""
@@ -50,7 +53,7 @@ def host() -> str:
 
 
 def process_space() -> str:
-    """Return the namespace in which process ids are valid: the host's or a container's; "" if the system does not say."""
+    """Return the namespace of process ids: the host's or a container's; "" if the system does not say."""
     boot, space = "", ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -59,7 +62,7 @@ def process_space() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot, which with its id identifies it uniquely; None without such a process."""
+    """Return the start of a process in clock ticks since boot, unique together with its id; None if there is none."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 

@@ -1,8 +1,8 @@
 """The record of what a rank does now: bytes of a fixed size that one process writes and others read, without locks.
 
-A file of FILE_BYTES holds a pulse, the number of collectives that this rank has launched in each kind of group, and two slots. The writer
-fills the slots in turn; each carries a checksum, so that a slot that was read while it was written, or left half written by a killed
-process, is noticed and the other one is used.
+A file of FILE_BYTES holds a pulse, the number of collectives that this rank has launched in each kind of group, and two
+slots. The writer fills the slots in turn; each carries a checksum, so that a slot that was read while it was written,
+or left half written by a killed process, is noticed and the other one is used.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Wait(enum.IntEnum):
 
 
 class Record(NamedTuple):
-    """What one rank does at one moment.
+    """The activity of one rank at one moment.
 
-    beat: number of records written so far. since_ns: Unix nanoseconds of this one. step: -1 before the first. patience: factor on the
-    limit for how long the record may stay unchanged. what: channel ("gradient from stage 2 to 1"), or group and operation ("tp all_reduce").
-    phase: "forward-backward", "saving", ... action: of the pipeline's row, "3B7", else "".
+    beat: number of records written so far. since_ns: Unix nanoseconds of this one. step: -1 before the first. patience:
+    factor on the limit for how long the record may stay unchanged. what: channel ("gradient from stage 2 to 1"), or
+    group and operation ("tp all_reduce"). phase: "forward-backward", "saving", ... action: of the pipeline's row,
+    "3B7", else "".
     """
 
     beat: int
@@ -60,9 +61,11 @@ class Record(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by index of the kind of group.
+    """A whole file. pulse_ns: Unix nanoseconds at which the rank's watchdog last ran. counts: by index of the kind of
+    group.
 
-    elapsed_ns, computing_ns: of the last whole step, 0 before there is one; in the rest of it the rank waited or read data.
+    elapsed_ns, computing_ns: of the last whole step, 0 before there is one; in the rest of it the rank waited or read
+    data.
     """
 
     pulse_ns: int
@@ -73,7 +76,7 @@ class Snapshot(NamedTuple):
 
 
 def pack_slot(*fields: int | bytes) -> bytes:
-    """Return the bytes of a slot from the fields of a Record, with encoded texts, which are cut to the size of their fields."""
+    """Return the bytes of a slot from the fields of a Record; encoded texts are cut to the size of their fields."""
     body = _SLOT.pack(*fields)
     return _CHECKSUM.pack(zlib.crc32(body)) + body
 
@@ -90,7 +93,7 @@ def read_slot(data: bytes) -> Record | None:
 
 
 def read_snapshot(data: bytes) -> Snapshot | None:
-    """Return the newest whole record of a file, None if there is none or the file is of another kind."""
+    """Return the newest whole record of a file, None for a file of another kind or without one."""
     if len(data) < FILE_BYTES or not data.startswith(MAGIC):
         return None
     slots = [read_slot(data[start : start + SLOT_BYTES]) for start in (SLOT_AT, SLOT_AT + SLOT_BYTES)]

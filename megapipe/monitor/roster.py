@@ -1,4 +1,7 @@
-"""`Roster`: the ranks of a run, made once when they have met and equal on all of them. `Sighting`: a rank as others see it."""
+"""`Roster`: the ranks of a run, made once when they have met and equal on all of them.
+
+`Sighting`: a rank as others see it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,11 @@ LEFT = ("ended", "failed")  # phases of ranks that have left the run
 
 @dataclass(frozen=True)
 class Member:
-    """One rank. place: in the grid, "pp 1, dp 0". stages: on this rank. space: of its process id. started: in clock ticks since boot."""
+    """One rank.
+
+    place: in the grid, "pp 1, dp 0". stages: on this rank. space: of its process id. started: in clock ticks since
+    boot.
+    """
 
     rank: int
     host: str
@@ -32,7 +39,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """The ranks of a run. members: by global rank. groups: kind of group -> its groups over the world, each a tuple of global ranks."""
+    """The ranks of a run.
+
+    members: by global rank. groups: kind of group -> its groups over the world, each a tuple of global ranks.
+    """
 
     members: tuple[Member, ...]
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
@@ -66,8 +76,8 @@ class Roster:
 class Sighting:
     """One rank as others see it: its record, how long that has not changed, whether it answers.
 
-    snapshot: None if nothing of the rank can be read. age_seconds: since its record last changed. process: None on another host.
-    answers: True if its watchdog runs, None if that is unknown.
+    snapshot: None if nothing of the rank can be read. age_seconds: since its record last changed. process: None on
+    another host. answers: True if its watchdog runs, None if that is unknown.
     """
 
     member: Member
@@ -99,7 +109,7 @@ class Sighting:
         return self.process is not None and self.process.is_stopped
 
     def is_stuck(self, limit_seconds: float) -> bool:
-        """Return True if its record has not changed for longer than allowed: the limit times the patience of its phase."""
+        """Return True if its record has not changed for longer than the limit times the patience of its phase."""
         patience = 1 if self.record is None else self.record.patience
         is_known = self.record is not None or self.answers is False
         return is_known and self.age_seconds >= limit_seconds * patience

@@ -19,9 +19,9 @@ LEAST_SHARE = 0.1  # and if at least this share of a step is lost by it
 class RankPace:
     """One rank's step, medians over some steps, in seconds.
 
-    waits: by kind of group, "messages" for those of the pipeline. work: its computation by the plan, on any scale. peers: the other
-    ranks with exactly the same work. link, link_seconds: the neighbour up the pipeline to whom messages there and back take longest,
-    and how long; -1 and 0 if unknown.
+    waits: by kind of group, "messages" for those of the pipeline. work: its computation by the plan, on any scale.
+    peers: the other ranks with exactly the same work. link, link_seconds: the neighbour up the pipeline to which
+    messages there and back take longest, and how long; -1 and 0 if unknown.
     """
 
     rank: int
@@ -41,7 +41,10 @@ class RankPace:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A slow rank. seconds: for computing or reading data; expected: of the others. same_work: the others do the same work."""
+    """A slow rank.
+
+    seconds: for computing or reading data; expected: of the others. same_work: the others do the same work.
+    """
 
     rank: int
     what: str  # "computes" or "reads data"
@@ -52,7 +55,10 @@ class SlowRank:
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A slow link. seconds: for a message there and one back; expected: on the other links, None if there is no other."""
+    """A slow link.
+
+    seconds: for a message there and one back; expected: on the other links, None if there is no other.
+    """
 
     ranks: tuple[int, int]
     seconds: float
@@ -61,7 +67,10 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class SlowGroup:
-    """A group with slow collectives. seconds: for the rank that joins them last; expected: in the other groups of that kind."""
+    """A group with slow collectives.
+
+    seconds: for the rank that joins them last; expected: in the other groups of that kind.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -73,7 +82,10 @@ Straggler = SlowRank | SlowLink | SlowGroup
 
 
 def find_stragglers(paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]]) -> list[Straggler]:
-    """Return what is slow, the worst first. paces: by global rank. groups: all groups of more than one rank, by kind."""
+    """Return what is slow, the worst first.
+
+    paces: by global rank. groups: all groups of more than one rank, by kind.
+    """
     step = max(pace.step for pace in paces)
     found = [*_slow_ranks(paces, step), *_slow_links(paces, step), *_slow_groups(paces, groups, step)]
     return [straggler for _, straggler in sorted(found, key=lambda one: -one[0])]
@@ -95,7 +107,7 @@ def _slow_ranks(paces: Sequence[RankPace], step: float) -> list[tuple[float, Str
 
 
 def _expected(pace: RankPace, paces: Sequence[RankPace]) -> tuple[float, float, bool]:
-    """Return (seconds it should compute, the ratio from which on it is slow, True if that is known from ranks with the same work)."""
+    """Return (seconds it should compute, ratio from which on it is slow, True if ranks with the same work say so)."""
     peers = [paces[rank].computing for rank in pace.peers]
     if peers:
         return median(peers), PEERS_RATIO, True
@@ -117,7 +129,7 @@ def _slow_links(paces: Sequence[RankPace], step: float) -> list[tuple[float, Str
 def _slow_groups(
     paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], step: float
 ) -> list[tuple[float, Straggler]]:
-    """Compare groups by their least waits: the rank that joins a collective last waits for the operation itself only."""
+    """Compare groups by their least waits: the rank that joins a collective last waits only for the operation."""
     found: list[tuple[float, Straggler]] = []
     for kind, members in groups.items():
         least = [min(paces[rank].waits.get(kind, 0.0) for rank in ranks) for ranks in members]
@@ -142,24 +154,26 @@ def straggler_text(straggler: Straggler, paces: Sequence[RankPace], names: Seque
         )
         share = straggler.seconds / max(paces[straggler.ranks[0]].step, 1e-9)
         return (
-            f"the link between {names[straggler.ranks[0]]} and {names[straggler.ranks[1]]} is slow: a message there and one back take "
-            f"{seconds_text(straggler.seconds)}, {share:.0%} of a step; {other}"
+            f"the link between {names[straggler.ranks[0]]} and {names[straggler.ranks[1]]} is slow: a message there "
+            f"and one back take {seconds_text(straggler.seconds)}, {share:.0%} of a step; {other}"
         )
     if isinstance(straggler, SlowGroup):
         ranks = " ".join(map(str, straggler.ranks[:8])) + (" ..." if len(straggler.ranks) > 8 else "")
         return (
-            f"collectives of the {straggler.kind} group of ranks {ranks} are slow: {seconds_text(straggler.seconds)} a step even for the rank "
-            f"that joins last, {seconds_text(straggler.expected)} in the other {straggler.kind} groups"
+            f"collectives of the {straggler.kind} group of ranks {ranks} are slow: "
+            f"{seconds_text(straggler.seconds)} a step even for the rank that joins last, "
+            f"{seconds_text(straggler.expected)} in the other {straggler.kind} groups"
         )
     pace = paces[straggler.rank]
     ratio = straggler.seconds / straggler.expected if straggler.expected > 0 else float("inf")
-    whom = "ranks with the same work" if straggler.same_work else "the others, for the work that the plan gives it"
+    others = "ranks with the same work" if straggler.same_work else "the others, for the work that the plan gives it"
     times = (
-        f"{ratio:.1f} times the {seconds_text(straggler.expected)} of {whom}"
+        f"{ratio:.1f} times the {seconds_text(straggler.expected)} of {others}"
         if ratio < 100
-        else f"{whom}: {seconds_text(straggler.expected)}"
+        else f"{others}: {seconds_text(straggler.expected)}"
     )
-    return f"{names[straggler.rank]} is slow: it {straggler.what} {seconds_text(straggler.seconds)} a step, {times}; it waits {seconds_text(pace.waiting)}"
+    seconds, waiting = seconds_text(straggler.seconds), seconds_text(pace.waiting)
+    return f"{names[straggler.rank]} is slow: it {straggler.what} {seconds} a step, {times}; it waits {waiting}"
 
 
 def extremes_text(paces: Sequence[RankPace], count: int) -> str:

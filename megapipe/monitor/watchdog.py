@@ -1,7 +1,8 @@
-"""`Watchdog`: a thread of every rank that notices when the run hangs. One rank reports who is missing, then all ranks end.
+"""`Watchdog`: a thread of every rank that notices a hang. One rank reports who is missing, then all ranks end.
 
-Each rank looks at its own record. When that has not changed for the limit, the rank writes its stack to a file and looks at the others.
-The lowest stuck rank that can report does; a file created exclusively, and a claim between hosts, keep it to one report.
+Each rank looks at its own record. When that has not changed for the limit, the rank writes its stack to a file and
+looks at the others. The lowest stuck rank that can report does; a file created exclusively, and a claim between hosts,
+keep it to one report.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST_INTERVAL_SECONDS = 0.5
 GONE_SECONDS = 3.0  # after which a dead rank is reported; a living launcher ends all ranks sooner and reports it itself
 STACK_SECONDS = 1.0  # for a culprit that answers to write its stack
 TURN_SECONDS = 3.0  # after which any rank reports, as the one whose turn it is does not
-REPORT_SECONDS = 8.0  # after which nobody waits any longer for a report that was begun
+REPORT_SECONDS = 8.0  # after which no rank waits any longer for a report that was begun
 JUMP_SECONDS = 2.0  # by which an interval may be late
 PULSE_SECONDS = 1.5  # between two looks at a rank of another host; if it answers, its pulse changes in between
 PULSE_CHECKS = 3  # own pulses meanwhile
@@ -57,9 +58,10 @@ class Exchange(Protocol):
 class Watchdog:
     """A thread that watches from `start` to `stop`.
 
-    limit_seconds: how long a record may stay unchanged. live: folder of this host's records. say: takes the report, on the one rank that
-    makes it. end: ends this process. Both are called in the watchdog's thread. exchange: with other hosts, None if there is one host.
-    kills: also end the ranks of this host that cannot end themselves, for runs whose launcher does not.
+    limit_seconds: how long a record may stay unchanged. live: folder of this host's records. say: takes the report, on
+    the one rank that makes it. end: ends this process. Both are called in the watchdog's thread. exchange: with other
+    hosts, None if there is one host. kills: also end the ranks of this host that cannot end themselves, for runs whose
+    launcher does not.
     """
 
     def __init__(
@@ -98,7 +100,10 @@ class Watchdog:
             self._thread.join(2 * MOST_INTERVAL_SECONDS)
 
     def unreachable(self) -> list[Sighting]:
-        """Return the sightings of all ranks if some of other hosts do not answer and have not left, else []. Takes PULSE_SECONDS."""
+        """Return the sightings of all ranks if some of other hosts do not answer and have not left, else [].
+
+        Takes PULSE_SECONDS.
+        """
         if self._exchange is None:
             return []
         sightings = self._sightings()
@@ -111,7 +116,7 @@ class Watchdog:
         while not self._stopped.wait(interval):
             now = time.time()
             if now - before > interval + JUMP_SECONDS:
-                # the process was stopped and continued, or the clock was set: all records look old, and none is
+                # stopped and continued, or the clock was set: all records look old although they are not
                 self._not_before = now + self._limit_seconds
             before = now
             self._heartbeat.pulse()
@@ -124,7 +129,10 @@ class Watchdog:
                 self._suspects_since = None
 
     def _is_stuck(self) -> bool:
-        """Return True if this rank's record has not changed for the limit. Then its stack is written to a file, once."""
+        """Return True if this rank's record has not changed for the limit.
+
+        Then its stack is written to a file, once.
+        """
         record = self._heartbeat.snapshot().record
         if (time.time_ns() - record.since_ns) / 1e9 < self._limit_seconds * record.patience:
             return False
@@ -183,7 +191,10 @@ class Watchdog:
         ]
 
     def _remote(self, members: Sequence[Member]) -> dict[int, Sighting]:
-        """Return ranks of other hosts. Their clocks are not ours: a pulse that changes between two looks is an answer."""
+        """Return ranks of other hosts.
+
+        Their clocks are not ours: a pulse that changes between two looks is an answer.
+        """
         ranks = [member.rank for member in members]
         before, after = self._snapshots(ranks), {}
         if before:
@@ -208,7 +219,10 @@ class Watchdog:
         return {rank: read_snapshot(data) for rank, data in fetched.items()}
 
     def _ask(self, question: Callable[[Exchange], Any]) -> Any:
-        """Return what the exchange answers, None without one. It may take seconds, during which this rank keeps up its pulse."""
+        """Return what the exchange answers, None without one.
+
+        It may take seconds, during which this rank keeps up its pulse.
+        """
         exchange = self._exchange
         if exchange is None:
             return None
@@ -254,7 +268,7 @@ class Watchdog:
 
     @property
     def is_reported(self) -> bool:
-        """True if the report has been made, or whoever began it did not finish."""
+        """True if the report has been made, or the rank that began it did not finish."""
         if (self._live / "told").exists() or (self._exchange is not None and self._exchange.is_told):
             return True
         try:

@@ -6,7 +6,7 @@
 - `loading`, `saving`: state and tensors from and to checkpoints; `evaluation`: the loss on held-out data
 - `journal`, `metrics`: run.jsonl, console and writers; what a step reports
 - `guard`:   judges every step and recovers from bad ones, with `agreement` (signals, limits, decisions of all ranks),
-  `nonfinite` (NaN and infinity), `spikes`, `copies_check` (copies of parameters must be equal to the bit)
+  `nonfinite` (NaN and infinity), `spikes`, `copies_check` (copies of parameters must be bit-identical)
 - `profiling`: timers, rates and traces of the steps, with `timers`, `pipeline_profile`, `stragglers`
 - `watch`:   heartbeats and the watchdog; `gpu_setup`: settings and checks for GPUs alone
 """

@@ -36,7 +36,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
-    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1 too, inside the block; restore the old handlers after it."""
+    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1, inside the block; restore old handlers after it."""
     request = StopRequest()
     handled = STOP_SIGNALS if handle_termination else (signal.SIGINT,)
     before = {number: signal.signal(number, request.receive) for number in handled}
@@ -44,7 +44,8 @@ def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
         yield request
     except CommunicationError:
         if request.signal is signal.SIGTERM:
-            # the launcher terminates this rank because a peer has failed: die of the signal, as only the peer's message helps
+            # the launcher terminates this rank because a peer has failed: die of the signal without a message,
+            # as only the peer's message helps
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         raise
@@ -54,7 +55,7 @@ def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
 
 
 class StepHealth(enum.IntEnum):
-    """The state of a step's numbers, by severity: fine, a spike (train.spikes), a NaN or infinite loss or gradient norm."""
+    """The state of a step's numbers, by severity: fine, a spike, a NaN or infinite loss or gradient norm."""
 
     FINE = 0
     SPIKE = 1
@@ -63,10 +64,10 @@ class StepHealth(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after a step.
+    """A decision of all ranks after a step.
 
-    stop_reason: None to go on. save_due: --save-interval-minutes have passed. save_ready: the asynchronous save can go on without
-    waiting for any rank.
+    stop_reason: None to continue. save_due: --save-interval-minutes have passed. save_ready: the asynchronous save can
+    proceed without waiting for any rank.
     """
 
     stop_reason: str | None = None
@@ -88,7 +89,10 @@ class Agreement:
         self._started = time.monotonic()
 
     def after_step(self, step: int, seconds_since_save: float, is_save_ready: bool, health: StepHealth) -> Decision:
-        """Decide what follows. seconds_since_save: on this rank's clock. is_save_ready: this rank's part of a save has been written."""
+        """Decide what follows.
+
+        seconds_since_save: on this rank's clock. is_save_ready: this rank's part of a save has been written.
+        """
         config = self._runtime.plan.config
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
         is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit

@@ -1,4 +1,4 @@
-"""--check-weight-hash-across-dp-replicas-interval: compare the copies of parameters, and end a run in which they differ."""
+"""--check-weight-hash-across-dp-replicas-interval: compare copies of parameters and stop the run if they differ."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _RankFindings:
 class CopiesCheck:
     """A comparison before the first step, every `interval` steps and before every save; none without an interval.
 
-    Compares copies on different ranks, and on each rank the parameters with the master weights whose rounded copies they are, which
-    finds what has changed since the last update. Called by all ranks.
+    Compares copies on different ranks, and on each rank the parameters with the master weights whose rounded copies
+    they are, which finds what has changed since the last update. Called by all ranks.
     """
 
     def __init__(self, runtime: TrainingRuntime) -> None:
@@ -86,11 +86,11 @@ def _message(step: int, findings: Sequence[_RankFindings], topology: Topology) -
         who = f"on {named(stale[:MOST_DIFFERENCES])}"
     else:
         either = sorted({rank for difference in differences for rank in difference.suspects})
-        who = f"on one of {named(either[:MOST_DIFFERENCES])} (two copies cannot tell which)"
+        who = f"on one of {named(either[:MOST_DIFFERENCES])} (with two copies it is unknown which)"
     return (
-        f"bits of the parameters have changed {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved since; "
-        "start again to go on from the newest checkpoint, when all copies still agreed. If it happens again on the same "
-        "host, leave that host out and test its memory and devices; if hosts change, it is a bug in what updates the "
+        f"bits of the parameters have changed {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved "
+        "since; restart from the newest checkpoint, when all copies still agreed. If it happens again on the same "
+        "host, exclude that host and test its memory and devices; if hosts change, it is a bug in what updates the "
         f"parameters ({FLAG})"
     )
 

@@ -31,7 +31,10 @@ class Evaluation:
         self._stop_signal = stop_signal
 
     def run(self, split: str, after_step: int) -> str | None:
-        """Evaluate on 'validation' or 'test' and report it. Returns the signal that cut it short; then nothing is reported."""
+        """Evaluate on 'validation' or 'test' and report it.
+
+        Returns the signal that cut it short; then nothing is reported.
+        """
         plan, loader = self._runtime.plan, self._data.valid if split == "validation" else self._data.test
         training = plan.config.training
         if loader is None or not training.eval_iters:

@@ -1,4 +1,4 @@
-"""What a run does only for the sake of a GPU: settings before the start, names of ranges, the allocator's history, memory that runs out."""
+"""GPU setup of a run: settings of CUDA and NCCL, profiler ranges, the allocator's history, out-of-memory messages."""
 
 from __future__ import annotations
 
@@ -24,39 +24,44 @@ from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 FLIGHT_RECORDER_FOLDER = "nccl"
 MOST_HISTORY_ENTRIES = 100_000
 
-Marks = Callable[[str], AbstractContextManager[Any]]  # name -> what it is open for
+Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
 
 
 def prepare(config: Config, environment: Environment) -> NcclSettings:
-    """Set what CUDA's allocator and NCCL read at their start; called before anything is sent or lies on a GPU. Raises ConfigError."""
+    """Set what CUDA's allocator and NCCL read when they start; called before the first use of either.
+
+    Raises ConfigError.
+    """
     settings = NcclSettings.of(config.gpu)
     backend, device = choose_backend(
         config.parallel.distributed_backend, config.training.device, environment.local_rank
     )
     if device.type == "cuda":
-        # segments that grow: messages and replays of many sizes otherwise leave holes that nothing fits
+        # without segments that grow, messages and graph replays of many sizes fragment the memory
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
     elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(
-            f"{flag} looks at a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)"
+            f"{flag} needs a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)"
         )
     if device.type != "cuda" and config.gpu.cuda_graph_impl != "none":
-        raise ConfigError(
-            "--cuda-graph-impl local records what a GPU is given to do, and this run has none; leave it out"
-        )
+        raise ConfigError("--cuda-graph-impl local needs a GPU, and this run has none; leave it out")
     if backend == "nccl":
         settings.prepare(
             None if config.checkpoint.save is None else Path(config.checkpoint.save) / FLIGHT_RECORDER_FOLDER
         )
         if config.gpu.cuda_graph_impl != "none":
-            # NCCL registers what collectives in a graph work on, and takes it for one allocation: segments that grow are several
+            # NCCL registers the buffers of collectives in a graph and assumes that each is one allocation;
+            # a segment that has grown consists of several
             set_for_libraries(NCCL_GRAPH_REGISTER=0)
     return settings
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
-    """Raises ConfigError where the linears are to multiply in 8 bits and the card cannot. Of Transformer Engine the library says it."""
+    """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication.
+
+    Transformer Engine checks this itself.
+    """
     if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
         return
     why = fp8_unsupported_reason(device)
@@ -65,17 +70,17 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:
-    """What was said to NCCL that nobody hears."""
+    """Return remarks on NCCL settings that have no effect because the backend is another."""
     if world.backend == "nccl":
         return []
     default = GpuConfig()
     names = ("nccl_settings", "nccl_communicator_config_path", "high_priority_stream_groups")
-    said = ["--" + name.replace("_", "-") for name in names if getattr(config, name) != getattr(default, name)]
-    return [f"{', '.join(said)}: without effect, ranks talk over {world.backend}"] if said else []
+    given = ["--" + name.replace("_", "-") for name in names if getattr(config, name) != getattr(default, name)]
+    return [f"{', '.join(given)}: no effect, as ranks communicate over {world.backend}"] if given else []
 
 
 def graph_words(plan: RunPlan) -> tuple[str, ...]:
-    """What is recorded and when, one line for the start of a run; none without CUDA graphs."""
+    """Describe what CUDA graphs record and when, in one line for the start of a run; () without CUDA graphs."""
     gpu = plan.config.gpu
     if gpu.cuda_graph_impl == "none":
         return ()
@@ -83,12 +88,13 @@ def graph_words(plan: RunPlan) -> tuple[str, ...]:
     parts = "forward, I and W" if plan.splits_backward else "forward and backward"
     text = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after"
     return (
-        f"graphs     {text} {gpu.cuda_graph_warmup_steps} steps; evaluation as written (--cuda-graph-impl {gpu.cuda_graph_impl})",
+        f"graphs     {text} {gpu.cuda_graph_warmup_steps} steps; evaluation runs without graphs "
+        f"(--cuda-graph-impl {gpu.cuda_graph_impl})",
     )
 
 
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:
-    """What names actions and phases: ranges for Nsight Systems, or for torch's profiler on a rank that --profile traces."""
+    """Return the kind of profiler ranges around actions and phases: NVTX, torch's on ranks of --profile, or None."""
     if gpu.nvtx_ranges:
         return torch.cuda.nvtx.range
     return torch.profiler.record_function if logging.profile and global_rank in logging.profile_ranks else None
@@ -96,16 +102,16 @@ def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks 
 
 @contextmanager
 def watched_memory(plan: RunPlan, device: torch.device, global_rank: int) -> Iterator[None]:
-    """Inside the block the allocator's history is recorded if that is asked for, and running out of memory is told in terms of the plan.
+    """Record the allocator's history if asked for, and explain an out-of-memory error in terms of the plan.
 
-    Raises TrainingError for torch's OutOfMemoryError.
+    Raises TrainingError in place of torch's OutOfMemoryError.
     """
     gpu = plan.config.gpu
     history = _History(snapshot_path(gpu, global_rank)) if gpu.record_memory_history else None
     try:
         yield
     except torch.OutOfMemoryError as error:
-        where = history.write() if history is not None else "; --record-memory-history shows who holds it"
+        where = history.write() if history is not None else "; --record-memory-history shows what holds it"
         raise TrainingError(out_of_memory(plan, device, global_rank, error) + where) from error
     except BaseException:
         if history is not None:
@@ -126,18 +132,18 @@ class _History:
         torch.cuda.memory._record_memory_history(max_entries=MOST_HISTORY_ENTRIES)
 
     def write(self) -> str:
-        """Where it went, for a message; the run does not depend on it."""
+        """Write the history and say where, for an error message. A failure does not stop the run."""
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             torch.cuda.memory._dump_snapshot(str(self._path))
         except (OSError, RuntimeError) as error:
-            return f"; the allocator's history cannot be written to {self._path}: {error}"
+            return f"; the allocator's history could not be written to {self._path}: {error}"
         return f"; the allocator's history is in {self._path}"
 
 
 def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: BaseException) -> str:
-    """The message of a rank whose memory ran out: what was planned, what is held, what is nearest at hand to change."""
+    """Return the message of a rank that ran out of memory: what was planned, what is allocated, what to change."""
     pp_rank = plan.topology.coordinates(global_rank).pp_rank
     planned = rank_memory(plan, pp_rank)
     largest = sorted(planned.items.items(), key=lambda item: -item[1])[:3]
@@ -147,14 +153,14 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
         free, total = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         text += (
-            f"; of the card's {bytes_text(total)} {bytes_text(held)} are in tensors, {bytes_text(reserved - held)} kept by the allocator, "
-            f"{bytes_text(total - free - reserved)} taken by CUDA, NCCL and other processes"
+            f"; of the GPU's {bytes_text(total)}, {bytes_text(held)} are in tensors, "
+            f"{bytes_text(reserved - held)} cached by the allocator, {bytes_text(total - free - reserved)} used by CUDA, NCCL and other processes"
         )
     return f"{text}. {ways_out(plan)}. torch: {str(error).split('. ')[0]}"
 
 
 def ways_out(plan: RunPlan) -> str:
-    """What would lower the planned memory most, in the order in which it costs speed."""
+    """List flags that lower the planned memory, those that cost the least speed first."""
     config, ways = plan.config, []
     if not config.parallel.use_distributed_optimizer and plan.topology.dp > 1:
         ways.append("--use-distributed-optimizer")
@@ -169,6 +175,6 @@ def ways_out(plan: RunPlan) -> str:
     if config.recompute.recompute_granularity != "full":
         ways.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     if not config.offload.cpu_offloading_num_layers:
-        ways.append("--cpu-offloading-num-layers N, at the price of copies to the host (--plan says how much)")
+        ways.append("--cpu-offloading-num-layers N, which costs copies to the host (--plan says how much)")
     ways.append("more tensor- or pipeline-parallel ranks (megapipe plan --gpus N --gpu NAME finds a layout that fits)")
     return "Ways out: " + "; ".join(ways)

@@ -62,7 +62,7 @@ class Guard:
             self._sums[batch.step] = self._outputs.take()
 
     def is_nonfinite(self, batch: StepBatch, result: StepResult) -> bool:
-        """Return True if the loss or the gradient norm of a step is not finite and the run must not go on with it."""
+        """Return True if the loss or the gradient norm of a step is not finite and the run must stop or go back it."""
         sums = self._sums.pop(batch.step, None)
         # an overflow belongs to the search for a loss scale, until the scale cannot fall any further
         lowest = self._runtime.plan.config.precision.min_loss_scale
@@ -74,7 +74,10 @@ class Guard:
         return True
 
     def has_spiked(self, result: StepResult) -> bool:
-        """Return True, on rank 0, if loss or norm have been far above the last steps' for long enough. Takes note of the step."""
+        """Return True, on rank 0, if loss or norm have been far above the last steps' for long enough.
+
+        Takes note of the step.
+        """
         self._spike = "" if self._spikes is None else self._spikes.see(result.loss, result.update.grad_norm)
         return bool(self._spike) and self._runtime.groups.world.rank == 0
 
@@ -84,16 +87,17 @@ class Guard:
         return self._agreement.after_step(self._state.step, saving.seconds_since_save, saving.is_ready, health)
 
     def prepare_save(self) -> None:
-        """Check the copies of the parameters, and put what the spike watch has seen into the state that is about to be saved."""
+        """Check the copies of the parameters, and put the state of the spike watch into the state to be saved."""
         self.copies.compare(self._state.step)
         if self._spikes is not None:
             self._state.spikes = self._spikes.state()
 
     def recover(self) -> bool:
-        """Go back to a checkpoint, as --spike-rollback says. Called by all ranks together once they have agreed that a step was bad.
+        """Go back to a checkpoint, as --spike-rollback says. Called by all ranks together once they have agreed that a
+        step was bad.
 
-        Returns False if there is no checkpoint yet and the run can go on without. Raises TrainingError if going back is not asked for,
-        or not possible and the numbers are not finite.
+        Returns False if there is no checkpoint yet and the run can continue without. Raises TrainingError if going back
+        is not asked for, or not possible and the numbers are not finite.
         """
         why, first_bad, error = self._spike, self._state.step, None
         if self._spikes is not None:
@@ -112,7 +116,7 @@ class Guard:
             if error is not None:
                 raise error
             self._journal.say(
-                f"step {self._state.step}: {why}; there is no checkpoint from before it yet: the run goes on"
+                f"step {self._state.step}: {why}; there is no checkpoint from before it yet: the run continues"
             )
         self._spikes.load_state(self._state.spikes)
         return went_back

@@ -1,14 +1,14 @@
 """`Journal`: everything a run reports: run.jsonl for `megapipe report`, lines at the console, metrics to their writers.
 
-run.jsonl says what a run is and how it went, one JSON object per line; a resumed run appends. Keys are stable. Every record has `kind`
-and `time` (Unix seconds), and:
+run.jsonl says what a run is and how it went, one JSON object per line; a resumed run appends. Keys are stable. Every
+record has `kind` and `time` (Unix seconds), and:
 
 start    time, host, pid, command, versions, machine, grid, config (YAML), plan (text), resumed_from, remarks,
          kernels (which library computes what)
-note     printed at the console beside the steps: checkpoints, profiles, checkpoints passed over
+note     printed at the console between the steps: checkpoints, profiles, checkpoints passed over
 warning  something that did not go as asked and did not stop the run
 stragglers  step, told (sentences), slowest (times of ranks): with --log-straggler, where a rank was slow
-rollback number, from_step, to_step, first_sample, past_sample, reason, account: back to a checkpoint from before a spike
+rollback number, from_step, to_step, first_sample, past_sample, reason, account: back to before a spike
 failure  rank, error, text: the error that ended the run
 end      step, reason, early
 """
@@ -50,10 +50,11 @@ FILE_NAME = "run.jsonl"
 
 
 class Journal:
-    """The reports of one rank. Rank 0 prints, writes metrics and records everything; another rank records only its own failure.
+    """The reports of one rank. Rank 0 prints, writes metrics and records everything; another rank records only its own
+    failure.
 
-    folder: of run.jsonl, None to record nothing. A disk that refuses writes costs the record, and a writer that fails is left out from
-    then on; neither stops training.
+    folder: of run.jsonl, None to record nothing. A disk that refuses writes costs the record, and a writer that fails
+    is left out from then on; neither stops training.
     """
 
     def __init__(self, folder: Path | None, global_rank: int = 0) -> None:
@@ -62,7 +63,10 @@ class Journal:
         self.writers: list[Writer] = []
 
     def open_writers(self, config: Config) -> None:
-        """Open the writers that the configuration asks for, on rank 0. Raises ConfigError if a package is missing or a path fails."""
+        """Open the writers that the configuration asks for, on rank 0.
+
+        Raises ConfigError if a package is missing or a path fails.
+        """
         if self._rank != 0:
             return
         logging, folder = config.logging, recorded_folder(config)
@@ -118,7 +122,10 @@ class Journal:
         self._record("resumed", path=str(path))
 
     def stragglers(self, step: int, sentences: Sequence[str], slowest: Sequence[Mapping[str, Any]]) -> None:
-        """Record who was slow in the steps before this one. slowest: times of the ranks that computed longest, in seconds."""
+        """Record who was slow in the steps before this one.
+
+        slowest: times of the ranks that computed longest, in seconds.
+        """
         self._record("stragglers", step=step, told=list(sentences), slowest=list(slowest))
 
     def rolled_back(self, rollback: Rollback) -> None:
@@ -156,7 +163,9 @@ class Journal:
                 call(writer)
             except Exception as error:  # a full disk, a lost server: training is worth more than its metrics
                 self.writers.remove(writer)
-                text = f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training goes on without it"
+                text = (
+                    f"{type(writer).__name__} stopped: {type(error).__name__}: {error}; training continues without it"
+                )
                 print(text, file=sys.stderr)
                 self._record("warning", text=text)
 
@@ -173,12 +182,13 @@ class Journal:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line)  # one write, so that lines of several ranks do not mix
         except OSError as error:
-            print(f"{self._path} cannot be written to: {error.strerror}; the run goes on without it", file=sys.stderr)
+            print(f"{self._path} cannot be written to: {error.strerror}; the run continues without it", file=sys.stderr)
             self._path = None
 
 
 def last_failure(folder: Path, since: float) -> str | None:
-    """Return in one line what ended the newest run in a folder that failed after `since` (Unix seconds); None if nothing is recorded.
+    """Return in one line what ended the newest run in a folder that failed after `since` (Unix seconds); None if
+    nothing is recorded.
 
     A start that was refused for lack of progress is no run.
     """
@@ -197,14 +207,14 @@ def last_failure(folder: Path, since: float) -> str | None:
 
 
 def run_folder(config: Config) -> Path:
-    """Return where a run writes files that no flag names: --save, else beside --metrics-file, else the current folder."""
+    """Return the folder for files that no flag names: --save, else that of --metrics-file, else the current one."""
     if config.checkpoint.save:
         return Path(config.checkpoint.save)
     return Path(config.logging.metrics_file).parent if config.logging.metrics_file else Path()
 
 
 def recorded_folder(config: Config) -> Path | None:
-    """Return where the run is recorded: beside its metrics; None for a run that writes none."""
+    """Return the folder of run.jsonl: that of the metrics, None for a run that writes none."""
     if config.logging.metrics_file:
         return Path(config.logging.metrics_file).parent
     return Path(config.checkpoint.save) if config.checkpoint.save else None

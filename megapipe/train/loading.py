@@ -1,4 +1,4 @@
-"""Loading: where a run goes on from, and the checkpoint's tensors and state into its runtime, as the checkpoint flags say."""
+"""Loading: find the checkpoint to resume from, and read its tensors and state as the checkpoint flags say."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CountedStarts = Starts | CheckpointError | None  # None: nothing is saved, so th
 
 @dataclass(frozen=True)
 class Resumed:
-    """The point from which a run goes on.
+    """The point from which a run continues.
 
-    path: of the checkpoint, None for a fresh start. schedules: in force from here on, None without --lr. damaged: newer checkpoints
-    that looked complete and were not.
+    path: of the checkpoint, None for a fresh start. schedules: in force from here on, None without --lr. damaged: newer
+    checkpoints that looked complete and were not.
     """
 
     state: TrainingState
@@ -60,7 +60,7 @@ def on_rank_0(call: Callable[[], T], world: Group) -> T:
 
 
 def count_this_start(config: Config, environment: Environment) -> CountedStarts:
-    """Count this start of a job on rank 0, before it meets the other ranks: a start that fails to meet them counts, too."""
+    """Count this start of a job on rank 0, before it meets the other ranks: a start that fails there counts, too."""
     if environment.global_rank != 0 or config.checkpoint.save is None or config.training.skip_train:
         return None
     try:
@@ -83,11 +83,11 @@ def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts
 
 
 def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = None) -> Resumed:
-    """Load the checkpoint that --load names, or --save of a restarted job if it holds one; else start from the beginning."""
+    """Load from --load, or from --save after a restart if it holds a checkpoint; else start from the beginning."""
     config = runtime.plan.config
     flags = restart_flags(config.checkpoint, starts)
     if flags != config.checkpoint:
-        journal.say(f"restarted: going on from --save {flags.save}; --load and its flags apply only to the first start")
+        journal.say(f"a restart: going on from --save {flags.save}; --load and its flags apply only to the first start")
     if flags.load is None:
         return Resumed(TrainingState(), None if config.optimizer.lr is None else Schedules.of(config))
     started = time.perf_counter()
@@ -105,18 +105,19 @@ def resume(runtime: TrainingRuntime, journal: Journal, starts: Starts | None = N
 
 
 def restart_flags(flags: CheckpointConfig, starts: Starts | None) -> CheckpointConfig:
-    """Return the flags in force after a restart: the job's own checkpoints come before --load, --ckpt-step and --finetune."""
+    """Return the flags of a restart: the job's own checkpoints take precedence over --load, --ckpt-step, --finetune."""
     if starts is None or not starts.is_restart or flags.save is None or not steps_in(Path(flags.save)):
         return flags
     return replace(flags, load=flags.save, ckpt_step=None, finetune=False, no_load_optim=False, no_load_rng=False)
 
 
 def load(runtime: TrainingRuntime, root: Path, flags: CheckpointConfig | None = None) -> Resumed:
-    """Load the newest complete checkpoint of root, or --ckpt-step, as the flags of the checkpoint section say; called by all ranks.
+    """Load the newest complete checkpoint of root, or --ckpt-step, as the flags of the checkpoint section say; called
+    by all ranks.
 
-    If the newest one proves damaged while it is read, the one before is taken. A root without any checkpoint is a fresh start, unless
-    --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any grid. flags: instead of the configuration's. Raises
-    CheckpointError on all ranks.
+    If the newest one proves damaged while it is read, the one before is taken. A root without any checkpoint is a fresh
+    start, unless --exit-on-missing-checkpoint or --ckpt-step. The checkpoint may come from any grid. flags: instead of
+    the configuration's. Raises CheckpointError on all ranks.
     """
     flags = flags or runtime.plan.config.checkpoint
     remarks: list[str] = []
@@ -173,7 +174,8 @@ def _position(saved: dict[str, Any], rollbacks: Sequence[Rollback]) -> TrainingS
 def _check_random(config: Config, saved: dict[str, Any], path: Path) -> None:
     if saved["random"] is None:
         raise CheckpointError(
-            f"{path} holds no random state (--no-save-rng); give --no-load-rng to go on with --seed {config.training.seed}"
+            f"{path} holds no random state (--no-save-rng); give --no-load-rng to continue with --seed "
+            f"{config.training.seed}"
         )
     seed = saved["random"]["seed"]
     if seed != config.training.seed:
@@ -191,13 +193,13 @@ def _check_batch(runtime: TrainingRuntime, saved: dict[str, Any], path: Path) ->
         return
     raise CheckpointError(
         f"--global-batch-size is not given, and micro-batch-size x data-parallel size {dp} would make it {batch.full}, "
-        f"but {path} was trained with {before}: give --global-batch-size {before} to go on with the same steps on any "
-        f"number of ranks, or --global-batch-size {batch.full} if the change is wanted"
+        f"but {path} was trained with {before}: give --global-batch-size {before} to continue with the same steps on "
+        f"any number of ranks, or --global-batch-size {batch.full} if the change is wanted"
     )
 
 
 def _check_optimizer(config: Config, saved: dict[str, Any], path: Path) -> None:
-    way_out = "give --no-load-optim to go on with a fresh optimizer, or --finetune to start at step 0"
+    way_out = "give --no-load-optim to continue with a fresh optimizer, or --finetune to start at step 0"
     if saved["optimizer"] is None:
         raise CheckpointError(f"{path} holds no optimizer state (--no-save-optim); {way_out}")
     rule = saved["optimizer"]["rule"]

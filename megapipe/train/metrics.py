@@ -1,4 +1,5 @@
-"""The metrics of a step or an evaluation, and the writers that take them: console, metrics.jsonl, TensorBoard, Weights & Biases.
+"""The metrics of a step or an evaluation, and the writers that take them: console, metrics.jsonl, TensorBoard, Weights
+& Biases.
 
 Keys of the JSON form are stable: scripts read them.
 """
@@ -25,11 +26,11 @@ WANDB_TIMEOUT_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
 class StepMetrics:
     """Everything logged about one step; rates are averages over the steps since the last line.
 
-    tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None if the peak is unknown.
-    rolled_back_steps: updates of this run taken back by --optimizer-post-validation, None without it.
-    spike_rollbacks: how often the run went back to a checkpoint. skipped_samples: samples before this position that are left out.
-    discarded_tokens: trained on, then taken back. bubble: measured idle share of the pipeline; bubble_note: why there is none.
-    memory_bytes: the largest over all ranks.
+    tflops: model TFLOP/s per rank, causal attention counted half; mfu: share of the device's peak, None if the peak is
+    unknown. rolled_back_steps: updates of this run taken back by --optimizer-post-validation, None without it.
+    spike_rollbacks: how often the run went back to a checkpoint. skipped_samples: samples before this position that are
+    left out. discarded_tokens: trained on, then taken back. bubble: measured idle share of the pipeline; bubble_note:
+    why it is not measured. memory_bytes: the largest over all ranks.
     """
 
     step: int
@@ -251,7 +252,9 @@ class WeightsAndBiases(_Scalars):
                 settings = self._wandb.Settings(init_timeout=WANDB_TIMEOUT_SECONDS, silent=True)
                 return self._wandb.init(**arguments, mode=mode, settings=settings)
             except Exception as error:
-                after = "going on offline (wandb sync uploads later)" if mode is None else "training goes on without it"
+                after = (
+                    "continuing offline (wandb sync uploads later)" if mode is None else "training continues without it"
+                )
                 first_line = (str(error).splitlines() or [""])[0]
                 print(f"wandb did not start: {type(error).__name__}: {first_line}; {after}", file=sys.stderr)
         return None

@@ -1,8 +1,9 @@
 """NaN and infinity: find the rank, stage, microbatch and module where a bad step first went wrong.
 
-Each stage's output is summed as it comes, without a synchronisation; only when the loss or the gradient norm of a step is not finite are
-the sums looked at, on all ranks. Then the step runs once more with hooks on every module. That costs nothing before: random streams
-are keyed by the step, and a step with a non-finite norm has updated nothing, so it can be repeated exactly.
+Each stage's output is summed as it comes, without a synchronisation; only when the loss or the gradient norm of a step
+is not finite are the sums looked at, on all ranks. Then the step runs once more with hooks on every module. That costs
+nothing before: random streams are keyed by the step, and a step with a non-finite norm has updated nothing, so it can
+be repeated exactly.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def describe_nonfinite(
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A non-finite value, sorted along the data: weights before forwards before backwards, then microbatch, stage, rank."""
+    """A non-finite value, sorted along the data: weights, forwards, backwards; then microbatch, stage, rank."""
 
     phase: int
     microbatch: int
@@ -129,7 +130,7 @@ def _run_row(runtime: TrainingRuntime, microbatches: Microbatches) -> None:
 
 
 class _Search:
-    """Hooks that check every module's output, every gradient of an activation, and after each backward the weight gradients."""
+    """Hooks that check the output of every module, the gradients of activations and the weight gradients."""
 
     def __init__(self, runtime: TrainingRuntime, microbatches: Microbatches) -> None:
         self.findings: list[Finding] = []
@@ -192,7 +193,8 @@ class _Search:
     def _gradient(self, microbatch: int, stage: int, text: str, received: bool, gradient: Tensor) -> None:
         """Check the gradient of an activation. received: a later stage sent it.
 
-        All hooks of one tensor get the same gradient; the hook on a module's input says more than that on another's output.
+        All hooks of one tensor get the same gradient; the hook on a module's input says more than that on another's
+        output.
         """
         key = microbatch, stage
         if _is_finite(gradient) or self._has_forward(microbatch, stage):

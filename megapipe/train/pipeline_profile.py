@@ -1,4 +1,4 @@
-"""--profile-pipeline: every action of every rank in some steps, on one clock, beside the plan; see docs/profile.md."""
+"""--profile-pipeline: every action of every rank in some steps, on one clock, next to the plan; see docs/profile.md."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ class _Recorded(NamedTuple):
 
 
 class PipelineProfiler:
-    """A recorder of the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called on every rank.
+    """A recorder of the steps [profile_step_start, profile_step_end); does nothing without --profile-pipeline. Called
+    on every rank.
 
-    write_to: folder of the profile and its trace, on global rank 0. say: prints a line once for all ranks. On a GPU actions begin and
-    end at events in its streams, which are read when a step is over: profiling adds no synchronisation within a step.
+    write_to: folder of the profile and its trace, on global rank 0. say: prints a line once for all ranks. On a GPU
+    actions begin and end at events in its streams, which are read when a step is over: profiling adds no
+    synchronisation within a step.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class PipelineProfiler:
             trips = round_trips(world, 0, rank, ROUND_TRIPS, self._runtime.device, now=self._now)
             if trips:
                 read = reading([RoundTrip(*trip) for trip in trips])
-                # ranks under one kernel share its clock, unless a container has a time namespace of its own
+                # ranks under one kernel share its clock, unless a container has its own time namespace
                 if boots[rank] != boots[0] or abs(read.offset_ns) > read.error_ns:
                     found[rank] = read
         return found

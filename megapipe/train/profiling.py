@@ -1,4 +1,4 @@
-"""`Profiling`: everything measured about the steps of a run: phases, rates, idle pipeline, stragglers, profiler traces."""
+"""`Profiling`: measurements of a run's steps: phases, rates, idle pipeline, stragglers, profiler traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from megapipe.train.timers import Timers
 
 
 class Profiling:
-    """The measurements of one rank's steps. Called alike on every rank; evaluation and saving are not counted (`restart`)."""
+    """The measurements of one rank's steps.
+
+    Called alike on every rank; evaluation and saving are not counted (`restart`).
+    """
 
     def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
         logging = runtime.plan.config.logging
@@ -50,7 +53,7 @@ class Profiling:
         self._trace.after(step - 1)
 
     def restart(self) -> None:
-        """Measure anew from here on: what lies between the last step and the next is not counted."""
+        """Restart the measurement: the time since the last step is not counted."""
         self._pace.start()
 
     def count(self, num_microbatches: int, num_samples: int) -> None:
@@ -58,7 +61,10 @@ class Profiling:
         self._pace.count(num_microbatches, num_samples)
 
     def take(self, steps_left: int) -> dict[str, Any]:
-        """Return the fields of StepMetrics about time and memory since the last call, and measure anew. A collective."""
+        """Return the fields of StepMetrics about time and memory since the last call, and restart.
+
+        A collective.
+        """
         phases = self.timers.take(self._runtime.tracer, self._pace.num_steps)
         return {"phases": phases, **self._pace.take(steps_left)}
 
@@ -99,7 +105,10 @@ class Pace:
         self.num_steps += 1
 
     def take(self, steps_left: int) -> dict[str, Any]:
-        """Return the fields of StepMetrics about speed and memory, and start anew. A collective: every rank calls it."""
+        """Return the fields of StepMetrics about speed and memory, and restart.
+
+        A collective: every rank calls it.
+        """
         plan = self._runtime.plan
         seconds = max(time.perf_counter() - self._since, 1e-9)
         flops = step_flops(plan.config.model, self._samples, causal=True) / seconds / plan.topology.world_size
@@ -121,7 +130,7 @@ class Pace:
         return taken
 
     def _bubble(self) -> float | None:
-        """Return the idle share of the pipeline since the last line: 1 - computation / time in the row, over all ranks of the world."""
+        """Return the pipeline's idle share since the last line: 1 - computation / time in the row, over all ranks."""
         tracer, world = self._runtime.tracer, self._runtime.groups.world
         if self._bubble_note or tracer is None or self.num_steps == 0:
             return None
@@ -143,7 +152,7 @@ class Pace:
         return self._predicted[count]
 
     def _largest_memory(self) -> int:
-        """Return the largest memory over all ranks: allocated on the GPU since the last line, else the process's peak."""
+        """Return the peak memory over all ranks: allocated on the GPU since the last line, else of the process."""
         device = self._runtime.device
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
@@ -156,7 +165,8 @@ class Pace:
 
 
 class TorchTrace:
-    """--profile: a trace of the steps [profile_step_start, profile_step_end) by torch's profiler, as Chrome/Perfetto JSON.
+    """--profile: a trace of the steps [profile_step_start, profile_step_end) by torch's profiler, as Chrome/Perfetto
+    JSON.
 
     Written by the ranks in profile_ranks to trace_rank_00000.json and so on, in --save or the current folder.
     """

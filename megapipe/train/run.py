@@ -35,7 +35,7 @@ AfterTraining = Callable[[TrainingRuntime, RunData, Journal], None]
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """What a run is started with. starts: of this job so far, None without --save. config_text: see `pretrain`."""
+    """The surroundings of a run. starts: of this job so far, None without --save. config_text: see `pretrain`."""
 
     journal: Journal
     stop: StopRequest
@@ -50,10 +50,11 @@ def pretrain(
     after_training: AfterTraining | None = None,
     remarks: Sequence[str] = (),
 ) -> int:
-    """Train as planned on this rank. Ends the process if there are other ranks (comm.bootstrap.shutdown), else returns the exit code.
+    """Train as planned on this rank. Ends the process if there are other ranks (comm.bootstrap.shutdown), else returns
+    the exit code.
 
-    config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on every rank after a run
-    that reached its end. remarks: on the configuration, for the record of the run.
+    config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on
+    every rank after a run that reached its end. remarks: on the configuration, for the record of the run.
     """
     config = plan.config
     if config.training.deterministic_mode:
@@ -122,13 +123,13 @@ def _train(
 
 
 def use_deterministic_kernels() -> None:
-    """Allow only kernels, and of NCCL only an algorithm, that give the same bits in every run; torch raises where it has none."""
+    """Allow only kernels and an algorithm of NCCL that are bit-reproducible; torch raises where it has none."""
     set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
     torch.use_deterministic_algorithms(True)
 
 
 def tracer_of(plan: RunPlan, device: torch.device) -> Tracer | None:
-    """Return a tracer if something uses it: the measured bubble of a pipeline on CPUs, --timing-log-level 2, a profile."""
+    """Return a tracer if something uses it: the measured bubble on CPUs, --timing-log-level 2, a profile."""
     if plan.config.logging.timing_log_level >= ACTION_LEVEL:
         return Tracer(settle=partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
     wanted = plan.config.logging.profile_pipeline or (device.type == "cpu" and plan.topology.pp > 1)

@@ -3,7 +3,7 @@
 The manifest's `state` holds:
     training    step, consumed samples and tokens, skipped steps
     optimizer   updates made, loss scaler, update rule; null with --no-save-optim
-    random      the seed: all streams are keyed by (seed, step, ...), so seed and step are the random state; null with --no-save-rng
+    random      the seed: all streams are keyed by (seed, step, ...), so it is the random state; null with --no-save-rng
     account     skipped windows of the data set, rollbacks, what they cost
     spikes      losses and norms that the spike watch compares with; null without --spike-rollback
     schedules   learning rates and weight decay in force
@@ -41,11 +41,11 @@ from megapipe.train.state import TrainingState
 
 
 class Saving:
-    """The checkpoints of a run. At most one save is in flight; the next waits for it. All ranks call every method together, but for
-    `is_ready` and `seconds_since_save`.
+    """The checkpoints of a run. At most one save is in flight; the next waits for it. All ranks call every method
+    together, but for `is_ready` and `seconds_since_save`.
 
-    root: --save; None saves nothing. tokenizer: contents of its files by name, of which rank 0's are saved. say: prints a line once for
-    all ranks. disk: observed by tests.
+    root: --save; None saves nothing. tokenizer: contents of its files by name, of which rank 0's are saved. say: prints
+    a line once for all ranks. disk: observed by tests.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Saving:
         self.saved_step, self._saved_at = state.step, time.monotonic()
 
     def advance(self) -> None:
-        """Go on with the save in flight; called when it `is_ready` on all ranks. Raises as `save` does."""
+        """Continue the save in flight; called when it `is_ready` on all ranks. Raises as `save` does."""
         assert self._in_flight is not None
         step = self._in_flight.step
         with self._runtime.heartbeat.phase("saving", PATIENCE):
@@ -148,7 +148,7 @@ class Saving:
         if self._flags.exit_on_save_failure:
             raise error
         self._failure = error
-        self._say(f"the save of step {step} FAILED: {error}; training goes on and saves again when it is due")
+        self._say(f"the save of step {step} FAILED: {error}; training continues and saves again when it is due")
 
 
 def _report_text(report: SaveReport) -> str:
@@ -165,8 +165,9 @@ def prepare_save(
 ) -> tuple[str, ...]:
     """Prepare root for a run that starts at `step`, and return remarks on what was done.
 
-    Cleans up after interrupted saves and sets aside damaged checkpoints that lie there and what rollbacks have abandoned. num_rollbacks:
-    of this run so far. Raises CheckpointError on all ranks if root cannot be written to or holds complete checkpoints of later steps.
+    Cleans up after interrupted saves and sets aside damaged checkpoints in it and what rollbacks have
+    abandoned. num_rollbacks: of this run so far. Raises CheckpointError on all ranks if root cannot be written to or
+    holds complete checkpoints of later steps.
     """
 
     def prepare() -> tuple[str, ...]:
@@ -213,8 +214,8 @@ def retention(config: Config) -> Retention:
 
 
 def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
-    """Yield the boxes that this rank writes: masters and moments; without the optimizer masters alone, or weights if they are other
-    memory."""
+    """Yield the boxes that this rank writes: masters and moments; without the optimizer masters alone, or weights if
+    they are other memory."""
     with_optimizer = not runtime.plan.config.checkpoint.no_save_optim
     # the same on all ranks, those without parameters included
     masters_are_parameters = runtime.parameter_dtype == runtime.main_dtype

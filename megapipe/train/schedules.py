@@ -1,4 +1,4 @@
-"""`Schedules`: learning rates and weight decay of a run over its consumed samples, and which settings hold when it is resumed."""
+"""`Schedules`: learning rates and weight decay over the consumed samples, and which settings hold after resuming."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Schedules:
 def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str) -> Schedules:
     """Choose by Megatron's rule: one of two flags says whose settings hold; without either they must agree.
 
-    Raises ConfigError if both flags are given, CheckpointError with every setting that differs if none is given.
+    Raises ConfigError if both flags are given, CheckpointError with every setting that differs if neither is.
     """
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         raise ConfigError(
@@ -94,7 +94,7 @@ def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerCo
         raise CheckpointError(
             f"the schedules differ from those that {where} was trained with:\n"
             + "\n".join(lines)
-            + "\nSet them alike, or give --override-opt-param-scheduler to go on with those here or "
+            + "\nSet them alike, or give --override-opt-param-scheduler to use those given here or "
             "--use-checkpoint-opt-param-scheduler with the checkpoint's"
         )
     return saved

@@ -1,4 +1,4 @@
-"""Loss spikes: notice one, and go back to a checkpoint from before it, past the samples that led to it (PaLM, arXiv:2204.02311, 5.1)."""
+"""Loss spikes: detect one, reload a checkpoint from before it and skip the samples (PaLM, arXiv:2204.02311, 5.1)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ LEAST_SHARE = 0.5  # of the window that must be filled before anything is judged
 class SpikeWatch:
     """A detector of spikes from plain numbers, the same on all ranks.
 
-    A step spikes if loss or gradient norm lies more than --spike-threshold robust deviations (median absolute deviations, scaled to a
-    standard deviation) above the median of the last --spike-window steps, all in logarithms; spiking steps do not enter the window.
+    A step spikes if loss or gradient norm is more than --spike-threshold robust deviations (median absolute
+    deviations, scaled to a standard deviation) above the median of the last --spike-window steps, all in logarithms;
+    spiking steps do not enter the window.
     """
 
     def __init__(self, training: TrainingConfig) -> None:
@@ -80,7 +81,7 @@ class SpikeWatch:
         return {"seen": {name: list(values) for name, values in self._seen.items()}, "num_spiking": self.num_spiking}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Restore `state`; None, from a checkpoint without a watch, starts anew."""
+        """Restore `state`; None, from a checkpoint without a watch, resets it."""
         for name, values in self._seen.items():
             values.clear()
             values.extend(state["seen"][name] if state else ())
@@ -90,8 +91,9 @@ class SpikeWatch:
 class SpikeRollback:
     """The way back to a checkpoint in --save. Every method is called by all ranks together. disk: observed by tests.
 
-    Checkpoints from after the step gone back to are kept in `abandoned-N`. The entry in rollbacks.json decides: a run that ends before
-    it is written goes on from the spike, one that ends after it from the checkpoint before.
+    Checkpoints from after the step gone back to are kept in `abandoned-N`. The entry in rollbacks.json decides: a run
+    that ends before it is written resumes from the spike, one that
+    ends after it from the checkpoint before.
     """
 
     def __init__(self, runtime: TrainingRuntime, loader: Loader, journal: Journal, disk: Disk | None = None) -> None:
@@ -104,8 +106,9 @@ class SpikeRollback:
     def go_back(self, state: TrainingState, first_bad_step: int, why: str) -> bool:
         """Load the --spike-rollback-th newest checkpoint from before first_bad_step, the oldest if there are fewer.
 
-        `state` becomes that position, with the samples from there to now skipped. Returns False, with nothing changed, if there is no
-        such checkpoint. Raises TrainingError if --spike-limit is reached, DataError if too few samples are left, CheckpointError.
+        `state` becomes that position, with the samples from there to now skipped. Returns False, with nothing changed,
+        if there is no such checkpoint. Raises TrainingError if --spike-limit is reached, DataError if too few samples
+        are left, CheckpointError.
         """
         if state.account.rollbacks >= self._limit:
             raise TrainingError(

@@ -14,8 +14,8 @@ COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
 class Account:
     """Samples that were skipped or trained on in vain.
 
-    skipped: windows of the data set that are passed over. rollbacks: how often the run went back to a checkpoint. discarded_*: trained
-    on, then taken back with the weights.
+    skipped: windows of the data set that are passed over. rollbacks: how often the run went back to a checkpoint.
+    discarded_*: trained on, then taken back with the weights.
     """
 
     skipped: SkippedSamples = field(default_factory=SkippedSamples)
@@ -44,8 +44,8 @@ class Account:
 class TrainingState:
     """Position of a run.
 
-    step: optimizer steps whose results are known, skipped ones included. consumed_*: what these weights were trained on, in the order of
-    the data set without account.skipped. spikes: state of the spike watch, None without it.
+    step: optimizer steps whose results are known, skipped ones included. consumed_*: what these weights were trained
+    on, in the order of the data set without account.skipped. spikes: state of the spike watch, None without it.
     """
 
     step: int = 0

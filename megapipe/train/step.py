@@ -1,4 +1,7 @@
-"""One optimizer step: forward and backward of all microbatches, gradient reduction, update. Used by training, verification and tests."""
+"""One optimizer step: forward and backward of all microbatches, gradient reduction, update.
+
+Used by training, verification and tests.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,9 @@ class StepResult:
 class StepBatch:
     """The global batch of one training step: this rank's microbatches of it, and the rates of the update.
 
-    step: number of the step, from 1. first_sample: samples consumed before it. num_samples: over all ranks. needs_result: evaluating,
-    saving or leaving follows this step, so its result must be known before the next step begins.
+    step: number of the step, from 1. first_sample: samples consumed before it. num_samples: over all ranks.
+    needs_result: evaluating, saving or leaving follows this step, so its result must be known before the next step
+    begins.
     """
 
     step: int
@@ -59,8 +63,9 @@ class StepBatch:
 class TrainStep:
     """Forward and backward, reduction, update.
 
-    The order: zero the gradients, run this rank's row of the schedule, finish the reductions, average the loss over the world (every rank
-    learns it), update the shards. The parameter all-gather that follows overlaps with the next step's forwards.
+    The order: zero the gradients, run this rank's row of the schedule, finish the reductions, average the loss over the
+    world (every rank learns it), update the shards. The parameter all-gather that follows overlaps with the next step's
+    forwards.
     """
 
     def __init__(
@@ -77,15 +82,16 @@ class TrainStep:
         return self.finish(self.start(microbatches, rates))
 
     def take(self, batch: StepBatch, settle: Callable[[StepBatch, StepResult], bool]) -> StepResult | None:
-        """Run the step of `batch` and return its result, or None if it was given up or its result is not known yet (`unsettled`).
+        """Run the step of `batch` and return its result, or None if it was given up or its result is not known yet
+        (`unsettled`).
 
-        settle: takes the result of the step before, where that becomes known only now; it returns False, on all ranks, to give up
-        this step. Only `PostValidationStep` makes use of it.
+        settle: takes the result of the step before, where that becomes known only now; it returns False, on all ranks,
+        to give up this step. Only `PostValidationStep` makes use of it.
         """
         return self.run(batch.microbatches, batch.rates)
 
     def start(self, microbatches: Sequence[Microbatch], rates: Rates, begun: BegunRun | None = None) -> PendingLoss:
-        """Run forward, backward and reduction and start the update; waits neither for a GPU nor for other pipeline ranks' norms."""
+        """Run forward, backward and reduction and start the update, without synchronising with the GPU."""
         loss = self.gradients(microbatches, begun)
         with self._timers.phase("optimizer"):
             self.runtime.optimizer.start(
@@ -105,7 +111,10 @@ class TrainStep:
         return StepResult(found.loss, found.num_tokens, update)
 
     def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
-        """Run forward and backward and leave the reduced raw gradients in the buffers. begun: a row whose head start has run."""
+        """Run forward and backward and leave the reduced raw gradients in the buffers.
+
+        begun: a row whose head start has run.
+        """
         runtime, count = self.runtime, len(microbatches)
         engine, step = runtime.engine(count), self._engine_step(microbatches)
         with self._timers.phase("forward-backward"):
@@ -135,8 +144,9 @@ class TrainStep:
 class PostValidationStep(TrainStep):
     """A step that updates before the global norm is known (--optimizer-post-validation): no barrier between steps.
 
-    The update is made without waiting for other pipeline ranks; the verdict on it (clip or skip) comes in the middle of the next step,
-    after that one's first forwards (schedule.head_start). If the verdict takes the update back, those forwards are run again.
+    The update is made without waiting for other pipeline ranks; the verdict on it (clip or skip) comes in the middle of
+    the next step, after that one's first forwards (schedule.head_start). If the verdict takes the update back, those
+    forwards are run again.
     """
 
     _loss: PendingLoss  # of the unsettled step
@@ -158,7 +168,10 @@ class PostValidationStep(TrainStep):
     def _begin(
         self, batch: StepBatch, previous: StepBatch, settle: Callable[[StepBatch, StepResult], bool]
     ) -> tuple[bool, BegunRun | None]:
-        """Run the head start of a step and settle the step before: (go on with this step, its head start unless that was in vain)."""
+        """Run the head start of a step and settle the step before.
+
+        Returns (continue?, the head start if it is valid).
+        """
         tracer, engine = self.runtime.tracer or Tracer(), self.runtime.engine(len(batch.microbatches))
         mark = len(tracer.events)
         with self._timers.phase("forward-backward"):
@@ -176,9 +189,10 @@ class PostValidationStep(TrainStep):
 class AsynchronousStep(TrainStep):
     """A step of a schedule that updates weights while microbatches are in flight. NOT synchronous training.
 
-    All microbatches run through one row that fills, updates on the way and drains: several updates of every stage. The loss is the
-    average over the step's microbatches, each under the weights it met. The gradient norm, over the whole model, is that of each
-    stage's last update: during the row no rank knows those of the others. Nothing is clipped and nothing skipped.
+    All microbatches run through one row that fills, updates on the way and drains: several updates of every stage. The
+    loss is the average over the step's microbatches, each under the weights it met. The gradient norm, over the whole
+    model, is that of each stage's last update: during the row no rank knows those of the others. Nothing is clipped and
+    nothing skipped.
     """
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:

@@ -1,4 +1,4 @@
-"""--log-straggler: gather the times of all ranks at every log line, and name the rank, link or group that keeps the others waiting."""
+"""--log-straggler: gather the times of all ranks at log lines and name the slow rank, link or group."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ Moments = dict[str, list[MessageTime]]  # by channel
 
 
 class StragglerLog:
-    """Times collected while steps run and reported at log lines. Does nothing without --log-straggler. Called on every rank.
+    """Times collected while steps run and reported at log lines. Does nothing without --log-straggler. Called on every
+    rank.
 
-    On a CPU every step since the last line counts; on a GPU the last whole one before a line, timed by events in its streams.
+    On a CPU every step since the last line counts; on a GPU the last whole one before a line, timed by events in its
+    streams.
     """
 
     def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
@@ -49,7 +51,10 @@ class StragglerLog:
         self._hosts: list[str] = []
 
     def begins(self, step: int) -> None:
-        """Note that step number `step` (the first is 1) begins, after `heartbeat.step`. The first step of this process is not counted."""
+        """Note that step number `step` (the first is 1) begins, after `heartbeat.step`.
+
+        The first step of this process is not counted.
+        """
         if not self._active:
             return
         has_begun, self._has_begun = self._has_begun, self._heartbeat.last_step is not None
@@ -119,7 +124,7 @@ class StragglerLog:
         )
 
     def _slowest_link(self) -> tuple[int, float]:
-        """Return (global rank, seconds there and back) of the slowest link to a higher pipeline rank; (-1, 0) if none is known."""
+        """Return (global rank, seconds both ways) of the slowest link to a higher pipeline rank, or (-1, 0)."""
         pp = self._runtime.groups.pp
         if pp.size == 1:
             return -1, 0.0
@@ -145,11 +150,13 @@ class StragglerLog:
 
 
 class DeviceWaits:
-    """One step's waits on a GPU's streams; the host, which runs ahead, does not see them. An observer of the heartbeat until `finish`.
+    """One step's waits on a GPU's streams; the host, which runs ahead, does not see them. An observer of the heartbeat
+    until `finish`.
 
-    A wait is the time that a stream idles between the kernels before and after it: the part of a collective or message that is not
-    hidden under computation. Reading data counts the time that a stream idles until the host launches more. Waits inside a CUDA graph
-    are not seen, and count as computation. channels: of this rank; the moments of their messages are recorded.
+    A wait is the time that a stream idles between the kernels before and after it: the part of a collective or message
+    that is not hidden under computation. Reading data counts the time that a stream idles until the host launches more.
+    Waits inside a CUDA graph are not seen, and count as computation. channels: of this rank; the moments of their
+    messages are recorded.
     """
 
     def __init__(self, clock: EventClock, channels: Iterable[Channel]) -> None:
@@ -178,7 +185,10 @@ class DeviceWaits:
         self._spans.append((None, self._reading_since, self._clock.mark()))
 
     def finish(self) -> tuple[StepTimes, dict[str, list[MessageTime]]]:
-        """Return (the step until now, moments of messages by channel) in nanoseconds of the host's clock. Synchronises with the device."""
+        """Return (the step until now, moments of messages by channel) in nanoseconds of the host's clock.
+
+        Synchronises with the device.
+        """
         clock, ended = self._clock, self._clock.mark()
         clock.end()
         waits: dict[Cause, int] = {}
@@ -199,9 +209,10 @@ class DeviceWaits:
 
 
 def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> float | None:
-    """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where their difference cancels.
+    """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back, where
+    their difference cancels.
 
-    Counts messages that the receiver waited for; None if there were none: then the link delayed nobody.
+    Counts messages that the receiver waited for; None if there were none: then the link delayed no rank.
     """
     ways = [
         arrived - begun

@@ -1,7 +1,7 @@
 """Phase timers: level 0 times the step, level 1 its phases, level 2 its actions too.
 
-On a GPU, level 1 records events in the stream and reads them at the log line; level 2 synchronises with the device at every reading
-(the tracer's `settle`), which costs overlap.
+On a GPU, level 1 records events in the stream and reads them at the log line; level 2 synchronises with the device at
+every reading (the tracer's `settle`), which costs overlap.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ WAITING = "wait"  # for messages and parameters; not part of the forward or back
 class Timers:
     """Seconds by phase since the last `take`, in order of first use.
 
-    tracer: gets each phase as an event. heartbeat: gets each phase. marks: opened around each phase, for profilers. clock: the device's
-    own if None.
+    tracer: gets each phase as an event. heartbeat: gets each phase. marks: opened around each phase, for profilers.
+    clock: the device's own if None.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class Timers:
                 self._spans.append((name, begin, self._clock.mark()))
 
     def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
-        """Return seconds per step of each phase, and at level 2 of each kind of action, over num_steps steps. Clears the phases."""
+        """Return seconds per step of each phase, and at level 2 of each kind of action, over num_steps steps.
+
+        Clears the phases.
+        """
         spans, self._spans = self._spans, []
         taken: dict[str, float] = {}
         for name, begin, end in spans:

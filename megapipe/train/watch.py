@@ -52,7 +52,8 @@ def heartbeat_of(config: Config) -> Heartbeat | None:
 def watched(
     plan: RunPlan, environment: Environment, groups: ProcessGroups, folder: Path | None, journal: Journal
 ) -> Iterator[None]:
-    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs. Entered by all ranks together.
+    """Share this rank's heartbeat inside the block, and end the process with a report if the run hangs. Entered by all
+    ranks together.
 
     folder: of the run, for `megapipe status`; None for a run that writes none.
     """

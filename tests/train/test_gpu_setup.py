@@ -45,7 +45,7 @@ def test_memory_that_runs_out_in_a_stage_is_told_in_terms_of_the_plan(
     assert code == 1
     assert "training stopped: rank 0 (pp 0) ran out of memory: planned " in said
     assert "--recompute-granularity selective; --micro-batch-size 1; --recompute-granularity full" in said
-    assert "torch: CUDA out of memory; --record-memory-history shows who holds it" in said
+    assert "torch: CUDA out of memory; --record-memory-history shows what holds it" in said
     assert any(
         "ran out of memory" in json.loads(line).get("text", "")
         for line in (tmp_path / "run.jsonl").read_text().splitlines()

@@ -50,7 +50,7 @@ def test_a_disk_that_refuses_costs_the_record_alone(tmp_path: Path, capsys: obje
     log = Journal(tmp_path / "file" / "below")
     log.note("one")
     log.note("two")
-    assert capsys.readouterr().err.count("the run goes on without it") == 1  # type: ignore[attr-defined]
+    assert capsys.readouterr().err.count("the run continues without it") == 1  # type: ignore[attr-defined]
 
 
 def test_a_run_without_a_folder_leaves_no_record(tmp_path: Path, monkeypatch: object) -> None:

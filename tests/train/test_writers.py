@@ -98,13 +98,13 @@ class FakeWandb(types.SimpleNamespace):
     ("fake", "modes", "num_logged", "said"),
     [
         (FakeWandb(), [None], 2, ""),
-        (FakeWandb(failing_inits=1), [None, "offline"], 2, "going on offline"),
-        (FakeWandb(failing_inits=2), [None, "offline"], 0, "training goes on without it"),
+        (FakeWandb(failing_inits=1), [None, "offline"], 2, "continuing offline"),
+        (FakeWandb(failing_inits=2), [None, "offline"], 0, "training continues without it"),
         (
             FakeWandb(failing_logs=True),
             [None],
             0,
-            "WeightsAndBiases stopped: ConnectionError: lost the server; training goes on",
+            "WeightsAndBiases stopped: ConnectionError: lost the server; training continues",
         ),
         (FakeWandb(failing_finish=True), [None], 2, "wandb did not finish: ConnectionError: no farewell"),
     ],
@@ -144,7 +144,7 @@ def test_a_writer_that_fails_is_left_out_and_the_others_go_on(
     journal.close()
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path / "m.jsonl")] == [(1, None), (2, None)]
     printed = capsys.readouterr()
-    assert printed.err.count("No space left on device; training goes on without it") == 1
+    assert printed.err.count("No space left on device; training continues without it") == 1
     assert printed.out.count("validation loss after step") == 2
 
 
