@@ -149,7 +149,7 @@ def test_ranges_go_to_whom_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim"}
 METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 PACKAGE = str(Path(megapipe.__file__).parent)
-OTHERWISE_ON_A_GPU = ("check_ids", "_contributing")  # branches for CPUs
+OTHERWISE_ON_A_GPU = ("check_ids", "_local_rows")  # branches for CPUs
 
 
 @contextmanager

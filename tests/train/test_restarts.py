@@ -65,7 +65,7 @@ def test_a_restart_goes_on_from_what_it_saved_whatever_the_first_start_began_wit
     flags = f"--train-iters 5 --load {tmp_path}/base --finetune --save {tmp_path}/c --save-interval 3 --lr-decay-style constant"
     crashing_job(flags, 5, monkeypatch)
     code, said = job(flags)
-    assert code == 1 and "Give --load to go on from the newest" in said, (
+    assert code == 1 and "use --load to resume from the newest" in said, (
         "not started by a launcher: never over what is there"
     )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -98,6 +98,6 @@ def test_nothing_but_damage_is_never_a_fresh_start(tmp_path: Path, monkeypatch: 
     (tmp_path / "c" / "step_00000002" / "manifest.json").unlink()
     assert job(f"{flags} --load {tmp_path}/c")[0] == 1
     code, said = job(flags)
-    assert code == 1 and "damaged, and this run starts at step 0" in said
+    assert code == 1 and "holds only damaged checkpoints" in said
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert job(flags)[0] == 1
