@@ -82,7 +82,7 @@ model.init_method_std | --init-method-std 0.1 | records
 
 parallel.tensor_model_parallel_size | --tensor-model-parallel-size 2 | plan topology | | 2
 parallel.pipeline_model_parallel_size | --pipeline-model-parallel-size 2 | plan topology | | 2
-parallel.context_parallel_size | --context-parallel-size 2 | said context parallelism is not there yet
+parallel.context_parallel_size | --context-parallel-size 2 | said context parallelism is not supported yet
 parallel.num_virtual_stages_per_pipeline_rank | --num-virtual-stages-per-pipeline-rank 2 | plan placement | {PP} | 2
 parallel.num_layers_per_virtual_pipeline_stage | --num-layers-per-virtual-pipeline-stage 1 | plan placement | {PP} | 2
 parallel.pipeline_model_parallel_layout | --pipeline-model-parallel-layout Et|tttL | plan partition | {PP} | 2

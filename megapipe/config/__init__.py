@@ -1,16 +1,14 @@
-"""What is wanted: frozen dataclasses, one section a file, filled from defaults < YAML files < flags.
+"""The configuration: frozen dataclasses, one for each section, filled from defaults < YAML files < flags.
 
-config.py         Config: the twelve sections together
-model.py parallel.py recompute.py offload.py training.py optimizer.py precision.py data.py checkpoint.py logging.py    one section each
-option.py         how a field declares help, unit, choices, range and flags
-fields.py         all_fields(): every field with its section, type and declaration
-values.py         a field's value as text, both ways
-yaml_file.py      the YAML form: read_entries, to_yaml
-flags.py          the command line and --help
-load.py           load_config(argv) -> LoadedConfig; from_yaml; with_checkpoint_model
-rules/            what can be said to be impossible without the number of ranks
-megatron_flags.py and .csv    every flag of Megatron: supported, already so here, or refused; deliberate differences
-document.py       docs/flags.md
+config.py       Config: the twelve sections; ResolvedConfig: the same with everything derived filled in
+model.py parallel.py recompute.py training.py optimizer.py precision.py gpu.py data.py checkpoint.py logging.py    the sections
+option.py       the declaration of a field: help, unit, choices, range, flags, the option that it needs
+fields.py       all_fields(): every field with its declaration; its values as text
+yaml_file.py    read_entries and to_yaml: the YAML form
+flags.py        the command line and --help
+load.py         load_config(argv) -> LoadedConfig; from_yaml; with_checkpoint_model
+rules/          rules between fields that do not depend on the number of ranks
+megatron_flags.py, .csv    every flag of Megatron: supported, already so here, or refused; deliberate differences
 
-A new field is one declaration in its section: flag, YAML key, help, document and checks follow from it.
+A new field is one declaration in its section: flag, YAML key, help, documentation and checks follow from it.
 """

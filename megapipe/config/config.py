@@ -1,26 +1,31 @@
-"""The whole configuration: twelve sections."""
+"""The whole configuration: `Config` as the user asked for it, `ResolvedConfig` with everything derived filled in by `plan.resolve`.
+
+The resolved classes narrow the types of the fields that `resolve` fills in; all other fields keep their meaning. A field that is still
+None was not asked for and is not needed (no checkpoint directory, no groups of microbatches in this schedule, ...).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.data import DataConfig
-from megapipe.config.gpu import GpuConfig
-from megapipe.config.kernels import KernelsConfig
+from megapipe.config.gpu import GpuConfig, KernelsConfig
 from megapipe.config.logging import LoggingConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.offload import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.recompute import OffloadConfig, RecomputeConfig
 from megapipe.config.training import TrainingConfig
+
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is wanted. A field that is None is derived from the others by planner.resolve."""
+    """What the user asked for, in twelve sections. A field that is None is derived from the others by `plan.resolve`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -34,3 +39,60 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedModelConfig(ModelConfig):
+    """The model section with all sizes."""
+
+    ffn_hidden_size: int
+    num_query_groups: int
+    kv_channels: int
+    max_position_embeddings: int
+    vocab_size: int
+    padded_vocab_size: int
+    softmax_scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedParallelConfig(ParallelConfig):
+    """The parallel section on a given number of ranks. sequence_parallel: asked for, and tp is above 1."""
+
+    num_virtual_stages_per_pipeline_rank: int
+    ddp_bucket_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTrainingConfig(TrainingConfig):
+    """The training section with its batch, and its length in both units (0 where no length was given)."""
+
+    global_batch_size: int
+    train_iters: int
+    train_samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizerConfig(OptimizerConfig):
+    """The optimizer section with all lengths in samples (0 where the run has no length, or no WSD phase)."""
+
+    lr_decay_iters: int
+    lr_decay_samples: int
+    lr_wsd_decay_samples: int
+    start_weight_decay: float
+    end_weight_decay: float
+    decoupled_min_lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(Config):
+    """A configuration on a given number of ranks."""
+
+    model: ResolvedModelConfig
+    parallel: ResolvedParallelConfig
+    training: ResolvedTrainingConfig
+    optimizer: ResolvedOptimizerConfig
+
+
+def convert(section_type: type[Section], section: object, **changes: Any) -> Section:
+    """Return a section, or a whole configuration, as its resolved type (or back), with some values changed."""
+    return section_type(**vars(section) | changes)

@@ -1,21 +1,36 @@
-"""Every configuration field with its section, type and declaration: what flags, YAML, help, documents and tests are made from."""
+"""Every configuration field with its section, type and declaration, and its values as text.
+
+A text is read by the type of its field, never by what it looks like, so that YAML's own guesses about types play no part: `1e-3` is a
+number for a number and a string for a string, `on` is a boolean only for a boolean, `12:30:45` is never 45045.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.option import TAKES_VALUE, Flag, Option
+from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
+
+NONE_WORDS = ("none", "null", "~")
+TRUE_WORDS = ("true", "yes", "on")
+FALSE_WORDS = ("false", "no", "off")
+EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+PLAIN_TEXT = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of a field: a scalar, or a tuple of them, perhaps None."""
+    """The type of a field: a scalar or a tuple of scalars, with or without None."""
 
     scalar: type  # int, float, bool or str
     optional: bool
@@ -35,7 +50,7 @@ class ConfigField:
 
     @property
     def key(self) -> str:
-        """'section.name': how errors, origins and saved configurations call the field."""
+        """'section.name', the field's name in errors, origins and saved configurations."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -55,7 +70,7 @@ class ConfigField:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """The Kind of a type annotation such as `int`, `float | None`, `tuple[str, ...]` or `tuple[int, int, int] | None`."""
+    """Return the Kind of a type annotation such as `int`, `float | None`, `tuple[str, ...]` or `tuple[int, int, int] | None`."""
     optional = False
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -73,13 +88,13 @@ def kind_of(annotation: Any) -> Kind:
 
 @cache
 def section_types() -> dict[str, type]:
-    """Section name -> dataclass, in the order of `Config`."""
+    """Return section name -> dataclass, in the order of `Config`."""
     return dict(typing.get_type_hints(Config))
 
 
 @cache
 def all_fields() -> tuple[ConfigField, ...]:
-    """Every field of every section, in the order of declaration."""
+    """Return every field of every section, in the order of declaration."""
     found = []
     for section, section_type in section_types().items():
         annotations = typing.get_type_hints(section_type)
@@ -94,19 +109,169 @@ def all_fields() -> tuple[ConfigField, ...]:
 
 @cache
 def fields_by_key() -> dict[str, ConfigField]:
-    """'section.name' -> field."""
+    """Return 'section.name' -> field."""
     return {field.key: field for field in all_fields()}
 
 
 def value_of(config: Config, field: ConfigField) -> Any:
-    """The field's value in a configuration."""
+    """Return the field's value in a configuration."""
     return getattr(getattr(config, field.section), field.name)
 
 
 def make_config(values: dict[str, Any]) -> Config:
-    """The configuration with these values by 'section.name', and defaults elsewhere."""
+    """Build the configuration with these values by 'section.name', and defaults elsewhere."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in section_types()}
     for key, value in values.items():
         section, name = key.split(".")
         sections[section][name] = value
     return Config(**{name: section_types()[name](**values) for name, values in sections.items()})
+
+
+def shown(field: ConfigField, value: Any) -> str:
+    """Return the flag that sets a field to a value, for messages: '--save DIR', '--no-async-save'."""
+    if field.kind.scalar is bool:
+        return field.flags[0 if value else 1].name
+    words = " ".join(map(str, value)) if isinstance(value, tuple) else value_text(value)
+    return f"{field.main_flag} {words}"
+
+
+def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, literal: bool = False) -> Any:
+    """Read the value of this field from a text or a list of texts.
+
+    subject: the name of the field in errors (`--lr`, `tiny.yaml line 3: optimizer.lr`).
+    literal: the text was quoted, so that "none" is a string.
+    Raises ConfigError with subject, text and what was expected.
+    """
+    kind, option = field.kind, field.option
+    if isinstance(raw, str):
+        if kind.optional and not literal and raw.lower() in NONE_WORDS:
+            return None
+        if not kind.many:
+            return read_scalar(kind.scalar, option, raw, subject)
+        # paths may contain blanks, numbers may not
+        items: Sequence[str] = [raw] if kind.scalar is str and not option.choices else re.split(r"[\s,]+", raw.strip())
+    else:
+        items = raw
+    if not kind.many:
+        raise ConfigError(f"{subject} {' '.join(items)}: expected one value, {describe(field)}, got {len(items)}")
+    if kind.optional and len(items) == 1 and not literal and items[0].lower() in NONE_WORDS:
+        return None
+    if kind.length is not None and len(items) != kind.length:
+        raise ConfigError(
+            f"{subject} {' '.join(items)}: expected {kind.length} values, got {len(items)} ({option.help})"
+        )
+    return tuple(read_scalar(kind.scalar, option, item, subject) for item in items)
+
+
+def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
+    """Read one text as an int, float, bool or str within the option's choices and range."""
+    text = option.read(raw) if option.read is not None else raw
+    value: Any
+    if scalar is str:
+        value = text
+    elif scalar is bool:
+        value = True if text.lower() in TRUE_WORDS else False if text.lower() in FALSE_WORDS else None
+    else:
+        value = read_number(scalar, text)
+    if value is None:
+        raise ConfigError(
+            f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}"
+        )
+    trouble = out_of_bounds(option, value)
+    if trouble:
+        raise ConfigError(f"{subject} {raw}: {trouble}")
+    return value
+
+
+def read_number(scalar: type, text: str) -> int | float | None:
+    """Read a finite decimal number; return None if the text is not one. An int may be written as 1e6 or 1000.0."""
+    try:
+        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    except ValueError:
+        return None
+    if "_" in text or not math.isfinite(number):
+        return None
+    if scalar is float:
+        return float(number)
+    return int(number) if number == int(number) else None
+
+
+def expected_range(option: Option) -> str:
+    """Return the option's range in words, such as 'at least 1 and below 2', or nothing."""
+    limits = (
+        ("at least", option.at_least),
+        ("above", option.above),
+        ("at most", option.at_most),
+        ("below", option.below),
+    )
+    return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+
+
+def out_of_bounds(option: Option, value: Any) -> str:
+    """Return what is wrong with one value of the right type; empty if nothing is."""
+    if option.choices and value not in option.choices:
+        return f"choose {one_of(option.choices)}{nearest(str(value), option.choices)}"
+    if value == "" and isinstance(value, str):
+        return "the value is empty"  # such as an unset variable in a launch script
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    good = (
+        (option.at_least is None or value >= option.at_least)
+        and (option.above is None or value > option.above)
+        and (option.at_most is None or value <= option.at_most)
+        and (option.below is None or value < option.below)
+    )
+    return "" if good else f"expected a value {expected_range(option)}"
+
+
+def nearest(word: str, words: Sequence[str]) -> str:
+    """Return '; did you mean x?' with the most similar of some words, or nothing if no word is similar."""
+    import difflib  # only needed for an error
+
+    lower = {candidate.lower(): candidate for candidate in words}
+    match = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
+    return f"; did you mean {lower[match[0]]}?" if match else ""
+
+
+def describe(field: ConfigField) -> str:
+    """Return the type of a field in words."""
+    words = EXPECTED[field.kind.scalar]
+    if field.kind.many:
+        words = f"a list, each {words}" if field.kind.length is None else f"{field.kind.length} values, each {words}"
+    return words
+
+
+def value_text(value: Any) -> str:
+    """Return a value as YAML on one line, which `read_value` and any other YAML reader read back."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = repr(value)
+        mantissa, exponent_mark, exponent = text.partition("e")
+        # YAML 1.1 takes 1e-05 for a string
+        return f"{mantissa}.0e{exponent}" if exponent_mark and "." not in mantissa else text
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(value_text(item) for item in value) + "]"
+    return plain_or_quoted(str(value))
+
+
+def plain_or_quoted(text: str) -> str:
+    """Return a string as a YAML scalar: plain where it cannot be misread, else in double quotes with escapes."""
+    reserved = (*NONE_WORDS, *TRUE_WORDS, *FALSE_WORDS, "y", "n", ".", "..", ".nan", ".inf")
+    if PLAIN_TEXT.fullmatch(text) and text.lower() not in reserved and not text.startswith("..."):
+        return text
+    return '"' + "".join(escaped(character) for character in text) + '"'
+
+
+def escaped(character: str) -> str:
+    """Return one character as it is written inside YAML double quotes."""
+    if character in '"\\':
+        return "\\" + character
+    code = ord(character)
+    if 0x20 <= code < 0x7F:
+        return character
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

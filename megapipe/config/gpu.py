@@ -1,48 +1,82 @@
-"""The gpu section: NCCL, and what shows a card at work. On CPUs these are kept and do nothing, and the start of the run says so."""
+"""The kernels and gpu sections: which library computes what; NCCL, CUDA graphs and the tools that show what a GPU does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.option import Flag, option
+from megapipe.config.option import Flag, Need, option
 
+TRANSFORMER_IMPLS = ("local", "transformer_engine")
+ATTENTION_IMPLS = ("sdpa", "flash", "te")
+OPTIMIZER_IMPLS = ("torch", "apex", "te")
 CUDA_GRAPH_IMPLS = ("none", "local")
-NCCL_GROUPS = (
-    "tp",
-    "cp",
-    "pp",
-    "dp",
-    "dp_cp",
-    "replicas",
-    "model",
-    "embedding",
-    "kv",
-)  # the world is there before them
+# kinds of process groups with communicators of their own; the world's is created before them
+NCCL_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "replicas", "model", "embedding", "kv")
+GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Libraries that compute the layers, attention and the optimizer, all with the same arithmetic up to rounding.
+
+    A library is imported only by a run that chose it; planning imports none. See docs/gpu.md.
+    """
+
+    transformer_impl: str = option(
+        "local",
+        "linears and norms of the layers: megapipe's own on torch's kernels, or NVIDIA's Transformer Engine (installed "
+        "separately)",
+        choices=TRANSFORMER_IMPLS,
+    )
+    attention_impl: str = option(
+        "sdpa",
+        "core attention of training: torch's scaled_dot_product_attention, flash_attn_func of the package flash-attn, "
+        "or Transformer Engine's DotProductAttention; generation always uses sdpa",
+        choices=ATTENTION_IMPLS,
+    )
+    optimizer_impl: str = option(
+        "torch",
+        "AdamW and SGD of torch, or FusedAdam of NVIDIA's apex or of Transformer Engine; apex also brings its fused "
+        "norms and the weight gradient that accumulates inside its GEMM",
+        choices=OPTIMIZER_IMPLS,
+    )
+    compile_pointwise: bool = option(
+        False,
+        "use torch.compile for the operations between the linears: activations and the casts of fp8; they are compiled "
+        "in the first step",
+    )
 
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """NCCL's settings, high-priority streams, CUDA graphs, names of ranges for Nsight, the allocator's history."""
+    """NCCL's settings, stream priorities, CUDA graphs, NVTX ranges and the allocator's history.
+
+    On CPUs these have no effect, which is logged at the start of the run.
+    """
 
     nccl_settings: tuple[str, ...] | None = option(
         None, "NCCL's own variables, set on every rank before it starts: NCCL_DEBUG=INFO NCCL_IB_HCA=mlx5 ..."
     )
     nccl_communicator_config_path: str | None = option(
         None,
-        "YAML file: for a kind of group (tp, pp, dp, ...) cga_cluster_size, min_ctas, max_ctas, net_name of its communicators",
+        "YAML file with cga_cluster_size, min_ctas, max_ctas, net_name of the communicators of a kind of group (tp, "
+        "pp, dp, ...)",
     )
     high_priority_stream_groups: tuple[str, ...] = option(
         ("pp",),
-        "kinds of groups whose NCCL kernels go before others: short messages that a pipeline waits for",
+        "kinds of groups whose NCCL kernels have priority: the short messages that a pipeline waits for",
         choices=NCCL_GROUPS,
     )
     cuda_graph_impl: str = option(
         "none",
-        "local: the forward and the backward of every stage are recorded once and launched as one CUDA graph each; see docs/gpu.md",
+        "local: record the forward and the backward of every stage once and launch each as one CUDA graph; see "
+        "docs/gpu.md",
         choices=CUDA_GRAPH_IMPLS,
         more_flags=(Flag("--enable-cuda-graph", value="local", help="same as --cuda-graph-impl local"),),
     )
-    cuda_graph_warmup_steps: int = option(3, "steps that run before the graphs are recorded", unit="steps", at_least=1)
+    cuda_graph_warmup_steps: int = option(
+        3, "steps that run before the graphs are recorded", unit="steps", at_least=1, needs=GRAPHS
+    )
     nvtx_ranges: bool = option(False, "name every action (3B7) and phase for Nsight Systems")
     record_memory_history: bool = option(
         False,
@@ -50,5 +84,5 @@ class GpuConfig:
     )
     memory_snapshot_path: str = option(
         "snapshot.pickle",
-        "the allocator's history, for pytorch.org/memory_viz; a rank's number is put before the ending",
+        "file of the allocator's history, for pytorch.org/memory_viz; the rank is inserted before the extension",
     )

@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField, all_fields, fields_by_key, make_config, value_of
+from megapipe.config.fields import (
+    NONE_WORDS,
+    TRUE_WORDS,
+    ConfigField,
+    all_fields,
+    fields_by_key,
+    make_config,
+    nearest,
+    read_value,
+    value_of,
+    value_text,
+)
 from megapipe.config.flags import GivenFlag, Requests, field_flags, help_text, normalised, off_flag, read_command_line
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.config.rules.check import check_job, raise_all
-from megapipe.config.values import NONE_WORDS, TRUE_WORDS, nearest, read_value, value_text
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
 
@@ -22,15 +32,15 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration, where each of its values came from, and what else the command line asked for."""
+    """A configuration with the origin of each value, and the other requests of the command line."""
 
     config: Config
     origins: dict[str, str]  # 'section.field' -> 'default', 'yaml FILE line N', 'flag --x' or 'checkpoint DIR'
     requests: Requests = dataclasses.field(default_factory=Requests)
-    remarks: tuple[str, ...] = ()  # one line for each Megatron flag that is already so here
+    remarks: tuple[str, ...] = ()  # one line for each Megatron flag that changes nothing here
 
     def text(self, resolved: Config | None = None) -> str:
-        """What `--print-config` prints and what lies beside a checkpoint: YAML that loads again, origins and derived values as comments."""
+        """Return the YAML that `--print-config` prints and checkpoints contain, with origins and derived values as comments."""
         return to_yaml(self.config, self.origins, resolved)
 
 
@@ -46,11 +56,11 @@ class Setting:
 
 
 def load_config(argv: Sequence[str], *, is_job: bool = True) -> LoadedConfig:
-    """Reads argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and leaves.
+    """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
-    The result obeys the rules that need no world size. With `--use-checkpoint-args` they are checked by the
-    next step, `with_checkpoint_model`. is_job False: no rule is checked here, so that a part of a job (a model without data) can be
-    looked at; the planner checks what it needs.
+    The result obeys the rules that need no world size. With `--use-checkpoint-args` they are checked later, by
+    `with_checkpoint_model`. is_job False: no rule is checked here, so that an incomplete job (a model without data) can be inspected;
+    `resolve` checks what it needs.
     """
     line = read_command_line(argv)
     if line.requests.help:
@@ -73,9 +83,9 @@ def load_config(argv: Sequence[str], *, is_job: bool = True) -> LoadedConfig:
 
 
 def from_yaml(text: str, name: str = "configuration") -> Config:
-    """The configuration that a YAML text holds, defaults where it is silent: the way back from `to_yaml`.
+    """Read the configuration of a YAML text, with defaults for the rest: the inverse of `to_yaml`.
 
-    Each value is checked by itself. The rules between fields are not: a resolved configuration says lengths in two units, say.
+    Each value is checked, but not the rules between fields: a resolved configuration has its lengths in two units.
     """
     values: dict[str, Any] = {field.key: field.default for field in all_fields()}
     settings: list[Setting] = []
@@ -86,9 +96,9 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
 
 
 def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> LoadedConfig:
-    """`--use-checkpoint-args`: the model section of a checkpoint's configuration, the rest of this one. Checks the result.
+    """Take the model section from a checkpoint's configuration (`--use-checkpoint-args`), and check the result.
 
-    The padded vocabulary is left to be derived anew, for it depends on tp. Raises ConfigError where a flag or file says another value.
+    The padded vocabulary depends on tp and is derived again. Raises ConfigError if a flag or file sets another value.
     """
     values = {field.key: value_of(loaded.config, field) for field in all_fields()}
     origins = dict(loaded.origins)
@@ -110,11 +120,11 @@ def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> Lo
 
 
 def require(loaded: LoadedConfig) -> None:
-    """Raises ConfigError if a field that a job has to say was left to its default."""
+    """Raise ConfigError if a field that a job must give was left to its default."""
     missing: list[str] = []
     for field in all_fields():
-        spared = field.key == "optimizer.lr" and loaded.config.training.skip_train
-        if field.option.required and loaded.origins[field.key] == DEFAULT and not spared:
+        is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
+        if field.option.required and loaded.origins[field.key] == DEFAULT and not is_optional:
             missing.append(
                 f"{field.main_flag} is missing: {field.option.help} (in a YAML file: {field.name} in the section {field.section})"
             )
@@ -122,7 +132,7 @@ def require(loaded: LoadedConfig) -> None:
 
 
 def settings_of_flag(given: GivenFlag) -> list[Setting]:
-    """What one flag of the command line sets."""
+    """Return the settings of one flag of the command line."""
     name = given.flag.name
     value = (
         read_value(given.field, given.texts if given.field.kind.many else given.texts[0], name)
@@ -133,7 +143,7 @@ def settings_of_flag(given: GivenFlag) -> list[Setting]:
 
 
 def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject: str) -> list[Setting]:
-    """The flag's own field and those that it also sets."""
+    """Return the settings of a flag's own field and of those that it also sets."""
     others = [
         Setting(fields_by_key()[f"{field.section}.{name}"], constant, origin, subject)
         for name, constant in flag.also_sets
@@ -142,7 +152,7 @@ def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject
 
 
 def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
-    """What one line of a YAML file sets. Raises ConfigError at an unknown key, with the nearest one."""
+    """Return the settings of one line of a YAML file. Raises ConfigError at an unknown key, with the nearest one."""
     subject = f"{entry.where}: {entry.section}.{entry.key}" if entry.section else f"{entry.where}: {entry.key}"
     origin = f"yaml {entry.where}"
     field, flag = find_key(entry, remarks, subject)
@@ -160,7 +170,7 @@ def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
 
 
 def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigField | None, Flag]:
-    """The field and flag that a key names; (None, _) for a Megatron flag that is already so here."""
+    """Return the field and flag that a key names; (None, _) for a Megatron flag that changes nothing here."""
     for field in all_fields():
         if field.name == entry.key:
             return field, Flag(field.main_flag)
@@ -171,10 +181,10 @@ def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigFiel
         row = megatron_flags()[name]
         given = [entry.raw] if isinstance(entry.raw, str) else list(entry.raw or ())
         if entry.raw is None or (not entry.quoted and given[0].lower() in NONE_WORDS):
-            return None, Flag(name)  # the key is there, but asks for nothing
+            return None, Flag(name)  # the key has no value, so nothing is asked for
         if row.values == "" and len(given) == 1:
             if given[0].lower() not in TRUE_WORDS:
-                return None, Flag(name)  # a switch of Megatron's that is not asked for
+                return None, Flag(name)  # a switch of Megatron's that is off
             given = []
         try:
             remarks.append(row.judge(given))
@@ -184,12 +194,12 @@ def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigFiel
     names = [field.name for field in all_fields() if entry.section in (None, field.section)]
     every = [field.name for field in all_fields()] + [flag[2:].replace("-", "_") for flag in field_flags()]
     raise ConfigError(
-        f"{subject} is no key{nearest(entry.key, names) or nearest(entry.key, every)}; --help lists all names"
+        f"unknown key {subject}{nearest(entry.key, names) or nearest(entry.key, every)}; --help lists all names"
     )
 
 
 def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str, subject: str) -> list[Setting]:
-    """A key that names a flag without value, such as `bf16: true` or `disable_bias_linear: true`."""
+    """Return the settings of a key that names a flag without value, such as `bf16: true` or `disable_bias_linear: true`."""
     raw = entry.raw if isinstance(entry.raw, str) else ""
     wanted = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(raw.lower())
     if wanted is None:
@@ -198,14 +208,14 @@ def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str
         return settings_of(field, flag, flag.value, origin, subject)
     if field.kind.scalar is bool:
         return settings_of(field, flag, not flag.value, origin, subject)
-    return []  # `bf16: false` asks for nothing
+    return []  # `bf16: false` changes nothing
 
 
 def apply(values: dict[str, Any], origins: dict[str, str], settings: list[Setting]) -> None:
-    """Puts one source's settings over what earlier sources said.
+    """Apply the settings of one source over those of earlier sources.
 
-    A flag given twice, or its on and off form: the last one holds, as in every launch script. Two other flags that set one field to
-    different values (--bf16 and --fp16): ConfigError.
+    Of a flag given twice, or its on and off form, the last one holds, as in every launch script. Two other flags that set one field
+    to different values (--bf16 and --fp16) raise ConfigError.
     """
     firm: dict[str, Setting] = {}
     for setting in (setting for setting in settings if setting.only_from is None):
@@ -223,12 +233,12 @@ def apply(values: dict[str, Any], origins: dict[str, str], settings: list[Settin
 
 
 def same_switch(first: str, second: str) -> bool:
-    """Whether two flags are one, or the on and off form of one."""
+    """Return True if two flags are the same, or the on and off form of one."""
     return first == second or off_flag(first) == second or off_flag(second) == first
 
 
 def contradiction(first: Setting, second: Setting) -> ConfigError:
-    """Two settings of one source that cannot both hold."""
+    """Build the error for two settings of one source that cannot both hold."""
     return ConfigError(
         f"{first.subject} and {second.subject} contradict each other: {first.field.key} would be {value_text(first.value)} "
         f"and {value_text(second.value)}; give one of the two"

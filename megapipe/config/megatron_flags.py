@@ -1,13 +1,13 @@
-"""Every flag of Megatron-LM at Megatron-Core 0.16.1, each in one class; nothing that a launch script says is ignored.
+"""Every flag of Megatron-LM at Megatron-Core 0.16.1, each in one class; no flag of a launch script is ignored.
 
-The names, with the number of their values and Megatron's defaults, stand in megatron_flags.csv. Sources: the configuration dataclasses of
-the megatron-core 0.16.1 wheel, of which Megatron makes 176 flags; and megatron/training/arguments.py with the dataclasses beside it, which
-no wheel holds, from a copy of the repository of that time (its list of dataclass fields that get no flag names only fields of that wheel).
-Classes and notes are ours.
+The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv. Sources: the configuration dataclasses of
+the megatron-core 0.16.1 wheel, from which Megatron derives 176 flags; and megatron/training/arguments.py with the dataclasses that it
+uses, which are in no wheel, from a copy of the repository of that time (its list of dataclass fields without a flag names only fields of
+that wheel). Classes and notes are ours.
 
-supported         it sets a field of ours (the note is the field)
-already so here   accepted: what it asks for is the case anyway; the note says why
-refused           an error with the note: what to do instead. Accepted where its value is Megatron's default.
+supported         sets a field of ours (the note is the field)
+already so here   accepted: megapipe always does what it asks for; the note says why
+refused           an error with the note: what to do instead. Accepted if its value is Megatron's default.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class MegatronFlag:
     values: str  # "": none follows; "1": one; "+": one or more
     default: str  # Megatron's, as text; "" if none
     kind: str  # one of CLASSES
-    accepts: tuple[str, ...]  # already so here: the values for which that holds; () any
+    accepts: tuple[str, ...]  # already so here: the accepted values; () any
     note: str
 
     def judge(self, given: list[str]) -> str:
-        """The line to print for this flag with these values. Raises ConfigError if it is refused."""
+        """Return the line to print for this flag with these values. Raises ConfigError if it is refused."""
         shown = " ".join([self.name, *given])
         if self.values == "" and given:
             raise ConfigError(f"{self.name} takes no value, but {given[0]} follows it")
@@ -48,11 +48,11 @@ class MegatronFlag:
         if self.default and len(given) == 1 and same_value(given[0], self.default):
             return f"{shown}: Megatron's default, accepted"
         way = f"use {' or '.join(self.accepts)}; {self.note}" if self.accepts else self.note
-        raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not carry out: {way}")
+        raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {way}")
 
 
 def same_value(given: str, default: str) -> bool:
-    """Whether two texts say the same word or number."""
+    """Return True if two texts are the same word or number."""
     if given.lower() == default.lower():
         return True
     try:
@@ -63,7 +63,7 @@ def same_value(given: str, default: str) -> bool:
 
 @cache
 def megatron_flags() -> dict[str, MegatronFlag]:
-    """Flag name, with dashes -> row of the table."""
+    """Return flag name, with dashes -> row of the table."""
     with Path(__file__).with_name("megatron_flags.csv").open(encoding="utf-8", newline="") as file:
         rows = [
             MegatronFlag(
@@ -81,7 +81,7 @@ def megatron_flags() -> dict[str, MegatronFlag]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the same flag name has another default or meaning than in Megatron, on purpose."""
+    """A flag that deliberately has another default or meaning than in Megatron."""
 
     flag: str
     megatron: str
@@ -93,13 +93,13 @@ DELIBERATE_DIFFERENCES = (
     Difference(
         "--distributed-backend", "nccl", "auto", "gloo where there is no GPU, so that the same script runs anywhere"
     ),
-    Difference("--exit-signal-handler", "off", "on", "a job that is asked to leave saves first"),
-    Difference("--eval-interval", "none", "1000", "training is evaluated unless --eval-iters is 0"),
+    Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
+    Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
     Difference(
         "--num-query-groups",
         "1, and unused without --group-query-attention",
         "acts alone",
-        "a number that is given is never ignored",
+        "a given number is never ignored",
     ),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
@@ -107,32 +107,24 @@ DELIBERATE_DIFFERENCES = (
         "--transformer-impl",
         "transformer_engine",
         "local",
-        "Transformer Engine is installed apart, and runs on GPUs alone",
+        "Transformer Engine is installed separately, and runs only on GPUs",
     ),
     Difference(
-        "--recompute-modules", "core_attn by way of none", "core_attn", "the same, said openly; activation is ours"
+        "--recompute-modules", "core_attn by way of none", "core_attn", "the same, made explicit; activation is ours"
     ),
     Difference(
         "--window-size",
-        "LEFT,RIGHT without the token itself",
-        "one number with the token itself",
-        "LEFT,0 is read too and means the same as in Megatron",
+        "LEFT,RIGHT, the token itself not included",
+        "one number, the token itself included",
+        "LEFT,0 is accepted too and means the same as in Megatron",
     ),
 )
 
 
-def differences_text() -> str:
-    """The table of deliberate differences, for the start of a run and the documents."""
-    width = max(len(difference.flag) for difference in DELIBERATE_DIFFERENCES)
-    return "\n".join(
-        f"{d.flag:<{width}}  {d.here} (Megatron: {d.megatron}): {d.reason}" for d in DELIBERATE_DIFFERENCES
-    )
-
-
 def differences_line() -> str:
-    """The deliberate differences in one line, for the start of a run."""
+    """Return the deliberate differences in one line, for the start of a run."""
     return (
-        "unlike Megatron's: "
+        "defaults that differ from Megatron's: "
         + ", ".join(f"{d.flag} {d.here}" for d in DELIBERATE_DIFFERENCES)
-        + " (docs/flags.md says why)"
+        + " (see docs/flags.md)"
     )

@@ -14,7 +14,7 @@ GATED_ACTIVATIONS = ("swiglu", "geglu_tanh")
 
 
 def read_window(text: str) -> str:
-    """A window as one number, or as Megatron's pair LEFT,0 of tokens before a token: '127,0' is 128."""
+    """Rewrite Megatron's window LEFT,0 (tokens before a token, and after it) as one number: '127,0' is 128."""
     left, comma, right = text.strip("()[] ").partition(",")
     if not comma or right.strip() != "0" or not left.strip().isdecimal():
         return text
@@ -23,7 +23,7 @@ def read_window(text: str) -> str:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One definition for the GPT-2 shape (the defaults) and the Llama shape."""
+    """The shape of the model, from GPT-2 (the defaults) to Llama."""
 
     num_layers: int = option(2, "transformer layers", unit="layers", at_least=1, required=True)
     hidden_size: int = option(128, "width of the residual stream", at_least=1, required=True)
@@ -83,13 +83,13 @@ class ModelConfig:
     rotary_percent: float = option(1.0, "fraction of each head's channels that is rotated", above=0, at_most=1)
     rope_scaling_type: str = option(
         "none",
-        "how rotary frequencies are stretched beyond the length they were trained for",
+        "how rotary frequencies are scaled to sequences longer than they were trained for",
         choices=ROPE_SCALING_TYPES,
         more_flags=(Flag("--use-rope-scaling", value="llama3", help="same as --rope-scaling-type llama3"),),
     )
     rope_scaling_factor: float = option(
         8.0,
-        "how far the context is stretched (linear, llama3, yarn)",
+        "factor by which the context is extended (linear, llama3, yarn)",
         at_least=1,
         more_flags=(
             Flag(
@@ -100,24 +100,24 @@ class ModelConfig:
         ),
     )
     rope_low_freq_factor: float = option(
-        1.0, "llama3 scaling: below original length / this, a wavelength is left alone", above=0
+        1.0, "llama3 scaling: wavelengths below original length / this are unchanged", above=0
     )
     rope_high_freq_factor: float = option(
-        4.0, "llama3 scaling: above original length / this, a wavelength is fully scaled", above=0
+        4.0, "llama3 scaling: wavelengths above original length / this are fully scaled", above=0
     )
     rope_original_max_position_embeddings: int = option(
         8192, "llama3 and yarn scaling: length the frequencies were trained for", unit="tokens", at_least=1
     )
-    yarn_beta_fast: float = option(32.0, "yarn: rotations above which a frequency is left alone", above=0)
-    yarn_beta_slow: float = option(1.0, "yarn: rotations below which a frequency is fully interpolated", above=0)
+    yarn_beta_fast: float = option(32.0, "yarn: frequencies with more rotations than this are unchanged", above=0)
+    yarn_beta_slow: float = option(
+        1.0, "yarn: frequencies with fewer rotations than this are fully interpolated", above=0
+    )
     yarn_mscale: float = option(1.0, "yarn: numerator of the attention temperature", at_least=0)
     yarn_mscale_all_dim: float = option(0.0, "yarn: denominator of the attention temperature (0: none)", at_least=0)
 
     normalization: str = option("LayerNorm", "normalization layer", choices=NORMALIZATIONS)
     norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0)
-    layernorm_zero_centered_gamma: bool = option(
-        False, "norm weights are stored as gamma - 1", flag="--apply-layernorm-1p"
-    )
+    layernorm_zero_centered_gamma: bool = option(False, "store norm weights as gamma - 1", flag="--apply-layernorm-1p")
     activation: str = option(
         "gelu_tanh",
         "activation of the MLP (gelu is the erf form)",
@@ -129,7 +129,7 @@ class ModelConfig:
                 "--no-bias-gelu-fusion",
                 value="gelu",
                 only_from=("gelu_tanh",),
-                help="erf instead of tanh GELU, which is what it means in Megatron",
+                help="erf instead of tanh GELU, as in Megatron",
             ),
         ),
     )
@@ -141,7 +141,8 @@ class ModelConfig:
     qk_layernorm: bool = option(False, "normalize each head's queries and keys")
     window_size: int | None = option(
         None,
-        "sliding window: a token sees itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); unset: all before it",
+        "sliding window: a token attends to itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); "
+        "unset: to all tokens before it",
         unit="tokens",
         at_least=1,
         read=read_window,
@@ -150,7 +151,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = option(None, "output logits become c tanh(x / c); unset: none", above=0)
     softmax_scale: float | None = option(None, "factor on attention logits", above=0, derived="1 / sqrt(kv-channels)")
     attention_softmax_in_fp32: bool = option(
-        False, "attention logits and softmax in at least fp32 (an explicit attention instead of a flash kernel)"
+        False, "compute attention logits and softmax in at least fp32 (unfused attention instead of a flash kernel)"
     )
     hidden_dropout: float = option(
         0.1, "dropout after the embedding, attention and MLP", unit="probability", at_least=0, below=1
@@ -163,15 +164,15 @@ class ModelConfig:
     )
 
     def head_size(self) -> int:
-        """Width of one attention head: kv-channels, or hidden-size / num-attention-heads."""
+        """Return the width of one attention head: kv-channels, or hidden-size / num-attention-heads."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
 
     def query_groups(self) -> int:
-        """Key/value heads: num-query-groups, or one for each attention head."""
+        """Return the number of key/value heads: num-query-groups, or one for each attention head."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
     def feed_forward_size(self) -> int:
-        """Width of the MLP: ffn-hidden-size, or Megatron's 4 h; with a gated activation int(4 h x 2/3 / 64) x 64."""
+        """Return the width of the MLP: ffn-hidden-size, or Megatron's 4 h; with a gated activation int(4 h x 2/3 / 64) x 64."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.activation in GATED_ACTIVATIONS:

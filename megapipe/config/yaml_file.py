@@ -1,6 +1,6 @@
-"""Reading and writing the YAML form: sections (or flat), Megatron's names with - or _, each value with the line that it stands on.
+"""Reading and writing configurations as YAML: in sections or flat, Megatron's names with - or _, each value with its line number.
 
-The text is composed into nodes only and each scalar read by its field's type (see values.py), so YAML's guesses about types play no part.
+YAML is parsed only into nodes; each scalar is read by its field's type (see fields.py), so YAML's own guesses about types play no part.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField, all_fields, section_types, value_of
-from megapipe.config.values import value_text
+from megapipe.config.fields import ConfigField, all_fields, section_types, value_of, value_text
 from megapipe.errors import ConfigError
 
 
@@ -22,17 +21,17 @@ class Entry:
 
     section: str | None  # None: flat, at the top level
     key: str
-    raw: str | tuple[str, ...] | None  # None: nothing stands after the colon
+    raw: str | tuple[str, ...] | None  # None: nothing follows the colon
     quoted: bool
     where: str  # "FILE line 3"
 
 
 def read_file(path: str) -> str:
-    """The text of a configuration file. Raises ConfigError if there is none or it is not UTF-8."""
+    """Read the text of a configuration file. Raises ConfigError if it does not exist or is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: there is no such file") from None
+        raise ConfigError(f"--config {path}: no such file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
@@ -40,7 +39,7 @@ def read_file(path: str) -> str:
 
 
 def read_entries(text: str, name: str) -> list[Entry]:
-    """All entries of a YAML text, in order. `name` is the file's, for errors."""
+    """Return all entries of a YAML text, in order. name: of the file, for errors."""
     import yaml  # only needed with a file
 
     try:
@@ -60,33 +59,33 @@ def read_entries(text: str, name: str) -> list[Entry]:
     for key, value, where in pairs(root, name):
         if isinstance(value, yaml.MappingNode):
             if key not in section_types():
-                raise ConfigError(f"{where}: {key} is no section; sections are {', '.join(section_types())}")
+                raise ConfigError(f"{where}: unknown section {key}; sections are {', '.join(section_types())}")
             entries += [entry(key, inner, node, place) for inner, node, place in pairs(value, name)]
         elif key in section_types() and isinstance(value, yaml.ScalarNode) and value.value == "" and key != "optimizer":
-            continue  # a section with nothing in it
+            continue  # an empty section
         else:
             entries.append(entry(None, key, value, where))
     return entries
 
 
 def pairs(mapping, name: str):  # type: ignore[no-untyped-def]  # yaml nodes are untyped
-    """(key, value node, "FILE line N") of a mapping. Raises ConfigError at a key that stands twice."""
+    """Yield (key, value node, "FILE line N") of a mapping. Raises ConfigError at a key that occurs twice."""
     import yaml
 
     seen: dict[str, int] = {}
     for key_node, value in mapping.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{name} line {line}: a key is a name")
+            raise ConfigError(f"{name} line {line}: a key must be a name")
         key = str(key_node.value).strip().replace("-", "_")
         if key in seen:
-            raise ConfigError(f"{name} line {line}: {key} stands already on line {seen[key]}")
+            raise ConfigError(f"{name} line {line}: {key} was already given on line {seen[key]}")
         seen[key] = line
         yield key, value, f"{name} line {line}"
 
 
 def entry(section: str | None, key: str, node, where: str) -> Entry:  # type: ignore[no-untyped-def]
-    """The Entry of a scalar or a list of scalars."""
+    """Return the Entry of a scalar or a list of scalars."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
@@ -98,11 +97,11 @@ def entry(section: str | None, key: str, node, where: str) -> Entry:  # type: ig
 
 
 def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: Config | None = None) -> str:
-    """The whole configuration as YAML in sections, which loads again and means the same.
+    """Return the whole configuration as YAML in sections, from which it can be loaded again.
 
-    origins: each line says in a comment where its value came from.
-    resolved: the planner's version of this configuration; what it derived stands in comments too. The values themselves stay those
-    that were asked for: a file with both --train-iters and the --train-samples derived from it would say the length twice and could not be
+    origins: the origin of each value, written as a comment.
+    resolved: the resolved version of this configuration; derived values are added to the comments. The values themselves stay those that
+    were asked for: a file with both --train-iters and the --train-samples derived from it would give the length twice and could not be
     changed by one flag.
     """
     lines: list[str] = []
@@ -124,7 +123,7 @@ def written_value(config: Config, field: ConfigField) -> Any:
 
 
 def remark(field: ConfigField, config: Config, origins: Mapping[str, str] | None, resolved: Config | None) -> str:
-    """The comment after a value: its origin, and what was or will be derived from it."""
+    """Return the comment after a value: its origin, and the value that was or will be derived for it."""
     value = value_of(config, field)
     parts = [] if origins is None else [origins.get(field.key, "default").replace("\n", " ")]
     derived = value if resolved is None else written_value(resolved, field)

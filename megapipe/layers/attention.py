@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes
 from megapipe.layers.norm import Norm
 from megapipe.layers.shape import MASK_BYTES, RankShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.layers.shape import MASK_BYTES, RankShape
 from megapipe.layers.table import ALL_REDUCE, Backward, Collectives, Kept, Operation, Table
 from megapipe.sharding.slicing import Fused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.layers.linear import collectives, column_gradient_bytes, weight_gradient_bytes
 from megapipe.layers.norm import Norm
 from megapipe.layers.shape import RankShape

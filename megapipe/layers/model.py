@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.precision import PrecisionConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.embedding import Embedding
 from megapipe.layers.fp8 import fp8_layers

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.model.microbatch import KVCache, Microbatch
 from megapipe.model.norm import at_least_fp32
 from megapipe.model.recompute import KeptAttention

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import DataError
 from megapipe.model.microbatch import Microbatch
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding

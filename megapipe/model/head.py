@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.norm import at_least_fp32

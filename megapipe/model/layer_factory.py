@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.gpu.transformer_engine import LinearOptions

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.resolved import ResolvedModelConfig
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import ConfigError
 
 

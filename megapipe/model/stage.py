@@ -11,8 +11,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.shape import WHOLE, CommChunks

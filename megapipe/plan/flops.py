@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
 

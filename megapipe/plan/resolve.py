@@ -1,7 +1,7 @@
-"""Config and a number of ranks -> RunPlan, or one ConfigError that names the rule and a way out.
+"""Resolve a configuration on a number of ranks to a RunPlan, or raise one ConfigError with the rule and a way out.
 
-Everything that depends on more than one section, or on the world, is decided here: derived sizes, the grid, the cut of the layers, the
-batch, the length of the run. Rules inside a section stand in `config.rules`.
+Everything that depends on the number of ranks or on the schedule is decided here: derived sizes, the grid, the partition of the layers,
+the batch, the length of the run. All other rules are in `config.rules`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import dataclasses
 import math
 from functools import cache
 
-from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.parallel import ParallelConfig
-from megapipe.config.resolved import (
+from megapipe.config.config import (
+    Config,
     ResolvedConfig,
     ResolvedModelConfig,
     ResolvedOptimizerConfig,
@@ -22,17 +19,20 @@ from megapipe.config.resolved import (
     ResolvedTrainingConfig,
     convert,
 )
+from megapipe.config.model import ModelConfig
+from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.rules.check import check
-from megapipe.config.rules.wording import divisors
+from megapipe.config.rules.proposals import divisors
 from megapipe.config.training import TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters
 from megapipe.plan.balance import balanced_cut
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.chunks import group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.cut import cut_flags, cut_layers
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.schedule_choice import check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_slices, audit_stages
@@ -40,12 +40,13 @@ from megapipe.topology import Topology
 
 
 def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
-    """The plan of a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
+    """Plan a run on `world_size` ranks, `ranks_per_node` of them on each node (None: one node).
 
-    config.model.vocab_size must be known (the tokenizer's). shelf: shared with other plans, as in a search. Raises ConfigError for
+    config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for
     everything that cannot be run.
     """
     check(config)
+    check_schedule(config)
     model = resolve_model(config.model, config.parallel.tensor_model_parallel_size)
     schedule_name, chunks = schedule_and_chunks(config.parallel, model.num_layers)
     placement = SCHEDULES[schedule_name].place(config.parallel.pipeline_model_parallel_size, chunks)
@@ -66,13 +67,13 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     plan = _balanced(draft)
     _audit_slices(model, parallel.sequence_parallel, topology.tp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))
-    _check_post_validation(plan)
     _make_schedules(plan)
+    _check_schedule(plan)
     return plan
 
 
 def _balanced(draft: RunPlan) -> RunPlan:
-    """The plan with its layers cut as --pipeline-balance says."""
+    """Return the plan with its layers divided as --pipeline-balance asks."""
     return dataclasses.replace(draft, partition=balanced_cut(draft))
 
 
@@ -82,9 +83,9 @@ def _audit_slices(model: ResolvedModelConfig, sequence_parallel: bool, tp: int) 
 
 
 def vary(plan: RunPlan, config: Config) -> RunPlan:
-    """The plan that `resolve` makes of a configuration which differs from the plan's in training and recompute alone.
+    """Return the plan of a configuration that differs from the plan's only in training and recompute.
 
-    What stays is taken from the plan: grid, parameters and their audits. Raises ConfigError as `resolve` does.
+    Grid, parameters and their audits are taken from the plan. Raises ConfigError as `resolve` does.
     """
     check(config)
     training, batch = _batch(config.training, plan.topology)
@@ -93,16 +94,16 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
     draft = dataclasses.replace(plan, config=resolved, batch=batch)
     _check_counts(draft)
     varied = _balanced(draft)
-    _check_post_validation(varied)
     _make_schedules(varied)
+    _check_schedule(varied)
     return varied
 
 
 def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
-    """Fill in the sizes that follow from others."""
+    """Fill in the sizes that are derived from others. Raises ConfigError if the vocabulary is unknown."""
     if model.vocab_size is None:
         raise ConfigError(
-            "the size of the vocabulary is not known: give --vocab-size, or --tokenizer-type and --tokenizer-model"
+            "the size of the vocabulary is unknown; give --vocab-size, or --tokenizer-type and --tokenizer-model"
         )
     multiple = model.make_vocab_size_divisible_by * tp
     kv_channels = model.head_size()
@@ -125,24 +126,30 @@ def _check_query_groups(model: ResolvedModelConfig, tp: int) -> None:
     if groups % tp and tp % groups:
         ways = ", ".join(str(n) for n in divisors(model.num_attention_heads) if groups % n == 0 or n % groups == 0)
         raise ConfigError(
-            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each rank holds whole "
-            f"key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each "
+            f"rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
         )
 
 
-def _check_post_validation(plan: RunPlan) -> None:
+def _check_schedule(plan: RunPlan) -> None:
+    """Raise ConfigError for what CUDA graphs and steps without a barrier cannot do with the schedule."""
+    if plan.config.gpu.cuda_graph_impl != "none" and plan.overlaps_stages:
+        raise ConfigError(
+            f"--cuda-graph-impl {plan.config.gpu.cuda_graph_impl}: --pipeline-schedule {plan.schedule_name} runs two "
+            "graphs at the same time, which share cuBLAS's workspace; use zb-v"
+        )
     if not plan.config.optimizer.optimizer_post_validation:
         return
     if plan.placement.second_direction is not None or not SCHEDULES[plan.schedule_name].is_synchronous:
         raise ConfigError(
-            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one direction, which "
-            f"--pipeline-schedule {plan.schedule_name} is not; leave the flag out, or choose zb-h2 or zb-v"
+            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one direction, "
+            f"which --pipeline-schedule {plan.schedule_name} is not; leave the flag out, or choose zb-h2 or zb-v"
         )
     if plan.tied_across_ranks:
         raise ConfigError(
-            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update needs the last "
-            "one's gradient, which is the barrier again; add --untie-embeddings-and-output-weights, choose a schedule on a V (both ends "
-            "on one rank), or leave the flag out"
+            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update needs "
+            "the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, choose a V-shaped "
+            "schedule (both ends on one rank), or leave the flag out"
         )
 
 
@@ -207,7 +214,7 @@ def _parallel(parallel: ParallelConfig, topology: Topology, schedule_name: str, 
 
 
 def _check_counts(plan: RunPlan) -> None:
-    """A ramp-up changes the number of microbatches: the schedule must be able to run every value."""
+    """Raise ConfigError if the schedule cannot run some number of microbatches of the run (a ramp-up changes it)."""
     counts, batch, training = SCHEDULES[plan.schedule_name].counts, plan.batch, plan.config.training
     for size in batch.sizes:
         count = size // batch.samples_per_microbatch
@@ -226,7 +233,7 @@ def _check_counts(plan: RunPlan) -> None:
 
 
 def _make_schedules(plan: RunPlan) -> None:
-    """Of every number of microbatches of the run."""
+    """Build the schedules of all numbers of microbatches of the run, so that errors surface now."""
     for size in plan.batch.sizes:
         plan.schedule(size // plan.batch.samples_per_microbatch)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
-from megapipe.config.resolved import ResolvedConfig, ResolvedModelConfig
+from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.shape import RankShape
 from megapipe.plan.batch import BatchSchedule

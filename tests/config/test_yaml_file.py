@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import Config
-from megapipe.config.fields import all_fields, fields_by_key, make_config, value_of
+from megapipe.config.fields import all_fields, fields_by_key, make_config, value_of, value_text
 from megapipe.config.load import apply, from_yaml, load_config, settings_of_entry
-from megapipe.config.values import value_text
 from megapipe.config.yaml_file import read_entries, to_yaml
 from megapipe.errors import ConfigError
 from tests.config.examples import job, values
@@ -116,8 +115,8 @@ def test_text_is_read_by_the_type_of_its_field(text: str, key: str, value: objec
         ("model:\n  num_layer: 4", ["line 2", "model.num_layer", "did you mean num_layers?"]),
         ("num-layer: 4", ["num_layer", "did you mean num_layers?"]),
         ("model:\n  lr: 1", ["line 2", "belongs to the section optimizer"]),
-        ("modle:\n  num_layers: 4", ["modle is no section", "model"]),
-        ("num_layers: 4\nnum-layers: 5", ["line 2", "stands already on line 1"]),
+        ("modle:\n  num_layers: 4", ["unknown section modle", "model"]),
+        ("num_layers: 4\nnum-layers: 5", ["line 2", "was already given on line 1"]),
         ("- a\n- b", ["f.yaml", "key: value"]),
         ("model: {num_layers: {a: 1}}", ["line 1", "num_layers", "flat list"]),
         ("model:\n  num_layers: [1, 2", ["f.yaml line", "not readable as YAML"]),

@@ -9,7 +9,7 @@ import torch
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
-from megapipe.config.kernels import KernelsConfig
+from megapipe.config.gpu import KernelsConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.gpu.kernels import choose_kernels, compiled

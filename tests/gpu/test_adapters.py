@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import Config
-from megapipe.config.kernels import KernelsConfig
+from megapipe.config.gpu import KernelsConfig
 from megapipe.config.load import load_config
 from megapipe.config.precision import PrecisionConfig
 from megapipe.errors import ConfigError

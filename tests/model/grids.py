@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT

@@ -88,7 +88,7 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
         ({"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 34}, 4, r"--seq-length 34.*use 32 or 36"),
         ({"pipeline_model_parallel_layout": "Ett|tttttL", "pipeline_model_parallel_size": 2}, 2, r"holds 7 layers"),
         ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2, r"3 stages, not a multiple"),
-        ({"vocab_size": None}, 1, r"size of the vocabulary is not known"),
+        ({"vocab_size": None}, 1, r"size of the vocabulary is unknown"),
         ({"context_parallel_size": 2}, 2, r"--context-parallel-size 2"),
         (
             {"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
@@ -215,12 +214,6 @@ def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchr
         )
     validate(lower(schedule))
     assert all(a.op is not Op.REDUCE_GRAD for row in lower(schedule).rows for a in row)
-
-
-def test_the_flag_offers_every_family():
-    assert PIPELINE_SCHEDULES[0] == "auto"
-    assert sorted(PIPELINE_SCHEDULES[1:]) == sorted(SCHEDULES)
-    assert set(ASYNCHRONOUS_SCHEDULES) == {name for name, family in SCHEDULES.items() if not family.is_synchronous}
 
 
 def test_all_synchronous_families_are_marked_so():

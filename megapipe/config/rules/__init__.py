@@ -1,9 +1,9 @@
-"""Rules inside the configuration: what can be said to be impossible without knowing the number of ranks.
+"""Rules between fields: what is known to be impossible without knowing the number of ranks.
 
-check.py      check(config) and check_job(config); the table of all rules
-model.py parallel.py training.py data.py asynchronous.py kernels.py graphs.py    the rules, each a function from a Config to a message, or
-              None where it holds
-wording.py    words that messages share: the nearest divisors and multiples
+check.py       check(config), check_job(config): one ConfigError with a line for every rule that is broken
+model.py parallel.py gpu.py training.py data.py    the rules: generators of messages from a configuration
+proposals.py   values that would work instead
 
-Rules that need the world (world size, data-parallel size, layers against stages, KV heads against tp) are the planner's.
+That an option needs another one is declared with the option (`Need`). Rules that depend on the number of ranks or on the pipeline
+schedule are in `plan.resolve`.
 """

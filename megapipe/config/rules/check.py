@@ -1,65 +1,66 @@
-"""The table of all rules, and the two doors to it."""
+"""All rules together, and the two entry points: check and check_job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.fields import all_fields, value_of
-from megapipe.config.rules.asynchronous import ASYNCHRONOUS_RULES
-from megapipe.config.rules.data import DATA_RULES, JOB_RULES
-from megapipe.config.rules.graphs import GRAPH_RULES
-from megapipe.config.rules.kernels import KERNEL_RULES
-from megapipe.config.rules.model import MODEL_RULES
-from megapipe.config.rules.offload import OFFLOAD_RULES
-from megapipe.config.rules.parallel import PARALLEL_RULES
-from megapipe.config.rules.training import TRAINING_RULES
-from megapipe.config.values import out_of_bounds
+from megapipe.config.fields import all_fields, fields_by_key, out_of_bounds, shown, value_of
+from megapipe.config.option import Need
+from megapipe.config.rules import data, gpu, model, parallel, training
 from megapipe.errors import ConfigError
 
-Rule = Callable[[Config], str | None]
-
-CONSISTENCY_RULES: tuple[Rule, ...] = (
-    *MODEL_RULES,
-    *PARALLEL_RULES,
-    *OFFLOAD_RULES,
-    *TRAINING_RULES,
-    *DATA_RULES,
-    *ASYNCHRONOUS_RULES,
-    *KERNEL_RULES,
-    *GRAPH_RULES,
-)
+Rule = Callable[[Config], Iterator[str]]
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError with one line for each choice, range and rule that the configuration breaks."""
-    raise_all(bounds_broken(config) or broken(CONSISTENCY_RULES, config))
+    """Raise ConfigError with one line for each choice, range and rule that the configuration breaks."""
+    raise_all(list(bounds_broken(config)) or [message for rule in RULES for message in rule(config)])
 
 
 def check_job(config: Config) -> None:
-    """`check`, and what only a training job has to have: a length, a learning rate, data and a vocabulary."""
+    """Check the rules, and what only a training job must have: a length, a learning rate, data and a vocabulary."""
     check(config)
-    raise_all(broken(JOB_RULES, config))
+    raise_all(list(data.job(config)))
 
 
-def broken(rules: Iterable[Rule], config: Config) -> list[str]:
-    """The messages of the rules that do not hold."""
-    return [message for rule in rules if (message := rule(config)) is not None]
+def bounds_broken(config: Config) -> Iterator[str]:
+    """Yield a message for each field outside its choices or range.
 
-
-def bounds_broken(config: Config) -> list[str]:
-    """Fields outside their choices or ranges: only where it was made in code, for flags and files are checked as they are read."""
-    messages = []
+    Only a configuration made in code can have one: flags and files are checked as they are read.
+    """
     for field in all_fields():
         value = value_of(config, field)
         for item in value if isinstance(value, tuple) else (value,):
             trouble = "" if item is None else out_of_bounds(field.option, item)
             if trouble:
-                messages.append(f"{field.key} {item}: {trouble}")
-    return messages
+                yield f"{field.key} {item}: {trouble}"
+
+
+def needs(config: Config) -> Iterator[str]:
+    """Yield a message for the options that have no effect because the option that they need is not given."""
+    unmet: dict[Need, list[str]] = {}
+    for field in all_fields():
+        need, value = field.option.needs, value_of(config, field)
+        if (
+            need is not None
+            and value != field.default
+            and not need.is_met_by(value_of(config, fields_by_key()[need.key]))
+        ):
+            unmet.setdefault(need, []).append(shown(field, value))
+    for need, flags in unmet.items():
+        listed, verb, them = (
+            " and ".join(flags),
+            "need" if len(flags) > 1 else "needs",
+            "these" if flags[1:] else "this",
+        )
+        yield f"{listed} {verb} {need.flag}; add it, or leave {them} out"
 
 
 def raise_all(messages: list[str]) -> None:
-    """One ConfigError with all messages, a line each."""
+    """Raise one ConfigError with all messages, a line each; return if there are none."""
     if messages:
         raise ConfigError("\n".join(messages))
+
+
+RULES: tuple[Rule, ...] = (*model.RULES, *parallel.RULES, *gpu.RULES, *training.RULES, *data.RULES, needs)

@@ -16,8 +16,7 @@ from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
-from megapipe.config.offload import OffloadConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.recompute import OffloadConfig, RecomputeConfig
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     chosen = SUBCOMMANDS.get(words[0])
     if chosen is None:
-        from megapipe.config.values import nearest
+        from megapipe.config.fields import nearest
 
         print(
             f"megapipe {words[0]}: there is no such subcommand{nearest(words[0], list(SUBCOMMANDS))}; see megapipe --help",

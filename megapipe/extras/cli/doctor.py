@@ -12,8 +12,8 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.saved_model import run_on_all_ranks
-from megapipe.plan.chunks import schedule_and_chunks
 from megapipe.plan.hardware import hardware_named, hardware_of, read_hardware
+from megapipe.plan.schedule_choice import schedule_and_chunks
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.placement import Placement
 from megapipe.topology import Topology

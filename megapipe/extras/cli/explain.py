@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField
-from megapipe.config.flags import REQUEST_HELP, field_flags, normalised, suggestion, unit_and_help
+from megapipe.config.fields import ConfigField, value_text
+from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
 from megapipe.config.option import TAKES_VALUE, Flag
-from megapipe.config.values import value_text
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
 from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers, readers
@@ -49,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
 def explained(word: str, rest: Sequence[str]) -> str:
     """rest: hardware, world and configuration. Raises ConfigError for what is no flag, or for a configuration that cannot be read."""
     name = normalised(word if word.startswith("--") else "--" + word)
-    if name in REQUEST_HELP:
-        return f"{name}  [megapipe]\n  {REQUEST_HELP[name]}\n  It is a request, not a setting: nothing about the run changes."
+    if name in REQUESTS:
+        return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting: nothing about the run changes."
     if name in field_flags():
         field, flag = field_flags()[name]
         return "\n".join([*_words(name, field, flag), *_costs(field, rest)])

@@ -21,6 +21,7 @@ from megapipe.extras.cli.failure import end_at_once, guarded
 from megapipe.extras.cli.orphan import end_with_launcher
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
+from megapipe.plan.schedule_choice import check_schedule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,6 +43,7 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
     loaded = load_config(arguments)
     if loaded.config.checkpoint.use_checkpoint_args:
         loaded = _with_model_of_checkpoint(loaded)
+    check_schedule(loaded.config)
     if loaded.requests.print_config:
         if environment.global_rank == 0:
             print(_config_text(loaded, *_world(loaded, environment)), end="")

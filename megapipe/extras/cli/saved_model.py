@@ -15,11 +15,11 @@ from megapipe.checkpoint.configuration import saved_config
 from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.data import TOKENIZER_TYPES, DataConfig
+from megapipe.config.fields import nearest
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.training import DEVICES, TrainingConfig
-from megapipe.config.values import nearest
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment, read_environment
 from megapipe.errors import CheckpointError, ConfigError

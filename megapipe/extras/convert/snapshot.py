@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.config.config import Config
+from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.config.rules.check import check
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError

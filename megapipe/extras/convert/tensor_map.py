@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.spec import ParamSpec

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from megapipe.config.values import nearest
+from megapipe.config.fields import nearest
 from megapipe.environment import prefixed
 from megapipe.errors import ConfigError
 

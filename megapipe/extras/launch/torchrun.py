@@ -32,7 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
 from megapipe.comm.rendezvous import create_store
-from megapipe.config.values import nearest
+from megapipe.config.fields import nearest
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.extras.launch.forwarder import Forwarder

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.resolved import ResolvedModelConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout

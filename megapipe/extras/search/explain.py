@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField, value_of
-from megapipe.config.values import out_of_bounds, value_text
+from megapipe.config.fields import ConfigField, out_of_bounds, value_of, value_text
 from megapipe.errors import MegapipeError
 from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.hardware import Hardware

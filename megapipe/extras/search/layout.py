@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megapipe.config.config import Config
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.rules.wording import divisors
+from megapipe.config.rules.proposals import divisors
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.hardware import Hardware
 

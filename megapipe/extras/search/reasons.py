@@ -6,10 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, convert
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.resolved import convert
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import recompute_text

@@ -13,7 +13,7 @@ from torch import Tensor
 from megapipe.assembly.inference_runtime import DrawSlice
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.config.resolved import ResolvedConfig
+from megapipe.config.config import ResolvedConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.model.init import draw
 from megapipe.sharding.spec import Init, ParamSpec

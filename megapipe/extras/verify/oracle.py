@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import to_microbatch
-from megapipe.config.resolved import ResolvedConfig
+from megapipe.config.config import ResolvedConfig
 from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT

@@ -12,13 +12,12 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
 from megapipe.config.data import DataConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.precision import PrecisionConfig
-from megapipe.config.resolved import ResolvedConfig, ResolvedModelConfig, convert
 from megapipe.config.training import TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.flags import REQUEST_HELP, field_flags, normalised
+from megapipe.config.flags import REQUESTS, field_flags, normalised
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.extras.cli.command import SUBCOMMANDS
 from megapipe.extras.cli.plan import plan_for
@@ -54,8 +54,7 @@ def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
 def test_every_flag_it_names_exists() -> None:
     named = {normalised(word) for word in re.findall(r"(?<![\w-])--[a-z][\w-]+", README)}
     own = {
-        "--" + normalised(name).lstrip("-")
-        for name in (*field_flags(), *REQUEST_HELP, *megatron_flags(), *FLAGS_OF_OTHERS)
+        "--" + normalised(name).lstrip("-") for name in (*field_flags(), *REQUESTS, *megatron_flags(), *FLAGS_OF_OTHERS)
     }
     assert not {name for name in named if "--" + name.lstrip("-") not in own}
 

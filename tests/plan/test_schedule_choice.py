@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 
-from megapipe.config.parallel import ASYNCHRONOUS_SCHEDULES, PIPELINE_SCHEDULES, ParallelConfig
+from megapipe.config.load import load_config
+from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
-from megapipe.plan.chunks import asked_chunks, group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.resolve import resolve
+from megapipe.plan.schedule_choice import asked_chunks, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.simulate import simulate
+from tests.config.examples import job
 from tests.plan.test_resolve import wish
 
 CHUNK_FLAGS = {
@@ -83,16 +85,16 @@ def test_a_schedule_that_needs_two_chunks_takes_them_by_itself(name: str) -> Non
         ({"pipeline_schedule": "breadth-first"}, r"breadth-first needs chunks; .*choose gpipe"),
         (
             {"pipeline_schedule": "zb-h1", **CHUNK_FLAGS["count"]},
-            r"zb-h1 runs one chunk a rank, but 2 .* choose interleaved or breadth-first",
+            r"zb-h1 runs one chunk per rank, but 2 .* choose interleaved or breadth-first",
         ),
-        ({"pipeline_schedule": "1f1b", **CHUNK_FLAGS["layout"]}, r"1f1b runs one chunk a rank, but 2"),
+        ({"pipeline_schedule": "1f1b", **CHUNK_FLAGS["layout"]}, r"1f1b runs one chunk per rank, but 2"),
         (
             {"pipeline_schedule": "zb-v", "num_virtual_stages_per_pipeline_rank": 3},
-            r"zb-v holds 2 chunks .* but 3 were asked for; leave",
+            r"zb-v always has 2 chunks .* but 3 were asked for; leave",
         ),
         (
             {"pipeline_schedule": "v-min", "num_virtual_stages_per_pipeline_rank": 1},
-            r"v-min holds 2 chunks .* but 1 were asked for; leave",
+            r"v-min always has 2 chunks .* but 1 were asked for; leave",
         ),
         (
             {"pipeline_schedule": "v-half", "pipeline_model_parallel_size": 1},
@@ -111,7 +113,7 @@ def test_only_schedules_with_groups_take_a_group_size() -> None:
     assert group_size(parallel(), "breadth-first") is None
     chosen = parallel(microbatch_group_size_per_virtual_pipeline_stage=3)
     assert group_size(chosen, "interleaved") == 3
-    with pytest.raises(ConfigError, match=r"stage 3 belongs to interleaving .*, schedule zb-v has no groups"):
+    with pytest.raises(ConfigError, match=r"stage 3 belongs to interleaving .*but schedule zb-v has no groups"):
         group_size(chosen, "zb-v")
     with pytest.raises(ConfigError, match=r"stage 1 is below --pipeline-model-parallel-size 2; use at least 2"):
         group_size(parallel(microbatch_group_size_per_virtual_pipeline_stage=1), "interleaved")
@@ -143,13 +145,45 @@ def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages()
     assert spans[0] > spans[1] >= spans[2]
 
 
-@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_resolved_plan_resolves_again_to_the_same(name: str) -> None:
     needed = {"num_virtual_stages_per_pipeline_rank": 2} if name in ("interleaved", "breadth-first") else {}
-    if name in ASYNCHRONOUS_SCHEDULES:
+    if not SCHEDULES[name].is_synchronous:
         needed = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
     asked = wish(pipeline_model_parallel_size=2, pipeline_schedule=name, global_batch_size=8, **needed)
     plan = resolve(asked, 2)
     again = resolve(dataclasses.replace(asked, parallel=plan.config.parallel), 2)
     assert again.config == plan.config
     assert again.schedule_name == plan.schedule_name
+
+
+# (flags that break a rule of an asynchronous schedule or of CUDA graphs, words of the message)
+PIPEDREAM = "--pipeline-model-parallel-size 2 --pipeline-schedule pipedream"
+UNTIED = "--untie-embeddings-and-output-weights"
+GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
+REFUSED = [
+    (f"{PIPEDREAM} {UNTIED}", ["pipedream updates each stage at its own time", "--clip-grad 1", "give --clip-grad 0"]),
+    (f"{PIPEDREAM} {UNTIED} --clip-grad 0 --fp16", ["use --bf16, or a fixed --loss-scale"]),
+    (f"{PIPEDREAM}-2bw {UNTIED} --clip-grad 0 --calculate-per-token-loss", ["pipedream-2bw", "leave that out"]),
+    (f"{PIPEDREAM} --clip-grad 0", ["the tied embedding", f"give {UNTIED}"]),
+    (f"{PIPEDREAM} {UNTIED} --clip-grad 0 --fp8-format e4m3", ["pipedream updates them within the step"]),
+    (f"{PIPEDREAM} {UNTIED} --clip-grad 0 {GRAPHS}", ["pipedream computes with several versions", "use 1f1b"]),
+    (
+        f"--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe --global-batch-size 8 {GRAPHS}",
+        ["dualpipe runs two graphs at the same time", "use zb-v"],
+    ),
+    ("--pipeline-schedule zb-h3", ["--pipeline-schedule zb-h3: choose auto, naive", "did you mean zb-h"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[flags for flags, _ in REFUSED])
+def test_what_a_schedule_cannot_do_is_refused(flags: str, words: list[str]) -> None:
+    config = load_config(job(flags)).config
+    with pytest.raises(ConfigError) as error:
+        resolve(config, config.parallel.pipeline_model_parallel_size)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_an_asynchronous_schedule_without_such_options_is_accepted() -> None:
+    flags = f"{PIPEDREAM} {UNTIED} --clip-grad 0 --fp16 --loss-scale 1024"
+    assert resolve(load_config(job(flags)).config, 2).schedule_name == "pipedream"

@@ -1,9 +1,10 @@
-"""docs/flags.md, made from the declarations: `python -m megapipe.config.document > docs/flags.md` writes it anew, and a test compares."""
+#!/usr/bin/env python3
+"""Print docs/flags.md from the declarations of the flags: `python tools/write_flags_page.py > docs/flags.md`. A test compares the two."""
 
 from __future__ import annotations
 
-from megapipe.config.fields import ConfigField, all_fields, section_types
-from megapipe.config.flags import REQUEST_HELP, default_text
+from megapipe.config.fields import ConfigField, all_fields, expected_range, section_types
+from megapipe.config.flags import REQUESTS, default_text
 from megapipe.config.megatron_flags import (
     ALREADY_SO,
     CLASSES,
@@ -12,21 +13,20 @@ from megapipe.config.megatron_flags import (
     SUPPORTED,
     megatron_flags,
 )
-from megapipe.config.values import expected_range
 from megapipe.formatting import markdown_table
 
 HEAD = """# Flags
 
-Values come from defaults < YAML files (`--config FILE.yaml`) < flags. Flags carry Megatron's names, with `-` or `_`; a YAML file holds
-the same names, or the names of the fields, in sections or flat. `none` takes back an optional value. `--print-config` shows every value
-with its origin, as YAML that loads again. Flags marked * are megapipe's own.
+Values come from defaults < YAML files (`--config FILE.yaml`) < flags. Flags have Megatron's names, with `-` or `_`; a YAML file has
+the same names, or the names of the fields, in sections or flat. `none` unsets an optional value. `--print-config` shows every value
+with its origin, as YAML that can be loaded again. Flags marked * are not in Megatron.
 
-This page is made from the declarations: `python -m megapipe.config.document > docs/flags.md`.
+This page is generated from the declarations: `python tools/write_flags_page.py > docs/flags.md`.
 """
 
 
 def flag_words(field: ConfigField) -> str:
-    """All flags of a field as code, our own with a star."""
+    """Return all flags of a field as code, those that are not in Megatron with a star."""
     words = []
     for flag in field.flags:
         row = megatron_flags().get(flag.name)
@@ -35,7 +35,7 @@ def flag_words(field: ConfigField) -> str:
 
 
 def field_row(field: ConfigField) -> tuple[str, ...]:
-    """Flags, meaning, unit and default of a field."""
+    """Return flags, meaning, unit and default of a field."""
     option = field.option
     meaning = "; ".join(
         filter(
@@ -46,18 +46,18 @@ def field_row(field: ConfigField) -> tuple[str, ...]:
 
 
 def flags_document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [
         HEAD,
         "## Requests\n",
-        markdown_table(("flag", "meaning"), [(f"`{name}`*", text) for name, text in REQUEST_HELP.items()]),
+        markdown_table(("flag", "meaning"), [(f"`{name}`*", request.help) for name, request in REQUESTS.items()]),
     ]
     for section in section_types():
         rows = [field_row(field) for field in all_fields() if field.section == section]
         parts += [f"## {section}\n", markdown_table(("flags", "meaning", "unit", "default"), rows)]
     differences = [(f"`{d.flag}`", d.megatron, d.here, d.reason) for d in DELIBERATE_DIFFERENCES]
     parts += [
-        "## Where megapipe differs from Megatron on purpose\n",
+        "## Where megapipe deliberately differs from Megatron\n",
         markdown_table(("flag", "Megatron", "here", "why"), differences),
     ]
     rows_of = {kind: [row for row in megatron_flags().values() if row.kind == kind] for kind in CLASSES}
@@ -65,15 +65,15 @@ def flags_document() -> str:
     refused = [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows_of[REFUSED]]
     parts += [
         "## Every flag of Megatron-LM at Megatron-Core 0.16.1\n",
-        f"{len(megatron_flags())} flags: {counts}. Nothing is ignored.\n",
+        f"{len(megatron_flags())} flags: {counts}. None is ignored.\n",
         "### Supported\n",
         markdown_table(("flag", "field"), [(f"`{row.name}`", f"`{row.note}`") for row in rows_of[SUPPORTED]]),
-        "### Already so here: accepted\n",
+        "### Accepted: megapipe always does what the flag asks for\n",
         markdown_table(
             ("flag", "values", "why"),
             [(f"`{row.name}`", ", ".join(row.accepts), row.note) for row in rows_of[ALREADY_SO]],
         ),
-        "### Refused, with what to do instead\n\nA refused flag is accepted where its value is Megatron's default.\n",
+        "### Refused, with what to do instead\n\nA refused flag is accepted if its value is Megatron's default.\n",
         markdown_table(
             ("flag", "default", "instead"),
             refused,

@@ -1,0 +1,31 @@
+"""What error messages propose: values that would work, and the names of the flags that are in the way."""
+
+from __future__ import annotations
+
+from megapipe.formatting import one_of
+
+
+def divisors(*numbers: int) -> list[int]:
+    """Return the common divisors, ascending."""
+    return [d for d in range(1, min(numbers) + 1) if all(number % d == 0 for number in numbers)]
+
+
+def use_divisors(*numbers: int, wanted: int) -> str:
+    """Return 'use 1, 2, 4, 8 or 16': the common divisors, at most six, nearest to the wanted value."""
+    return "use " + one_of(nearest_values(divisors(*numbers), wanted))
+
+
+def use_multiples(unit: int, wanted: int) -> str:
+    """Return 'use 16 or 24': the multiples on both sides of the wanted value."""
+    below, above = wanted // unit * unit, -(-wanted // unit) * unit
+    return "use " + one_of(sorted({value for value in (below, above) if value > 0}))
+
+
+def nearest_values(values: list[int], wanted: int, count: int = 6) -> list[int]:
+    """Return the values nearest to a wanted one, ascending."""
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:count])
+
+
+def chosen(*flags: tuple[str, bool]) -> list[str]:
+    """Return the names of the flags whose condition holds."""
+    return [name for name, is_given in flags if is_given]

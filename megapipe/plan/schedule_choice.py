@@ -1,0 +1,167 @@
+"""The pipeline schedule of a run, and the number of model chunks on a rank: from the flags and the schedule's family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megapipe.config.config import Config
+from megapipe.config.fields import nearest
+from megapipe.config.parallel import ParallelConfig
+from megapipe.errors import ConfigError
+from megapipe.formatting import one_of
+from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.partition import layout_stages
+
+AUTO = "auto"
+CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
+
+
+def check_schedule(config: Config) -> None:
+    """Raise ConfigError if --pipeline-schedule is unknown, or cannot do what the configuration asks for (a line for each rule).
+
+    Each stage of an asynchronous schedule updates its weights while microbatches are in flight, so that nothing may need all ranks at
+    the same moment.
+    """
+    name = config.parallel.pipeline_schedule
+    _check_name(name)
+    if name == AUTO or SCHEDULES[name].is_synchronous:
+        return
+    messages = [f"--pipeline-schedule {name} updates each stage at its own time{text}" for text in _needs_all(config)]
+    if config.precision.fp8_format is not None:
+        messages.append(
+            f"--fp8-format casts the weights once a step, but --pipeline-schedule {name} updates them within the step; "
+            "use 1f1b"
+        )
+    if config.gpu.cuda_graph_impl != "none":
+        messages.append(
+            f"--cuda-graph-impl {config.gpu.cuda_graph_impl} repeats in every step what was recorded in one, but "
+            f"--pipeline-schedule {name} computes with several versions of the weights in turn; use 1f1b"
+        )
+    if messages:
+        raise ConfigError("\n".join(messages))
+
+
+def _check_name(name: str) -> None:
+    names = (AUTO, *SCHEDULES)
+    if name not in names:
+        raise ConfigError(f"--pipeline-schedule {name}: choose {one_of(names)}{nearest(name, names)}")
+
+
+def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str, int]:
+    """Return (schedule, chunks per rank). Raises ConfigError if the schedule cannot run what the flags ask for."""
+    _check_name(parallel.pipeline_schedule)
+    asked = asked_chunks(parallel, num_layers)
+    name, chunks = parallel.pipeline_schedule, asked or 1
+    if name == AUTO:
+        return ("interleaved" if chunks > 1 else "1f1b"), chunks
+    family = SCHEDULES[name]
+    if family.chunks is not None:
+        if parallel.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                f"--pipeline-schedule {name} fills a pipeline's bubble: it needs --pipeline-model-parallel-size of at "
+                "least 2; leave it out or raise pp"
+            )
+        if asked not in (None, family.chunks):
+            raise ConfigError(
+                f"--pipeline-schedule {name} always has {family.chunks} chunks on every rank, but {asked} were asked for; "
+                f"leave {CHUNKS_FLAG} out, or give {family.chunks}"
+            )
+        return name, family.chunks
+    if family.takes_chunks and chunks == 1:
+        with_one_chunk = {"breadth-first": "gpipe"}.get(name, "1f1b")
+        raise ConfigError(
+            f"--pipeline-schedule {name} needs chunks; give {CHUNKS_FLAG} 2 or more, or choose {with_one_chunk}"
+        )
+    if chunks > 1 and not family.takes_chunks:
+        raise ConfigError(
+            f"--pipeline-schedule {name} runs one chunk per rank, but {chunks} were asked for; choose interleaved or "
+            "breadth-first, or leave the chunks out"
+        )
+    return name, chunks
+
+
+def _needs_all(config: Config) -> Iterator[str]:
+    """Yield why options that need all ranks at the same moment are impossible, each with its way out."""
+    clip, precision = config.optimizer.clip_grad, config.precision
+    if clip:
+        yield (
+            f", so that the norm of all gradients, which --clip-grad {clip:g} limits, never exists; give --clip-grad 0"
+        )
+    if precision.dtype == "fp16" and precision.loss_scale is None:
+        yield (
+            " and cannot skip an update because another stage overflowed; use --bf16, or a fixed --loss-scale with --fp16"
+        )
+    if config.training.calculate_per_token_loss:
+        yield (
+            ", before the tokens of the batch, by which --calculate-per-token-loss divides, are counted; leave that out: "
+            "each microbatch then has the same weight"
+        )
+    is_tied = not config.model.untie_embeddings_and_output_weights
+    if is_tied and config.parallel.pipeline_model_parallel_size > 1:
+        yield (
+            ", but the tied embedding is on the first and the last stage and has one gradient; "
+            "give --untie-embeddings-and-output-weights"
+        )
+
+
+def group_size(parallel: ParallelConfig, name: str) -> int | None:
+    """Return how many microbatches run through a chunk before the next one's turn, None where the schedule has no groups.
+
+    Raises ConfigError if a group is asked for and impossible.
+    """
+    group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    if not SCHEDULES[name].takes_group_size:
+        if group is not None:
+            raise ConfigError(
+                f"{flag} {group} belongs to interleaving and pipedream-2bw, but schedule {name} has no groups; leave it "
+                f"out or give {CHUNKS_FLAG}"
+            )
+        return None
+    if group is not None and group < pp:
+        raise ConfigError(f"{flag} {group} is below --pipeline-model-parallel-size {pp}; use at least {pp}")
+    return group or pp
+
+
+def memory_limit(parallel: ParallelConfig, name: str) -> int | None:
+    """Return the microbatches that zb-auto may keep alive on a rank, None for other schedules. Raises ConfigError."""
+    limit = parallel.pipeline_memory_limit
+    if name == "zb-auto":
+        return limit or parallel.pipeline_model_parallel_size
+    if limit is not None:
+        raise ConfigError(
+            f"--pipeline-memory-limit {limit} is a limit for --pipeline-schedule zb-auto, but the memory of schedule "
+            f"{name} is fixed; choose zb-auto or leave it out"
+        )
+    return None
+
+
+def asked_chunks(parallel: ParallelConfig, num_layers: int) -> int | None:
+    """Return the model chunks per rank that were asked for in any of three ways, None if in none.
+
+    Raises ConfigError if the ways disagree.
+    """
+    pp = parallel.pipeline_model_parallel_size
+    asked = {}
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        asked[CHUNKS_FLAG] = parallel.num_virtual_stages_per_pipeline_rank
+    per_stage = parallel.num_layers_per_virtual_pipeline_stage
+    if per_stage is not None:
+        if num_layers % (pp * per_stage):
+            raise ConfigError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage}: {num_layers} layers are not a multiple of "
+                f"{per_stage} x {pp} pipeline ranks; use {CHUNKS_FLAG}, which divides unevenly where it must"
+            )
+        asked["--num-layers-per-virtual-pipeline-stage"] = num_layers // (pp * per_stage)
+    if parallel.pipeline_model_parallel_layout is not None:
+        stages = layout_stages(parallel.pipeline_model_parallel_layout)
+        if stages % pp:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of --pipeline-model-parallel-size "
+                f"{pp}; add or remove a stage border |"
+            )
+        asked["--pipeline-model-parallel-layout"] = stages // pp
+    if len(set(asked.values())) > 1:
+        ways = ", ".join(f"{flag} gives {chunks}" for flag, chunks in asked.items())
+        raise ConfigError(f"the flags disagree on the number of model chunks per rank: {ways}; keep one of them")
+    return next(iter(asked.values()), None)
