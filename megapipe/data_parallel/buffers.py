@@ -1,4 +1,4 @@
-"""`StageBuffers`: the parameters and main gradients of one stage as views of flat tensors."""
+"""`StageBuffers`: the parameters and main gradients of one stage, as views of flat tensors."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from megapipe.sharding.buffers import Bucket, BufferLayout, Slot
 from megapipe.sharding.spec import ParamSpec
 
-ALIGNMENT_BYTES = 64  # kernels may change their bits with alignment
+ALIGNMENT_BYTES = 64  # results of kernels may depend on alignment
 
 Draw = Callable[[ParamSpec], Tensor]
 
 
 class SlotFactory(Protocol):
-    """Makes the object through which a hand-written backward accumulates: tensor_parallel's GradientSlot."""
+    """Creates the object through which a hand-written backward accumulates: tensor_parallel's GradientSlot."""
 
     def __call__(self, main_grad: Tensor, uses: int, on_ready: Callable[[Any], None]) -> Any: ...
 
 
 class FlatBuffer:
-    """One buffer layout made of tensors.
+    """The tensors of one buffer layout.
 
-    versions: [layout.numel] in the parameters' dtype, one for each version of the weights that may be needed at once: one only, unless the
-    schedule is asynchronous. newest: index of the one that was updated last. gradients: [layout.numel], fp32 (fp64 in fp64 runs), None
-    without training. Padding between slots is and stays zero.
+    versions: [layout.numel] in the parameters' dtype, one for each version of the weights that is needed at the same
+    time: a single one, unless the schedule is asynchronous. newest: index of the version that was updated last.
+    gradients: [layout.numel], fp32 (fp64 in fp64 runs). Padding between slots is zero and stays zero.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class FlatBuffer:
     @property
     def gradients(self) -> Tensor:
         if self._gradients is None:
-            raise RuntimeError("these buffers were made without gradients (grad_dtype=None)")
+            raise RuntimeError("these buffers have no gradients: they were created with grad_dtype=None")
         return self._gradients
 
     @property
@@ -60,16 +60,16 @@ class FlatBuffer:
         return self._gradients is not None
 
     def shard_range(self, bucket: Bucket, index: int) -> tuple[int, int]:
-        """Elements of the buffer that member `index` of the replica group updates: its shard, or the whole bucket if there is one shard."""
+        """Return the elements that member `index` of the replica group updates: its shard, or an unsharded bucket."""
         return bucket.shard(index if self.layout.num_shards > 1 else 0, self.layout.num_shards)
 
 
 class StageBuffers:
     """Flat buffers of one stage on one rank.
 
-    layouts: what lies where (sharding.buffers). param_dtype: of the module's parameters. grad_dtype: of the main gradients, None for
-    inference. num_versions: of the parameters; their gradients add up in one place. `listener`, if set, is called with a parameter's name
-    whenever one microbatch's gradient of it has been added.
+    layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
+    num_versions: of the parameters; all versions share one main gradient. `listener`, if set, is called with a
+    parameter's name whenever the gradient of one microbatch has been added to it.
     """
 
     def __init__(
@@ -86,14 +86,12 @@ class StageBuffers:
             FlatBuffer(layout, self.device, param_dtype, grad_dtype, num_versions) for layout in layouts
         )
         self.listener: Callable[[str], None] | None = None
-        self.unpredictable: frozenset[str] = frozenset()  # notified an unknown number of times in one microbatch
-        self._places: list[
-            tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]
-        ] = []  # where the versions of each stand
+        self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
+        # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
+        self._holders: list[tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]] = []
         self._main_grads: dict[str, Tensor] = {}
-        self._made: dict[
-            str, tuple[tuple[nn.Parameter, ...], Any]
-        ] = {}  # by `materialize`: versions and slot, None without a slot
+        # name -> (versions, gradient slot or None), filled by `materialize`
+        self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self._slot_of = {slot.spec.name: (buffer, slot) for buffer, slot in self._slots()}
         for buffer, slot in self._slots():
             if buffer.has_gradients:
@@ -105,7 +103,7 @@ class StageBuffers:
 
     @property
     def newest(self) -> int:
-        """The version that `parameter`, the optimizer and the gather mean."""
+        """The version that `parameter`, the optimizer and the gather use."""
         return self.buffers[0].newest if self.buffers else 0
 
     @newest.setter
@@ -114,12 +112,12 @@ class StageBuffers:
             buffer.newest = version
 
     def parameter(self, name: str, version: int | None = None) -> Tensor:
-        """The values of one parameter, local shape, a view of the flat buffer. version: the newest if None."""
+        """Return one parameter in its local shape, a view of the flat buffer. version: None for the newest."""
         buffer, slot = self._slot_of[name]
         return buffer.versions[buffer.newest if version is None else version][slot.start : slot.stop].view(slot.shape)
 
     def main_grad(self, name: str) -> Tensor:
-        """The main gradient of one parameter, local shape, a view of the flat buffer."""
+        """Return the main gradient of one parameter in its local shape, a view of the flat buffer."""
         return self._main_grads[name]
 
     def zero_gradients(self) -> None:
@@ -127,12 +125,12 @@ class StageBuffers:
             buffer.gradients.zero_()
 
     def fill(self, draw: Draw) -> None:
-        """Set every parameter to draw(spec), its local values in any floating dtype."""
+        """Set every parameter to draw(spec), which returns its local values in any floating dtype."""
         for _, slot in self._slots():
             values = draw(slot.spec)
             if values.shape != slot.shape:
                 raise ValueError(
-                    f"{slot.spec.name}: drawn values have shape {tuple(values.shape)}, its slot {slot.shape}"
+                    f"{slot.spec.name}: the drawn values have shape {tuple(values.shape)}, its slot {slot.shape}"
                 )
             self.parameter(slot.spec.name).copy_(values)
 
@@ -143,22 +141,21 @@ class StageBuffers:
         slot_factory: SlotFactory | None = None,
         lender: StageBuffers | None = None,
     ) -> None:
-        """Swap the module's (meta) parameters for views of the buffers, filled by draw, and route their gradients into them.
+        """Replace the module's (meta) parameters by views of the buffers, and route their gradients into the buffers.
 
-        Names are those of module.named_parameters(); a Parameter that two submodules share stays one. Submodules with a dict `slots`
-        (hand-written backwards) get a slot made by slot_factory for each of their own parameters; every parameter also gets a hook that
-        adds what autograd leaves in .grad to the main gradient and drops it.
-        lender: buffers of another stage, materialized before: parameters of that name that these buffers lack become the very same
-        Parameter with the same slot (the tied embedding of a rank that holds the first stage and the last).
-        Raises ValueError if the module's names or shapes are not those of the layouts.
+        Names are those of module.named_parameters(); a Parameter that two submodules share stays one. Submodules with a
+        dict `slots` (hand-written backwards) get a slot from slot_factory for each of their own parameters. Every
+        parameter also gets a hook that adds .grad, as left by autograd, to the main gradient and drops it.
+        draw: fills the parameters. lender: buffers of another stage that were materialized before; parameters that
+        these buffers lack are shared with it by name, including the slot (the tied embedding of a rank that holds both
+        the first and the last stage). Raises ValueError if the module's names or shapes are not those of the layouts.
         """
-        self._check(module, {} if lender is None else lender._made)
+        self._check(module, {} if lender is None else lender._materialized)
         if draw is not None:
             self.fill(draw)
-        holders = _holders(module)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         unpredictable = set()
-        for old, places in holders:
+        for old, places in _parameter_places(module):
             name = names[id(old)]
             if name not in self._slot_of:
                 assert lender is not None
@@ -167,28 +164,31 @@ class StageBuffers:
             versions = tuple(
                 nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions)
             )
-            self._places += [(owner._parameters, attribute, versions) for owner, attribute in places]
+            self._holders += [(owner._parameters, attribute, versions) for owner, attribute in places]
             slot = None
             if self._main_grads and old.requires_grad:
                 uses, slot = self._install_slots(name, places, slot_factory)
-                if 0 < uses < len(places):  # partly by autograd, which speaks once a backward, partly by hand
+                if 0 < uses < len(places):  # autograd, which calls the hook once per backward, contributes too
                     unpredictable.add(name)
                 for version in versions:
                     version.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
-            self._made[name] = versions, slot
+            self._materialized[name] = versions, slot
         self.unpredictable = frozenset(unpredictable)
         self.install(self.newest)
 
     def install(self, version: int) -> None:
-        """Let the module compute with this version from now on. What a forward has saved stays what it was: versions share no memory."""
-        for held, attribute, versions in self._places:
-            held[attribute] = versions[version]
+        """Let the module compute with this version from now on.
+
+        Tensors saved by earlier forwards are unaffected, since versions share no memory.
+        """
+        for parameters, attribute, versions in self._holders:
+            parameters[attribute] = versions[version]
 
     def _lend(self, name: str, places: Sequence[tuple[nn.Module, str]]) -> None:
-        """Let a parameter of these buffers stand in another stage's module, too."""
-        versions, slot = self._made[name]
+        """Share a parameter of these buffers with another stage's module."""
+        versions, slot = self._materialized[name]
         for owner, attribute in places:
-            self._places.append((owner._parameters, attribute, versions))
+            self._holders.append((owner._parameters, attribute, versions))
             owner._parameters[attribute] = versions[self.newest]
             slots = getattr(owner, "slots", None)
             if isinstance(slots, dict) and slot is not None:
@@ -197,24 +197,24 @@ class StageBuffers:
     def _install_slots(
         self, name: str, places: Sequence[tuple[nn.Module, str]], slot_factory: SlotFactory | None
     ) -> tuple[int, Any]:
-        """Give the submodules that accumulate by hand one common slot; returns how many they are, and the slot."""
+        """Give the submodules with hand-written backwards one common slot; return their number and the slot."""
         found = [(getattr(owner, "slots", None), attribute) for owner, attribute in places]
         by_hand = [(slots, attribute) for slots, attribute in found if isinstance(slots, dict)]
         if slot_factory is None or not by_hand:
             return 0, None
-        slot = slot_factory(self._main_grads[name], len(by_hand), lambda _: self._added(name))
+        slot = slot_factory(self._main_grads[name], len(by_hand), lambda _: self._notify(name))
         for slots, attribute in by_hand:
             slots[attribute] = slot
         return len(by_hand), slot
 
     def _add_autograd(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:  # the hook also fires for a backward that returned None
+        if parameter.grad is None:  # the hook also runs if the backward returned None
             return
         self._main_grads[name].add_(parameter.grad)
         parameter.grad = None
-        self._added(name)
+        self._notify(name)
 
-    def _added(self, name: str) -> None:
+    def _notify(self, name: str) -> None:
         if self.listener is not None:
             self.listener(name)
 
@@ -223,17 +223,16 @@ class StageBuffers:
             for slot in buffer.layout.slots:
                 yield buffer, slot
 
-    def _check(self, module: nn.Module, lent: Mapping[str, tuple[tuple[nn.Parameter, ...], Any]]) -> None:
+    def _check(self, module: nn.Module, lendable: Mapping[str, tuple[tuple[nn.Parameter, ...], Any]]) -> None:
         wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         held = {slot.spec.name: slot.shape for _, slot in self._slots()}
-        held |= {
-            name: tuple(versions[0].shape)
-            for name, (versions, _) in lent.items()
-            if name in wanted and name not in held
-        }
+        for name, (versions, _) in lendable.items():
+            if name in wanted and name not in held:
+                held[name] = tuple(versions[0].shape)
         if wanted.keys() != held.keys():
             raise ValueError(
-                f"only in the module: {sorted(wanted.keys() - held.keys())}; only in the buffers: {sorted(held.keys() - wanted.keys())}"
+                f"only in the module: {sorted(wanted.keys() - held.keys())}; "
+                f"only in the buffers: {sorted(held.keys() - wanted.keys())}"
             )
         for name, shape in held.items():
             if wanted[name] != shape:
@@ -241,18 +240,22 @@ class StageBuffers:
 
 
 def _hook(buffers: weakref.ref[StageBuffers], name: str) -> Callable[[Tensor], None]:
-    """A parameter's hook. Weak: the buffers hold the parameter, and the collector does not see a circle through autograd."""
+    """Return a parameter's hook.
+
+    It refers to the buffers weakly: they hold the parameter, and Python's collector cannot see a cycle through
+    autograd.
+    """
 
     def add(parameter: Tensor) -> None:
-        held = buffers()
-        if held is not None:
-            held._add_autograd(name, parameter)
+        alive = buffers()
+        if alive is not None:
+            alive._add_autograd(name, parameter)
 
     return add
 
 
-def _holders(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
-    """Each distinct parameter with the (submodule, attribute) pairs that hold it, in model order."""
+def _parameter_places(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
+    """Return each distinct parameter with the (submodule, attribute) pairs that hold it, in model order."""
     found: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
     for submodule in module.modules():
         for attribute, parameter in submodule._parameters.items():
@@ -262,6 +265,7 @@ def _holders(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]
 
 
 def _aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros [numel] whose memory starts at a multiple of ALIGNMENT_BYTES."""
     raw = torch.zeros(numel + ALIGNMENT_BYTES // dtype.itemsize, dtype=dtype, device=device)
     start = -raw.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
     return raw[start : start + numel]

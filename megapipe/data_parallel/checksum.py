@@ -1,4 +1,4 @@
-"""A checksum of tensors' bits, on their own device: what `copies` compares instead of the tensors."""
+"""A checksum of the bits of a tensor, computed on its device; `copies` compares checksums instead of tensors."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-LANES = 2048  # words summed side by side before the lanes are weighed
+LANES = 2048  # lanes of words; each lane is summed, then the sums are weighted
 WORD_BYTES = 8
-FACTOR = 0x9E3779B97F4A7C15 - (
-    1 << 64
-)  # odd; 2^64 over the golden ratio, which spreads the weights of neighbouring lanes
+# odd; 2^64 divided by the golden ratio, as a signed number: spreads the weights of neighbouring lanes
+FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksum(values: Tensor) -> Tensor:
-    """The bits of a contiguous tensor of any dtype as one number: int64 [], on its device. Reads the tensor once.
+    """Return a checksum of a contiguous tensor of any dtype: int64 [], on its device. Reads the tensor once.
 
-    The tensor is read as 64-bit words, word i in lane i mod LANES; the sum modulo 2^64 of all words, each times its lane's odd weight.
-    A change of any one bit changes the sum, for no power of two times an odd number is 0 modulo 2^64. -0.0 is not 0.0, and NaN equals
-    itself if its bits do.
+    The tensor is read as 64-bit words, word i in lane i mod LANES; the checksum is the sum modulo 2^64 of all words,
+    each times the odd weight of its lane. A change of any single bit changes the sum, because a power of two times an
+    odd number is not 0 modulo 2^64. -0.0 differs from 0.0, and a NaN equals a NaN of the same bits.
     """
     words = _words(values)
     whole = words.numel() // LANES * LANES
@@ -30,12 +29,12 @@ def checksum(values: Tensor) -> Tensor:
 
 
 def raw_bytes(values: Tensor) -> Tensor:
-    """The same memory as uint8 [bytes]."""
+    """Return a view of the same memory as uint8 [bytes]."""
     return values.detach().reshape(-1).view(torch.uint8)
 
 
 def _words(values: Tensor) -> Tensor:
-    """int64 [ceil(bytes / 8)]: the same memory where it can be read in words, else a copy, filled up with zeros."""
+    """Return int64 [ceil(bytes / 8)]: a view of the memory if it consists of aligned words, else a zero-padded copy."""
     raw = raw_bytes(values)
     if raw.numel() % WORD_BYTES or raw.storage_offset() % WORD_BYTES:
         padded = raw.new_zeros(math.ceil(raw.numel() / WORD_BYTES) * WORD_BYTES)

@@ -1,13 +1,13 @@
-"""`Copies`: parameters that several ranks hold alike, compared bit by bit through checksums.
+"""`Copies`: comparison of parameters of which several ranks hold copies, bit by bit, through checksums.
 
     replicas    every flat buffer, over the ranks that hold the same stages and tp slice
-    tp          what tensor parallelism does not cut: norms, biases of row-parallel layers, position embeddings
+    tp          parameters that tp does not split: norms, biases of row-parallel layers, position embeddings
     kv          rows of q|k|v that tp neighbours share where there are fewer KV heads than tp
     embedding   the tied word embedding at both ends of a pipeline
 
-In a healthy run all of these stay equal to the bit. They part when memory, a core or a link has changed bits, or by a bug. What is not
-found: a change in a weight that no other rank holds, and one in the weight from which the others copy theirs (the own shard of a
-distributed optimizer in fp32), for then all are wrong alike.
+In a healthy run all copies stay equal to the bit. They differ if memory, a core or a link has changed bits, or because
+of a bug. Not found are changes in a weight that no other rank holds, and in one from which the others are copied (a
+rank's own shard of a distributed optimizer in fp32), since then all copies are equally wrong.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from megapipe.data_parallel.checksum import checksum, raw_bytes
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.buffers import Slot
 
-BLOCK_BYTES = 1 << 22  # of each rank's copy, gathered at once when elements are compared
+BLOCK_BYTES = 1 << 22  # of each rank's copy, gathered together when elements are compared
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where two copies of a parameter part. num_elements: that differ, of `of`; index: of the first in this rank's flat copy, row-major;
-    bits: its value on each rank of the group, hexadecimal."""
+    """The elements in which copies of a parameter differ.
+
+    num_elements: how many of the `of` elements differ. index: of the first one, in this rank's flat row-major copy.
+    bits: its value on each rank of the group, in hexadecimal.
+    """
 
     num_elements: int
     of: int
@@ -42,8 +45,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Difference:
-    """Copies that are not alike in one group. ranks: global, of the group. suspects: of them those that are not of the majority; all where
-    there is none. names: of the parameters, those of the first first. place: in the first of them."""
+    """Copies that differ in one group of ranks.
+
+    ranks: global ranks of the group. suspects: those of them that differ from the majority, all if there is no
+    majority.
+    names: of the parameters that differ. place: where the first of them differs.
+    """
 
     group: str
     ranks: tuple[int, ...]
@@ -53,16 +60,18 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """One thing this rank holds a copy of: flat, contiguous."""
+class _Copy:
+    """A flat, contiguous tensor of which other ranks hold copies."""
 
     name: str
     values: Tensor
 
 
 class Copies:
-    """What this rank's parameters share with other ranks. stages: buffers by stage index. Every method is called by all ranks together,
-    with no gather under way."""
+    """This rank's copies of parameters. stages: buffers by stage index.
+
+    Every method is called by all ranks together, while no gather is in flight.
+    """
 
     def __init__(self, stages: Mapping[int, StageBuffers], groups: ProcessGroups) -> None:
         self._stages = dict(sorted(stages.items()))
@@ -73,46 +82,40 @@ class Copies:
 
     @torch.no_grad()
     def differ(self) -> bool:
-        """Whether any copy this rank holds differs from another rank's. Cost: one reading of the parameters, a few bytes a group."""
-        agreed = [self._agree(group) for group in self._groups]  # all of them: every group's collective is joined
+        """Return True if any copy of this rank differs from another rank's.
+
+        Costs one read of the parameters and a few bytes of communication per group.
+        """
+        agreed = [self._agree(group) for group in self._groups]  # a list: all groups' collectives have to run
         return not all(agreed)
 
     @torch.no_grad()
     def differences(self) -> list[Difference]:
-        """What differs in this rank's groups, parameter by parameter; the same on all ranks of a group."""
+        """Return the differences in this rank's groups by parameter, equal on all ranks of a group."""
         found = []
         for group in self._groups:
-            held = list(self._by_parameter(group))
-            sums = self._gathered(
-                torch.stack([checksum(one.values) for one in held]) if held else self._nothing(), group
-            )
-            unlike = [i for i in range(len(held)) if (sums[:, i] != sums[0, i]).any()]
-            if unlike:
-                suspects = _suspects([tuple(row) for row in sums[:, unlike].tolist()])
-                place = self._place(held[unlike[0]].values, group)
-                names = tuple(held[i].name for i in unlike)
+            copies = list(self._by_parameter(group))
+            sums = self._gather_checksums([copy.values for copy in copies], group)
+            differing = [i for i in range(len(copies)) if (sums[:, i] != sums[0, i]).any()]
+            if differing:
+                suspects = _suspects([tuple(row) for row in sums[:, differing].tolist()])
+                place = self._find_place(copies[differing[0]].values, group)
+                names = tuple(copies[i].name for i in differing)
                 found.append(Difference(group.name, group.ranks, tuple(group.ranks[i] for i in suspects), names, place))
         return found
 
     def _agree(self, group: Group) -> bool:
-        held = [one.values for one in self._at_once(group)]
-        total = torch.stack([checksum(values) for values in held]) if held else self._nothing()
-        sums = self._gathered(total, group)
+        if group.name == "replicas":  # whole buffers
+            tensors = [
+                values for buffers in self._stages.values() for buffer in buffers.buffers for values in buffer.versions
+            ]
+        else:
+            parts = [raw_bytes(copy.values) for copy in self._by_parameter(group)]
+            tensors = [torch.cat(parts)] if parts else []
+        sums = self._gather_checksums(tensors, group)
         return bool((sums == sums[0]).all())
 
-    def _at_once(self, group: Group) -> Iterator[_Held]:
-        """As few tensors as there can be."""
-        if group.name == "replicas":
-            for buffers in self._stages.values():
-                for buffer in buffers.buffers:
-                    for values in buffer.versions:
-                        yield _Held(buffer.layout.kind, values)
-            return
-        parts = [raw_bytes(one.values) for one in self._by_parameter(group)]
-        if parts:
-            yield _Held(group.name, torch.cat(parts))
-
-    def _by_parameter(self, group: Group) -> Iterator[_Held]:
+    def _by_parameter(self, group: Group) -> Iterator[_Copy]:
         if group.name == "embedding":
             yield from self._tied(group)
             return
@@ -120,54 +123,52 @@ class Copies:
             for buffer in buffers.buffers:
                 for slot in buffer.layout.slots:
                     for version, whole in enumerate(buffer.versions):
-                        words = f"{slot.spec.name} of stage {stage}" + (
-                            f", version {version}" if len(buffer.versions) > 1 else ""
-                        )
+                        name = f"{slot.spec.name} of stage {stage}"
+                        if len(buffer.versions) > 1:
+                            name += f", version {version}"
                         values = whole[slot.start : slot.stop]
                         shared = [(0, slot.numel)] if group.name == "replicas" else self._shared(slot, group)
                         for start, stop in shared:
-                            yield _Held(words, values[start:stop])
+                            yield _Copy(name, values[start:stop])
 
     def _shared(self, slot: Slot, group: Group) -> Iterator[tuple[int, int]]:
-        """Flat ranges of a parameter that the ranks of `tp`, or of `kv`, hold alike; to `tp` belongs what all of them share."""
-        for interval, (start, stop) in zip(
-            slot.spec.intervals(self._tp_rank, self._tp), self._ranges(slot), strict=True
-        ):
-            everybody = len(interval.replicas) == self._tp
-            if len(interval.replicas) > 1 and everybody == (group.name == "tp"):
-                yield start, stop
-
-    def _ranges(self, slot: Slot) -> Iterator[tuple[int, int]]:
-        """The flat range of each interval of a parameter, in order."""
+        """Yield the flat ranges of a parameter that all tp ranks share (group tp), or the ranks of a kv group."""
+        dim = slot.spec.slicing.dim or 0
         for interval in slot.spec.intervals(self._tp_rank, self._tp):
-            rows = range(interval.start, interval.stop)
-            dim = slot.spec.slicing.dim or 0
-            own = [p for p in pieces(slot.spec, self._tp_rank, self._tp) if p.box.offset[dim] in rows]
-            yield own[0].start, own[-1].stop
+            is_shared_by_all = len(interval.replicas) == self._tp
+            if len(interval.replicas) > 1 and is_shared_by_all == (group.name == "tp"):
+                rows = range(interval.start, interval.stop)
+                own = [p for p in pieces(slot.spec, self._tp_rank, self._tp) if p.box.offset[dim] in rows]
+                yield own[0].start, own[-1].stop
 
-    def _tied(self, group: Group) -> Iterator[_Held]:
-        """The word embedding of each end. A rank that holds both ends (two directions) starts with another one than its peer does."""
+    def _tied(self, group: Group) -> Iterator[_Copy]:
+        """Yield the word embedding at each end of the pipeline.
+
+        With two directions a rank holds both ends, the other way round than its peer does: the order is rotated by
+        rank.
+        """
         ends = [
-            _Held(f"{slot.spec.name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
+            _Copy(f"{slot.spec.name} of stage {stage}", buffer.parameters[slot.start : slot.stop])
             for stage, buffers in self._stages.items()
             for buffer in buffers.buffers
             if buffer.layout.kind == "tied"
             for slot in buffer.layout.slots
         ]
-        turn = group.rank % max(len(ends), 1)
-        yield from [*ends[turn:], *ends[:turn]]
+        first = group.rank % max(len(ends), 1)
+        yield from [*ends[first:], *ends[:first]]
 
-    def _gathered(self, sums: Tensor, group: Group) -> Tensor:
-        """[ranks of the group, sums]."""
+    def _gather_checksums(self, tensors: Sequence[Tensor], group: Group) -> Tensor:
+        """Return the checksums on all ranks of the group: int64 [ranks, tensors], on the host."""
+        if tensors:
+            sums = torch.stack([checksum(values) for values in tensors])
+        else:
+            sums = torch.zeros(1, dtype=torch.int64, device=self._device)
         whole = sums.new_empty(group.size * sums.numel())
         all_gather(whole, sums, group)
         return whole.view(group.size, -1).cpu()
 
-    def _nothing(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int64, device=self._device)
-
-    def _place(self, values: Tensor, group: Group) -> Place:
-        """Where the copies of one tensor part, block by block."""
+    def _find_place(self, values: Tensor, group: Group) -> Place:
+        """Return where the copies of one tensor differ, by comparing them block by block."""
         size, raw = values.element_size(), raw_bytes(values)
         num_elements, first = 0, -1
         bits: tuple[str, ...] = ()
@@ -176,19 +177,18 @@ class Copies:
             whole = own.new_empty(group.size * own.numel())
             all_gather(whole, own, group)
             elements = whole.view(group.size, -1, size)
-            unlike = (elements != elements[0]).any(2).any(0).nonzero().flatten()
-            if unlike.numel() and first < 0:
-                at = int(unlike[0])
-                first = start // size + at
-                bits = tuple(
-                    "0x" + bytes(reversed(element)).hex() for element in elements[:, at].tolist()
-                )  # little-endian
-            num_elements += unlike.numel()
+            differing = (elements != elements[0]).any(2).any(0).nonzero().flatten()
+            if differing.numel() and first < 0:
+                index = int(differing[0])
+                first = start // size + index
+                # memory is little-endian
+                bits = tuple("0x" + bytes(reversed(element)).hex() for element in elements[:, index].tolist())
+            num_elements += differing.numel()
         return Place(num_elements, values.numel(), first, bits)
 
 
 def _suspects(copies: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Indices of the copies that are not what more than half of them are; all of them if there is no such thing."""
+    """Return the indices of the copies that differ from the majority; all indices if there is no majority."""
     (most, count), *_ = Counter(copies).most_common(1)
     if 2 * count <= len(copies):
         return tuple(range(len(copies)))

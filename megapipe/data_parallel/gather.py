@@ -1,4 +1,4 @@
-"""`ParameterGather`: after the distributed optimizer every rank collects the shards the others updated, under the next forward."""
+"""`ParameterGather`: after the distributed optimizer, collects the shards that other ranks updated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from megapipe.sharding.buffers import Bucket
 class ParameterGather:
     """All-gathers the parameter buffers over the replica group, in place, bucket by bucket.
 
-    stages: buffers by stage index. order: the stages in the order in which the schedule first uses them. replicas: the group of that name.
-    overlap: start() returns at once; what `wait_inside` was told about waits for its own buckets only, so that the later ones travel
-    under its computation. Otherwise start() itself waits for everything. tracer: records waits, "parameters of stage 2".
-    Buffers that are not sharded need nothing. Reading parameters before wait or finish gives stale values: saving, evaluating,
+    stages: buffers by stage index. order: the stages in the order in which the schedule first uses them.
+    overlap: start() returns at once, and each submodule registered with `wait_inside` waits only for its own buckets,
+    so that later buckets arrive during its computation. Without overlap start() waits for all of them.
+    tracer: records waits, such as "parameters of stage 2".
+
+    Unsharded buffers need no gather. Parameters read before wait() or finish() are stale: saving, evaluating,
     checksums, generation and leaving begin with finish().
     """
 
@@ -43,33 +45,32 @@ class ParameterGather:
     def wait_inside(self, stage: int, module: nn.Module, parts: Sequence[nn.Module]) -> None:
         """Let each of `parts`, submodules in order of first use, wait for its own parameters when it is called.
 
-        Buckets are collected in that order from now on. Raises ValueError if a parameter of the module lies in none of the parts.
+        From now on the stage's buckets are gathered in that order. Raises ValueError if no part has one of the module's
+        parameters.
         """
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        rank_of: dict[str, int] = {}
+        position: dict[str, int] = {}  # of first use
         for part in parts:
             own = [names[id(parameter)] for parameter in part.parameters()]
             for name in own:
-                rank_of.setdefault(name, len(rank_of))
-            for (
-                holder,
-                held,
-            ) in self._buckets.items():  # not always `stage`: the tied head of a V is the first stage's embedding
-                buckets = tuple(bucket for bucket, _ in held if any(slot.spec.name in own for slot in bucket.slots))
+                position.setdefault(name, len(position))
+            # the holder is not always `stage`: with both ends on one rank, a tied head is the first stage's embedding
+            for holder, sharded in self._buckets.items():
+                buckets = tuple(bucket for bucket, _ in sharded if any(slot.spec.name in own for slot in bucket.slots))
                 if buckets and self._overlap:
                     part.register_forward_pre_hook(lambda _module, _inputs, at=(holder, buckets): self._wait_for(*at))
-        missing = sorted(set(names.values()) - set(rank_of))
+        missing = sorted(set(names.values()) - set(position))
         if missing:
-            raise ValueError(f"stage {stage}: nobody would wait for {', '.join(missing)}")
-        self._buckets[stage].sort(key=lambda held: min(rank_of[slot.spec.name] for slot in held[0].slots))
+            raise ValueError(f"stage {stage}: no part of the module waits for {', '.join(missing)}")
+        self._buckets[stage].sort(key=lambda entry: min(position[slot.spec.name] for slot in entry[0].slots))
 
     def start(self) -> None:
-        """Start collecting all stages' parameters, those used first first."""
+        """Start to gather the parameters of all stages, in order of first use."""
         self.finish()
         for stage, buckets in self._buckets.items():
             for bucket, buffer in buckets:
                 low, high = buffer.shard_range(bucket, self._replicas.rank)
-                # .data: gloo writes when it completes, which autograd would take for a change of weights that a forward has saved
+                # .data: gloo writes when it completes, which autograd would take for a change of saved weights
                 whole, shard = buffer.parameters.data[bucket.start : bucket.stop], buffer.parameters.data[low:high]
                 self._pending[stage][bucket] = all_gather(whole, shard, self._replicas, async_op=True)
         if not self._overlap:
@@ -86,7 +87,7 @@ class ParameterGather:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Stages whose parameters are still on their way, in order."""
+        """Stages whose parameters are still being gathered, in order."""
         return tuple(stage for stage, works in self._pending.items() if works)
 
     def _wait_for(self, stage: int, buckets: Iterable[Bucket]) -> None:
@@ -103,7 +104,7 @@ class ParameterGather:
 
 
 def _sharded_buckets(buffers: StageBuffers) -> list[tuple[Bucket, FlatBuffer]]:
-    """Buckets lie in the order of a backward; a forward uses the last one first."""
+    """Return the sharded buckets in the order of a forward, which is the reverse of their order in the buffer."""
     return [
         (bucket, buffer)
         for buffer in buffers.buffers

@@ -1,4 +1,4 @@
-"""`GradientReducer`: sums main gradients over the replicas of their stage, bucket by bucket, while the backward still runs."""
+"""`GradientReducer`: sums main gradients over the replicas of their stage, bucket by bucket, during the backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from megapipe.sharding.slicing import Interval
 
 @dataclass(eq=False)
 class _BucketState:
-    """missing: additions each parameter still lacks; launched: this step's reduction has been started."""
+    """A bucket in the current step.
+
+    missing: number of gradients that each parameter still lacks. launched: the reduction has been started.
+    """
 
     buffer: FlatBuffer
     bucket: Bucket
@@ -28,7 +31,7 @@ class _BucketState:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A reduction under way. `reduced` is copied into `target` when done, where they differ (bf16 on the wire)."""
+    """A reduction in flight. `reduced` is copied to `target` at the end if they differ (reduction in bf16)."""
 
     work: Work
     reduced: Tensor
@@ -36,17 +39,19 @@ class _Pending:
 
 
 class GradientReducer:
-    """Reduces the gradients of the stages this rank holds. Afterwards a rank's shard of each bucket (all of it without the distributed
-    optimizer) holds raw sums over microbatches and replicas; the rest of the buffer is undefined.
+    """Reduces the gradients of this rank's stages over their replicas.
 
-    stages: buffers by stage index; stage 0 holds the embedding. groups: this rank's process groups (tp, replicas, kv, embedding
-    are used).
-    overlap: start a bucket's reduction when its last gradient has come; otherwise everything happens in finish().
-    reduce_in_bf16: what travels over the replicas is a bf16 copy, and so is the sum.
+    Afterwards a rank's shard of each bucket (the whole bucket without the distributed optimizer) holds raw sums over
+    microbatches and replicas; the rest of the buffer is undefined.
 
-    Every member of a replica group starts the same reductions in the same order: within a stage always bucket by bucket, and stages in
-    the order in which the schedule's row completes them, which replicas share. In a mirrored pipeline two rows share a stage and complete
-    theirs in opposite orders: there a bucket waits for reduce(), which both rows call in one order.
+    stages: buffers by stage index; stage 0 holds the embedding. groups: tp, replicas, kv and embedding are used.
+    overlap: start a bucket's reduction after its last gradient; otherwise all reductions run in finish().
+    reduce_in_bf16: communicate a bf16 copy and sum in bf16.
+
+    All members of a replica group start the same reductions in the same order: within a stage bucket by bucket, and
+    stages in the order in which the schedule's row completes them, which replicas share. In a mirrored pipeline two
+    rows share their stages but complete them in opposite orders: there a bucket waits for reduce(), which both rows
+    call in the same order.
     """
 
     def __init__(
@@ -80,27 +85,31 @@ class GradientReducer:
                 buffers.listener = functools.partial(self._added, stage)
 
     def begin_step(self, num_microbatches: int) -> None:
-        """Zero all gradients and expect those of num_microbatches. Works for any schedule, split backwards included."""
-        self._forget()
+        """Zero all gradients and expect those of num_microbatches.
+
+        Works for all schedules, including split backwards.
+        """
+        self._reset()
         for stage, buffers in self._stages.items():
             buffers.zero_gradients()
             self.arm(stage, num_microbatches)
 
     def arm(self, stage: int, num_additions: int = 1) -> None:
-        """From now on each parameter of the stage gets num_additions more gradients; a bucket that has them all is reduced at once."""
+        """Expect num_additions more gradients of each parameter of the stage; a complete bucket is reduced at once."""
         self._armed.add(stage)
         for state in self._plain[stage]:
             state.launched = False
             state.missing = {slot.spec.name: num_additions for slot in state.bucket.slots}
 
     def reduce(self, stage: int) -> None:
-        """All gradients of the stage have been added (REDUCE_GRAD): start the reductions that have not been started.
+        """Start the remaining reductions of a stage whose gradients are complete (REDUCE_GRAD).
 
-        Partial gradients are first summed over their tp replicas. Without overlap this waits for finish(). The tied embedding is never
-        part of it; where two stages of this rank share it, its reduction starts when all stages of the rank are complete.
+        Partial gradients are first summed over their tp replicas. Without overlap all of this is left to finish(). The
+        tied embedding is not included; if two stages of this rank share it, its reduction starts when all stages of the
+        rank are complete.
         """
         if stage in self._reduced:
-            raise RuntimeError(f"stage {stage} was reduced already in this step")
+            raise RuntimeError(f"stage {stage} has already been reduced in this step")
         self._reduced.append(stage)
         if self._overlap:
             self._launch_rest(stage)
@@ -108,8 +117,7 @@ class GradientReducer:
                 self._launch_shared()
 
     def finish(self) -> None:
-        """Complete every reduction of the step, then sum the tied embedding: over the replicas first, then over the
-        embedding group."""
+        """Complete all reductions of the step; the tied embedding last, over replicas and then the embedding group."""
         for stage in self._stages:
             if stage not in self._reduced:
                 self.reduce(stage)
@@ -123,14 +131,17 @@ class GradientReducer:
             pending.work.wait()
             if pending.reduced is not pending.target:
                 pending.target.copy_(pending.reduced)
-        self._sum_tied()
-        self._forget()
+        for state in self._tied:  # both holders of the tied embedding get the sum of their gradients
+            assert self._groups.embedding is not None
+            low, high = state.buffer.shard_range(state.bucket, self._groups.replicas.rank)
+            all_reduce(state.buffer.gradients[low:high], self._groups.embedding)
+        self._reset()
 
     def num_launched(self, stage: int) -> int:
-        """Buckets of the stage whose reduction has been started in this step."""
+        """Return how many buckets of the stage have started their reduction in this step."""
         return sum(state.launched for state in (*self._plain[stage], *self._partial[stage]))
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._armed.clear()
         self._reduced = []
         self._pending = []
@@ -139,14 +150,14 @@ class GradientReducer:
             state.launched = False
 
     def _added(self, stage: int, name: str) -> None:
-        """One microbatch's gradient of a parameter has been added: reduce the buckets that are now complete, in order."""
+        """Account for one gradient of a parameter; start the reductions of buckets that are now complete, in order."""
         state = self._state_of[stage].get(name)
         if stage not in self._armed or state is None or name in self._stages[stage].unpredictable:
             return
         if state.launched:
             raise RuntimeError(
-                f"{name} got a gradient after the reduction of its bucket had started: it is used more often in a microbatch than its "
-                "module says, or more microbatches run than were announced"
+                f"{name} got a gradient after the reduction of its bucket had started: it is used more often in a "
+                "microbatch than its module declares, or more microbatches ran than begin_step was told"
             )
         state.missing[name] -= 1
         if state.missing[name] == 0:
@@ -161,7 +172,7 @@ class GradientReducer:
             if not state.launched:
                 self._launch(state)
         for group, gradients in self._replica_sums[stage]:
-            _sum_over(group, gradients)
+            _all_reduce_flat(group, gradients)
         for state in self._partial[stage]:
             self._launch(state)
 
@@ -175,26 +186,19 @@ class GradientReducer:
         if group.size == 1:
             return
         gradients = buffer.gradients[bucket.start : bucket.stop]
-        travelling = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
+        sent = gradients.to(torch.bfloat16) if self._reduce_in_bf16 else gradients
         if buffer.layout.num_shards == 1:
-            work = all_reduce(travelling, group, async_op=True)
-            self._pending.append(_Pending(work, travelling, gradients))
+            work = all_reduce(sent, group, async_op=True)
+            self._pending.append(_Pending(work, sent, gradients))
             return
         low, high = (position - bucket.start for position in buffer.shard_range(bucket, group.rank))
         target = gradients[low:high]
-        reduced = travelling[low:high] if self._reduce_in_bf16 else target
-        work = reduce_scatter(reduced, travelling, group, async_op=True)
+        reduced = sent[low:high] if self._reduce_in_bf16 else target
+        work = reduce_scatter(reduced, sent, group, async_op=True)
         self._pending.append(_Pending(work, reduced, target))
 
-    def _sum_tied(self) -> None:
-        """Both holders of the tied embedding get the sum of their gradients."""
-        for state in self._tied:
-            assert self._groups.embedding is not None
-            low, high = state.buffer.shard_range(state.bucket, self._groups.replicas.rank)
-            all_reduce(state.buffer.gradients[low:high], self._groups.embedding)
-
     def _plan_replica_sums(self, stage: int) -> list[tuple[Group, list[Tensor]]]:
-        """The rows of this stage's gradients that are summed over tp replicas, by group: all of tp, or the ranks that share k and v."""
+        """Return the rows of this stage's gradients that are summed over tp or over the ranks that share k and v."""
         tp, kv = self._groups.tp, self._groups.kv
         over_tp: list[Tensor] = []
         over_kv: list[Tensor] = []
@@ -209,7 +213,7 @@ class GradientReducer:
                         over_kv.append(rows)
                     else:
                         raise ValueError(
-                            f"{slot.spec.name}: no process group consists of its replicas, ranks {members}"
+                            f"{slot.spec.name}: its replicas, ranks {members}, are neither the tp nor the kv group"
                         )
         return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
 
@@ -219,10 +223,11 @@ class GradientReducer:
             for buffer in buffers.buffers:
                 if buffer.layout.num_shards not in (1, size):
                     raise ValueError(
-                        f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; it must be 1 or {size}"
+                        f"stage {stage}: {buffer.layout.num_shards} shards in a replica group of {size}; "
+                        f"the number must be 1 or {size}"
                     )
         if self._tied and self._groups.embedding is None:
-            raise ValueError("this rank holds a tied embedding and is in no embedding group")
+            raise ValueError("this rank holds a tied embedding but has no embedding group")
 
 
 def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
@@ -235,7 +240,7 @@ def _states(buffers: StageBuffers, kind: str) -> list[_BucketState]:
 
 
 def _replicated_rows(slot: Slot, gradient: Tensor, tp_rank: int, tp: int) -> list[tuple[Interval, Tensor]]:
-    """The parts of a local gradient that lie on several tp_ranks, each of which has only a part of the sum."""
+    """Return the rows of a local gradient that several tp_ranks hold, each with a part of the sum."""
     summed = slot.spec.summed_over_replicas(tp_rank, tp)
     dim, position, found = slot.spec.slicing.dim or 0, 0, []
     for interval in slot.spec.intervals(tp_rank, tp):
@@ -246,8 +251,8 @@ def _replicated_rows(slot: Slot, gradient: Tensor, tp_rank: int, tp: int) -> lis
     return found
 
 
-def _sum_over(group: Group, gradients: Sequence[Tensor]) -> None:
-    """One all-reduce for many small tensors."""
+def _all_reduce_flat(group: Group, gradients: Sequence[Tensor]) -> None:
+    """Sum many small tensors with one all-reduce."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     all_reduce(flat, group)
     for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):

@@ -108,7 +108,7 @@ def test_each_part_waits_for_its_own_parameters_only(two_ranks: RankPool) -> Non
 def test_a_parameter_that_no_part_waits_for_is_refused() -> None:
     module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False) for index in range(2)})
     gathering = ParameterGather({0: stage_buffers(specs_of(0))}, [0], Group.alone("replicas"))
-    with pytest.raises(ValueError, match=r"stage 0: nobody would wait for 1\.weight"):
+    with pytest.raises(ValueError, match=r"stage 0: no part of the module waits for 1\.weight"):
         gathering.wait_inside(0, module, [module["0"]])
 
 
