@@ -8,6 +8,6 @@
     device_clock        CUDA events as times of the host's clock
 
 An optional library is imported in one file, inside a function, and only when the configuration names it (an import
-rule). The CPU tests run the adapters against stand-ins with the libraries' signatures (tests/gpu/stand_ins);
+rule). The CPU tests run the adapters against stubs with the libraries' signatures (tests/gpu/stand_ins);
 docs/gpu.md says what has run on a GPU.
 """

@@ -6,8 +6,9 @@ key/value heads than tp ranks, neighbouring ranks share one: each holds its own 
 Core attention has two forms:
     fused_attention      torch's scaled_dot_product_attention; saves q, k, v (views into the tensor they come from),
                          its output and the log-sum-exp, [b, heads, s] fp32
-    explicit_attention   separate GEMMs and softmax, for soft-capped logits, keyed dropout of the probabilities (the same
-                         under every schedule and grid) and --attention-softmax-in-fp32; saves the probabilities, b heads s^2
+    explicit_attention   separate GEMMs and softmax, for soft-capped logits, keyed dropout of the probabilities (the
+                         same under every schedule and grid) and --attention-softmax-in-fp32; saves the probabilities,
+                         b heads s^2
 
 Shapes: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim, all of this rank.
 q: [s, b, g, n, d]; k, v: [keys, b, g, 1, d], any strides; keys is s, or more with a cache. Result: [s, b, g n d].

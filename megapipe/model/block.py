@@ -15,7 +15,7 @@ key/value heads x head_dim, divided by tp (K: at least one head). "unless x": no
                             (ReLU: also with activation)
     2 t H bytes             masks of hidden dropout
     qk-norm adds            T (Q + K), and the statistics of each head
-    explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp, unless core_attn, by
+    explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp by
                             S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
                             S2 bytes of mask, without it S2 in half types; T Q with grouped queries
     documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with

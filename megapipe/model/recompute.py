@@ -50,7 +50,7 @@ def layer_groups(config: RecomputeConfig, layers: Sequence[int]) -> list[tuple[t
 
 
 def checkpoint(fn: Callable[..., Tensor], x: Tensor, *, keep_attention: bool) -> Tensor:
-    """Run fn(x, kept_attention=...) saving only x and, with keep_attention, the results of attention: full recompute."""
+    """Run fn(x, kept_attention=...), saving only x and, with keep_attention, the results of attention."""
     kept = KeptAttention() if keep_attention else None
     return RecomputedSegment(partial(fn, kept_attention=kept), kept)(x)
 

@@ -17,7 +17,7 @@ from megapipe.errors import ConfigError
 
 
 class Rotary:
-    """The cos and sin tables of one model configuration, kept for the longest sequence so far (per device and dtype)."""
+    """The cos and sin tables of one model, kept for the longest sequence so far (per device and dtype)."""
 
     def __init__(self, config: ResolvedModelConfig) -> None:
         self.config = config

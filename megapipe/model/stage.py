@@ -149,7 +149,7 @@ class GPTStage(nn.Module):
 
         hidden: [s, b, h] from the previous stage, [s / tp, b, h] with sequence parallelism. Returns the hidden states
         for the next stage; on the last stage the `StageLoss`, or with return_logits the logits [s, b, V / tp]
-        including padding; last_position: only those of the last position, [1, b, V / tp] (without sequence parallelism).
+        including padding; last_position: only the last position's, [1, b, V / tp] (without sequence parallelism).
         """
         *inputs, microbatch = hidden_and_microbatch
         assert isinstance(microbatch, Microbatch)
@@ -202,7 +202,7 @@ class GPTStage(nn.Module):
         return hidden
 
     def _stays(self, layers: tuple[int, ...], context: LayerContext) -> Iterator[Tensor]:
-        """Yield tensors that these layers save but that exist independently of them: parameters, mask, rotary tables."""
+        """Yield tensors that these layers save but that exist without them: parameters, mask, rotary tables."""
         for layer in layers:
             yield from self.decoder.layers[str(layer)].parameters()
         yield from () if context.mask is None else (context.mask,)

@@ -7,12 +7,12 @@ Two forms compute the same loss:
   reused: in fp32 and fp64 they become exponentials in the forward and the gradient in the backward, and nothing of size
   [s, b, V / tp] is allocated. In bf16 and fp16 they stay, and blocks of rows are raised to fp32 twice, since stored
   exponentials would lose small probabilities.
-- `chunked_cross_entropy` takes the output layer and its input, and computes the logits of some tokens at a time: neither
-  the logits nor their gradient exist in full. The backward recomputes the logits: one GEMM more, or two with a split
-  backward, where W recomputes them instead of keeping their gradient since I. Maxima stay local until the end, so a
-  chunk needs no collective.
+- `chunked_cross_entropy` takes the output layer and its input, and computes the logits of some tokens at a time:
+  neither the logits nor their gradient exist in full. The backward recomputes the logits: one GEMM more, or two with a
+  split backward, where W recomputes them instead of keeping their gradient since I. Maxima stay local until the end,
+  so a chunk needs no collective.
 
-With K true words, z their logits, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1), as in Megatron-LM:
+With K true words, z their logits, p = softmax(z), lse = logsumexp(z), a = label_smoothing K / (K - 1) (Megatron-LM):
     loss     = (1 - a) (lse - z_label) - a mean_k(z_k - lse) + z_loss lse^2            z-loss: PaLM, arXiv:2204.02311
     dloss/dz = p (1 + 2 z_loss lse) - (1 - a) [label] - a / K
 """

@@ -1,4 +1,4 @@
-"""`VocabParallelEmbedding`: an embedding table whose rows are split over tp; `VocabularySlice`: the rows of one rank."""
+"""`VocabParallelEmbedding`: an embedding table with its rows split over tp; `VocabularySlice`: the rows of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GEMMs of a linear with 8-bit operands (Micikevicius et al. 2022, arXiv:2209.05433): one scale per tensor, fp32 sums.
+"""The GEMMs of a linear in 8 bits (Micikevicius et al. 2022, arXiv:2209.05433): one scale per tensor, sums in fp32.
 
     forward   x e4m3, W e4m3      dgrad   dy e4m3 or e5m2 (hybrid), W e4m3      wgrad   dy and x as above
 

@@ -165,7 +165,7 @@ def summed_product(
 
 
 def _gathered_chunks(x: Tensor, group: Group, count: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (positions in a rank's slice, these positions of all ranks), with the gather of the next chunk in flight."""
+    """Yield (positions in a rank's slice, these positions of all ranks), with the next gather in flight."""
 
     def launch(positions: slice) -> tuple[Work, Tensor]:
         chunk = x[positions]

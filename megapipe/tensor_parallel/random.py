@@ -1,9 +1,7 @@
 """Dropout masks that depend on a key, not on the order of calls.
 
 The key is (seed, step, global microbatch, layer, site, tp_rank if sharded).
-
-So dropout is the same under every schedule and grid, and a recompute draws the same mask by calling again. No state
-is kept.
+So dropout is the same under every schedule and grid, and a recompute draws the same mask by calling again.
 """
 
 from __future__ import annotations

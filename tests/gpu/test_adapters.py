@@ -1,4 +1,4 @@
-"""The adapters of other libraries, run against stand-ins with the libraries' signatures: the same numbers as torch's own kernels."""
+"""The adapters of other libraries, run against stubs with their signatures, give the same numbers as torch's kernels."""
 
 from __future__ import annotations
 
@@ -88,10 +88,8 @@ def test_the_start_says_which_library_computes_what() -> None:
     )
     with installed():
         said = "\n".join(describe_kernels(choose_kernels(config), config, "cuda"))
-    assert (
-        "Transformer Engine 2.stand-in (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
-    )
-    assert "flash-attn 2.8.stand-in (--attention-impl flash)" in said
+    assert "Transformer Engine 2.stub (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
+    assert "flash-attn 2.8.stub (--attention-impl flash)" in said
     assert "FusedAdam of Transformer Engine" in said
     own = Config(precision=PrecisionConfig(dtype="bf16", fp8_format="e4m3"))
     said = "\n".join(describe_kernels(choose_kernels(own), own, "cpu"))

@@ -21,14 +21,17 @@ def values(function: object, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_written_out_gradient_is_autograds(name: str) -> None:
-    """What would be compiled, not compiled."""
+    """Compare the functions that would be compiled, without compiling them."""
     x = torch.randn(5, 8, dtype=torch.float64)
     for one, other in zip(values(activation(name, lambda f: f), x), values(ACTIVATIONS[name], x), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
 
 
 def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The casts of one layer's linears have nine shapes and more, in two formats. Traced, not compiled to machine code."""
+    """The casts of one layer's linears have nine shapes and more, in two formats.
+
+    Traced, not compiled to machine code.
+    """
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What the tests of model/ share: small configurations, stages filled from global tensors, and the reference they are compared with."""
+"""Shared by the tests of model/: small configurations, stages filled from global tensors, and the reference model."""
 
 from __future__ import annotations
 
@@ -172,6 +172,6 @@ class GridMasks:
 
 
 def assert_equal(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
-    """max|a - b| <= tolerance max|b|, or within 1e-13 where a gradient is mathematically zero (that of a key norm's bias, say)."""
+    """Assert max|a - b| <= tolerance max|b|, or 1e-13 for gradients that are mathematically zero (a key norm's bias)."""
     difference, size = (actual - expected).abs().max().item(), expected.abs().max().item()
     assert difference <= max(tolerance * size, 1e-13), f"{name}: differs by {difference} of {size}"

@@ -1,4 +1,6 @@
-"""The model over two and four tp ranks against the reference in fp64: loss, and every gradient slice by slice as ParamSpec declares it."""
+"""The model over two and four tp ranks against the reference in fp64: loss, and every gradient slice by slice as
+ParamSpec declares it.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def pools() -> Iterator[dict[int, RankPool]]:
 def compared_tensors(
     rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, recompute: RecomputeConfig
 ) -> int:
-    """On one rank: build its slice, run it, sum what ParamSpec says is partial, compare. Returns the number of compared tensors."""
+    """Run one rank's slice and compare, summing partial gradients as ParamSpec declares.
+
+    Return the number of tensors.
+    """
     config = model_config(**options)
     model = reference(config)
     microbatch = make_microbatch(config, dropout_key=KEY, documents="window_size" in options)
@@ -108,7 +113,7 @@ def split(spec: Any, local: torch.Tensor, tp_rank: int, tp: int) -> list[torch.T
 
 
 def rows_of(spec: Any, local: torch.Tensor, interval: Any, tp_rank: int, tp: int) -> torch.Tensor:
-    """Where the same global rows lie in another rank's local tensor."""
+    """Return the same global rows from another rank's local tensor."""
     (part,) = (
         p
         for i, p in zip(spec.intervals(tp_rank, tp), split(spec, local, tp_rank, tp), strict=True)

@@ -1,4 +1,4 @@
-"""What the tests of this room share: the tp group of a rank, its slice of a tensor, a record of operations."""
+"""Shared by the tests of this package: the tp group of a rank, its slice of a tensor, a record of operations."""
 
 from __future__ import annotations
 

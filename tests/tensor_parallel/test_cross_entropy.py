@@ -1,4 +1,6 @@
-"""Vocabulary-parallel cross entropy against torch's in one process: labels on any rank, padding, smoothing, z-loss, precision, memory."""
+"""Vocabulary-parallel cross entropy against torch's in one process: labels on any rank, padding, smoothing, z-loss,
+precision, memory.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def plain_loss(logits: Tensor, labels: Tensor, true_size: int, label_smoothing: 
 
 
 def draw(true_size: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits [S, B, PADDED], labels [S, B], loss gradients [S, B]), the same on all ranks; every word of the vocabulary's ends occurs."""
+    """Return logits [S, B, PADDED], labels [S, B] (the first and last id occur) and loss gradients [S, B], alike on
+    all ranks.
+    """
     generator = torch.Generator().manual_seed(true_size)
     logits = scale * torch.randn(S, B, PADDED, generator=generator, dtype=torch.float64)
     labels = torch.randint(true_size, (S, B), generator=generator)
@@ -197,7 +201,7 @@ def test_a_true_vocabulary_larger_than_the_padded_one_is_refused() -> None:
 
 
 def run_chunked(rank: int, world_size: int, sequence_parallel: bool, true_size: int) -> None:
-    """Output layer and loss some tokens at a time, against the output layer and then the loss: losses and both gradients."""
+    """Compare losses and both gradients of the chunked loss with those of the output layer followed by the loss."""
     group = tp_group(rank, world_size) if world_size > 1 else Group.alone("tp")
     generator = torch.Generator().manual_seed(3)
     whole_hidden, whole_weight = (

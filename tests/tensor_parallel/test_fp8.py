@@ -1,4 +1,6 @@
-"""Arithmetic of fp8: rounding within the formats' bounds, products as torch._scaled_mm makes them, scales that a step does not change."""
+"""Arithmetic of fp8: rounding within the formats' bounds, products as torch._scaled_mm makes them, scales that a step
+does not change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Column- and row-parallel linears against nn.functional.linear in one process, in fp64: same outputs, same gradients, in every mode."""
+"""Column- and row-parallel linears against nn.functional.linear in one process, in fp64: same outputs, same
+gradients, in every mode.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ KINDS = ("column", "row")
 
 
 class Case:
-    """One linear whole and cut: weights, and per microbatch an input before an activation, an output gradient and the expected results."""
+    """One linear, whole and sharded: weights, and per microbatch an input, an output gradient and expected results."""
 
     def __init__(
         self, kind: str, group: Group, sequence_parallel: bool, bias: bool, chunks: CommChunks = WHOLE
@@ -63,7 +65,7 @@ class Case:
         return part(y, 0, self.group) if self.sequence_parallel else y.detach().clone()
 
     def whole(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor | None]:
-        """(outputs, input gradients) per microbatch and (weight, bias) gradients summed, as this rank should see them."""
+        """Return this rank's expected (outputs, input gradients) per microbatch and summed (weight, bias) gradients."""
         weight = self.weight.clone().requires_grad_()
         outputs, input_gradients = [], []
         for before, grad_output in zip(self.before, self.grad_outputs, strict=True):
@@ -310,7 +312,7 @@ def applied(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, sl
     make = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind]
     layer = make(in_features, out_features, bias=bias is not None, tp=alone, sequence_parallel=False)
     for name, tensor in (("weight", weight), ("bias", bias)):
-        delattr(layer, name)  # a Parameter: only a plain attribute can hold a tensor that is none
+        delattr(layer, name)  # a module refuses to replace a Parameter by a plain tensor
         setattr(layer, name, tensor)
     layer.slots = slots or {}
     return layer(x)

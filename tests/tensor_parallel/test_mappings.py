@@ -21,7 +21,8 @@ def together(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
-# name -> (length of dim 0 and 2 of a rank's x, of all ranks' x the rank's output, of all ranks' output gradients the rank's input gradient)
+# name -> (lengths of dim 0 and 2 of a rank's x, rank's output from all ranks' x, rank's input gradient from all output
+# gradients)
 Pieces = Callable[[list[Tensor], int], Tensor]
 TABLE: dict[str, tuple[Callable[[int], tuple[int, int]], Pieces, Pieces]] = {
     "copy_to_tensor_parallel": (lambda tp: (S, H), lambda x, r: x[r], lambda g, r: together(g)),

@@ -12,7 +12,7 @@ from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 
 class Recorded:
-    """A weight gradient that writes down what is asked of it."""
+    """A weight gradient that records its calls."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events

@@ -56,7 +56,7 @@ class Sampling:
         return tokens.gather(-1, chosen)[:, 0].to(logits.device)
 
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, n] each."""
+        """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, n]."""
         count = min(self.top_k or logits.shape[-1], logits.shape[-1])
         values, tokens = (logits.double().cpu() / self.temperature).sort(dim=-1, descending=True, stable=True)
         probabilities = values[:, :count].softmax(-1)

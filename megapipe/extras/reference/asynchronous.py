@@ -3,8 +3,8 @@
 The parameters are assigned to p stages. Stage s (0 is the first) computes microbatch k with version v of its weights,
 and update t of a stage, from the gradients of the microbatches of group t, turns version t into version t + 1:
 
-    PipeDream      v(s, k) = max(0, k - (p - 1 - s)), groups of one microbatch   (Harlap et al. 2018, arXiv:1806.03377)
-    PipeDream-2BW  v(s, k) = max(0, k // g - 1), groups of g microbatches        (Narayanan et al. 2021, arXiv:2006.09503)
+    PipeDream      v(s, k) = max(0, k - (p - 1 - s)), groups of one microbatch (Harlap et al. 2018, arXiv:1806.03377)
+    PipeDream-2BW  v(s, k) = max(0, k // g - 1), groups of g microbatches      (Narayanan et al. 2021, arXiv:2006.09503)
 
 so 2BW is W(t + 1) = W(t) - lr x gradient at W(t - 1). A step starts with version 0 on every stage and an empty
 pipeline.

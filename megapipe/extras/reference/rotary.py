@@ -69,7 +69,7 @@ def _yarn(config: ReferenceConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_pair_with_turns(config: ReferenceConfig, turns: float) -> float:
-    """Return the index (a real number) of the channel pair that makes `turns` full turns within the original context."""
+    """Return the index (a real number) of the channel pair that makes `turns` turns in the original context."""
     wavelength = config.rope_original_max_position_embeddings / turns
     return config.rotary_channels * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rotary_base))
 

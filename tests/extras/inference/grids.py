@@ -1,4 +1,4 @@
-"""What the tests of inference/ share: a model on ranks, filled from the streams that training draws from, or from whole tensors."""
+"""Shared by the tests of inference/: a model on ranks, with weights drawn as in training or given as whole tensors."""
 
 from __future__ import annotations
 

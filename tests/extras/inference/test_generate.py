@@ -1,4 +1,6 @@
-"""Generation with a cache gives what whole forwards give: the tokens of transformers' models, and the same on every grid."""
+"""Generation with a cache gives what whole forwards give: the tokens of transformers' models, and the same on every
+grid.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sampling: candidates are those that the definitions name; draws follow the probabilities and depend on nothing else but their key."""
+"""Sampling: candidates are those that the definitions name; draws follow the probabilities and depend on nothing else
+but their key.
+"""
 
 from __future__ import annotations
 

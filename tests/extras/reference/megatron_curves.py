@@ -1,4 +1,5 @@
-"""Loss and gradient-norm curves of Megatron-Core in tests/fixtures: weights, data, optimizer settings, expected numbers and tolerances.
+"""Loss and gradient-norm curves of Megatron-Core in tests/fixtures: weights, data, settings, expected numbers,
+tolerances.
 
 Used by the tests of the reference and, with the same numbers, by those of the parallel training step.
 """

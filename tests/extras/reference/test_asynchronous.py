@@ -32,7 +32,7 @@ def stages_of(model: nn.Module, num_stages: int) -> dict[str, int]:
 
 
 def gradient_at(model: nn.Module, weights: dict[str, Tensor], microbatches: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Of the mean of the microbatches' losses, at the given weights."""
+    """Return the gradients of the microbatches' mean loss at the given weights."""
     model.load_state_dict(weights)
     model.zero_grad()
     for microbatch in microbatches:

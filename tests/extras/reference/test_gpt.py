@@ -1,4 +1,4 @@
-"""What the reference is in itself: names and shapes, who sees whom, where dropout acts, what its loss is."""
+"""The reference model by itself: names and shapes, attention masks, dropout sites, loss."""
 
 from typing import Any
 

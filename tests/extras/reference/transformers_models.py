@@ -1,7 +1,8 @@
 """Tiny random models of public architectures in transformers, and their weights under our names.
 
-build(family) gives what a test needs to compare any implementation of ours with transformers: the shape as keyword arguments of
-ReferenceConfig, the full tensors by our names, and the logits of transformers' own model. FAMILIES holds the ids for parametrize.
+build(family) gives what a test needs to compare any implementation of ours with transformers: the shape as keyword
+arguments of ReferenceConfig, the full tensors by our names, and the logits of transformers' own model. FAMILIES holds
+the ids for parametrize.
 """
 
 from collections.abc import Callable
@@ -106,18 +107,20 @@ def _their_sizes(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _draw(model: nn.Module, seed: int, zero_centered: bool) -> None:
-    """Every parameter random: norm scales around 1 (0 where zero-centred), biases not zero, matrices large enough to bend a softmax."""
+    """Draw every parameter: norm scales near 1 (zero-centred: 0), biases not zero, matrices large enough to bend a
+    softmax.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         norm_scale = parameter.ndim == 1 and name.endswith("weight")
         parameter.normal_(1.0 if norm_scale and not zero_centered else 0.0, 0.15, generator=generator)
 
 
-# ----------------------------------------------------------------------------------------------- weights under our names
+# ---------------------------------------------------------------------------------- weights under our names
 
 
 def fuse_qkv(config: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q: [heads * c, ...], k, v: [groups * c, ...] -> rows per query group [q_0 .. q_{n-1}, k, v]. Weights and biases alike."""
+    """Merge q [heads * c, ...] and k, v [groups * c, ...] into rows per query group, [q_0 .. q_{n-1}, k, v]."""
     groups = config["num_query_groups"]
     parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)
@@ -134,7 +137,7 @@ def _rename(weights: Weights, table: dict[str, str]) -> Weights:
 
 
 def _used_up(config: dict[str, Any], weights: Weights, state: Weights) -> Weights:
-    """No number of theirs is lost on the way (a tied head is one parameter on both sides)."""
+    """Assert that all their values are used (a tied head is one parameter on both sides)."""
     numbers = [sum(tensor.numel() for tensor in tensors.values()) for tensors in (weights, state)]
     if numbers[0] != numbers[1]:
         raise AssertionError(f"transformers' model has {numbers[0]} numbers, the converted one {numbers[1]}")
@@ -265,21 +268,21 @@ def from_opt(config: dict[str, Any], weights: Weights) -> Weights:
 
 
 def _without_sandwich_norms(model: nn.Module) -> None:
-    """Gemma 2 also norms what attention and MLP give back; ours does not."""
+    """Remove Gemma 2's norms of the outputs of attention and MLP, which our model lacks."""
     layers: Any = model.get_submodule("model.layers")
     for layer in layers:
         layer.post_attention_layernorm = nn.Identity()
         layer.post_feedforward_layernorm = nn.Identity()
 
 
-# -------------------------------------------------------------------------------------------------------------- families
+# -------------------------------------------------------------------------------------------------- families
 
 
 def _rope(kind: str, base: float = 500.0, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **parameters}}
 
 
-# The original context is 16 of 24 positions and the base small, so that each scaling changes frequencies that these positions feel.
+# The original context is 16 of 24 positions and the base small, so that each scaling changes the result.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama",

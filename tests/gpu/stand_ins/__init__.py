@@ -1,7 +1,7 @@
-"""Small stand-ins for libraries that need a GPU: packages of the same names, functions of the documented signatures, computed by torch.
+"""Small stubs of libraries that need a GPU: the same package names and documented signatures, computed by torch.
 
-They let the adapters in megapipe/gpu run on a CPU. Signatures are those of Transformer Engine 2.x, apex (2024) and flash-attn 2.8; what
-a stand-in does not know it refuses, so that an argument it was never told of is an error. `installed()` puts them on the path.
+They let the adapters in megapipe/gpu run on a CPU. Signatures are those of Transformer Engine 2.x, apex (2024) and
+flash-attn 2.8; a stub refuses unknown arguments. `installed()` puts them on the path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("transformer_engine", "apex", "flash_attn", "fused_weight_gradient_mlp_
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """The stand-ins can be imported inside."""
+    """Make the stubs importable inside the block."""
     sys.path.insert(0, str(FOLDER))
     try:
         yield

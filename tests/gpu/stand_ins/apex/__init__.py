@@ -1,1 +1,1 @@
-"""A stand-in for NVIDIA apex."""
+"""A stub for NVIDIA apex."""

@@ -1,11 +1,11 @@
-"""flash-attn's function, written out: [b, s, heads, d], causal from the bottom right corner, grouped queries, window, soft-cap."""
+"""A stub of flash-attn: [b, s, heads, d], causal from the bottom right corner, grouped queries, window, soft-cap."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__version__ = "2.8.stand-in"
+__version__ = "2.8.stub"
 
 
 def flash_attn_func(

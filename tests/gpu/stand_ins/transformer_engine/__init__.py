@@ -1,3 +1,3 @@
-"""A stand-in for NVIDIA Transformer Engine."""
+"""A stub for NVIDIA Transformer Engine."""
 
-__version__ = "2.stand-in"
+__version__ = "2.stub"

@@ -1,1 +1,1 @@
-"""A stand-in for apex.normalization."""
+"""A stub for apex.normalization."""

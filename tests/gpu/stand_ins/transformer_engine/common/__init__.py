@@ -1,1 +1,1 @@
-"""A stand-in for transformer_engine.common."""
+"""A stub for transformer_engine.common."""

@@ -1,5 +1,7 @@
-"""Transformer Engine's modules on a CPU: the same constructor arguments, collectives over the group they are given, main gradients
-written by the module itself, weight gradients that wait until they are asked for, and outputs that are views."""
+"""Transformer Engine's modules on a CPU: the same constructor arguments, collectives over the group they are given,
+main gradients written by the module itself, weight gradients that wait until they are asked for, and outputs that are
+views.
+"""
 
 from __future__ import annotations
 
