@@ -21,13 +21,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megapipe.assembly.datasets import dataset_request, tokenizer_of
 from megapipe.checkpoint.folder import find_checkpoint, folder_name, open_folder, steps_in
 from megapipe.checkpoint.rollbacks import Rollback, read_rollbacks
 from megapipe.config.load import load_config
+from megapipe.data.blend import BlendedDataset
 from megapipe.data.build_datasets import build_datasets
 from megapipe.data.dataset import TokenDataset
-from megapipe.data.provenance import Piece, files_of, pieces_of, samples_of
+from megapipe.data.gpt_dataset import GPTDataset
+from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
@@ -52,6 +56,79 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=int, metavar="TOKENS", help="show the first tokens of each piece, decoded")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [first_token, past_token) of a document of a file, at `position` of a sample.
+
+    sequence: the file's sequence that holds them; a document has one or more.
+    """
+
+    prefix: str
+    document: int
+    sequence: int
+    first_token: int
+    past_token: int
+    position: int
+
+
+def pieces_of(dataset: TokenDataset, index: int) -> tuple[Piece, ...]:
+    """Return the pieces of a sample in order, seq_length + 1 tokens in all; none for synthetic data."""
+    if isinstance(dataset, BlendedDataset):
+        return pieces_of(dataset.members[int(dataset.dataset_index[index])], int(dataset.sample_index[index]))
+    if not isinstance(dataset, GPTDataset):
+        return ()
+    found: list[Piece] = []
+    file = dataset.file
+    place, offset = dataset.index.locate(int(dataset.index.shuffle[index]) * dataset.seq_length)
+    position = 0
+    while position <= dataset.seq_length:
+        sequence = int(dataset.index.documents[place])
+        count = min(int(file.lengths[sequence]) - offset, dataset.seq_length + 1 - position)
+        if count:
+            document = int(np.searchsorted(file.documents, sequence, side="right")) - 1
+            before = int(file.lengths[int(file.documents[document]) : sequence].sum(dtype=np.int64))
+            start = before + offset
+            found.append(Piece(file.prefix, document, sequence, start, start + count, position))
+        position, place, offset = position + count, place + 1, 0
+    return tuple(found)
+
+
+def samples_of(dataset: TokenDataset, prefix: str, document: int) -> list[int]:
+    """Return all samples that hold a token of the document, ascending."""
+    if isinstance(dataset, BlendedDataset):
+        found: list[int] = []
+        for number, member in enumerate(dataset.members):
+            inside = samples_of(member, prefix, document)
+            if inside:
+                own = np.flatnonzero(dataset.dataset_index == number)
+                found += own[np.isin(dataset.sample_index[own], inside)].tolist()
+        return sorted(found)
+    if not isinstance(dataset, GPTDataset) or dataset.file.prefix != prefix:
+        return []
+    in_stream = np.array(sorted(set(stream_samples_of(dataset, document))), dtype=np.int64)
+    return np.flatnonzero(np.isin(dataset.index.shuffle, in_stream)).tolist()
+
+
+def stream_samples_of(dataset: GPTDataset, document: int) -> Iterator[int]:
+    """Yield the stream samples that hold a token of the document.
+
+    Sample k holds tokens k seq .. k seq + seq of the stream, one of them shared with the next sample.
+    """
+    file, ends, seq = dataset.file, dataset.index.ends, dataset.seq_length
+    sequences = np.arange(file.documents[document], file.documents[document + 1])
+    for place in np.flatnonzero(np.isin(dataset.index.documents, sequences)).tolist():
+        past = int(ends[place])
+        first = past - int(file.lengths[dataset.index.documents[place]])
+        if past > first:
+            yield from range(max(0, -(-(first - seq) // seq)), min((past - 1) // seq, len(dataset) - 1) + 1)
+
+
+def files_of(dataset: TokenDataset) -> dict[str, IndexedFile]:
+    """Return the token files of a dataset by prefix."""
+    members = dataset.members if isinstance(dataset, BlendedDataset) else (dataset,)
+    return {member.file.prefix: member.file for member in members if isinstance(member, GPTDataset)}
 
 
 @dataclass(frozen=True)

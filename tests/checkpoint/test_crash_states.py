@@ -15,11 +15,11 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Retention, find_checkpoint, prepare_root
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.tensor_box import TensorBox
-from megapipe.checkpoint.verify import damage
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 from tests.checkpoint.crash_states import Operation, Recorder, Tree, crash_states, put, tree_of
 from tests.checkpoint.layouts import WORLD, save_one
+from tools.inspect_checkpoint import damage
 
 NUM_RANKS, COLUMNS = 2, 12
 

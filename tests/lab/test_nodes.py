@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint.compare import compare
 from megapipe.checkpoint.folder import find_checkpoint
 from tests.lab.nodes import PORT, Nodes, why_not
 from tests.launch.scripts import REPOSITORY, Command, Ended, launch
 from tests.tiny import TINY_FLAGS
+from tools.inspect_checkpoint import compare
 
 SCRIPT = str(REPOSITORY / "pretrain_gpt.py")
 LIMIT_SECONDS = 3.0

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras
-from megapipe.checkpoint.compare import compare
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
@@ -30,6 +29,7 @@ from megapipe.train.state import TrainingState
 from tests.harness import RankPool
 from tests.train.runs import expected, runtime_of, tiny
 from tests.train.test_resume import train
+from tools.inspect_checkpoint import compare
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 ZERO = {"use_distributed_optimizer": True, "ddp_bucket_size": 700}

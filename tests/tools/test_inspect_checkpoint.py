@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint import compare as compare_module
-from megapipe.checkpoint.compare import TensorComparison, compare
 from megapipe.checkpoint.folder import CheckpointFolder, open_folder
 from tests.checkpoint.layouts import LAYOUTS, Layout, global_tensors, save_layout, save_one
+from tools import inspect_checkpoint
+from tools.inspect_checkpoint import TensorComparison, compare
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,7 @@ def saved(folder: Path, values: torch.Tensor) -> CheckpointFolder:
 
 
 def test_the_same_tensors_from_two_layouts_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_module, "CHUNK_ELEMENTS", 20)  # a few rows at a time
+    monkeypatch.setattr(inspect_checkpoint, "CHUNK_ELEMENTS", 20)  # a few rows at a time
     wholes = global_tensors()
     folders = [open_folder(save_layout(tmp_path / name, layout, wholes).path) for name, layout in LAYOUTS.items()]
     for folder in folders[1:]:
@@ -35,7 +35,7 @@ def test_the_same_tensors_from_two_layouts_are_equal(tmp_path: Path, monkeypatch
 
 
 def test_one_element_that_differs_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_module, "CHUNK_ELEMENTS", 8)
+    monkeypatch.setattr(inspect_checkpoint, "CHUNK_ELEMENTS", 8)
     values = torch.arange(1.0, 21.0).view(5, 4)
     changed = values.clone()
     changed[3, 1] += 0.5  # 14 -> 14.5
