@@ -34,10 +34,10 @@ def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
     def launched(self: TrainStep, *arguments: Any, **named: Any) -> bool:
         time.sleep(pause_seconds)
         try:
-            kind, whom = path.read_text().split()
+            kind, victim = path.read_text().split()
         except FileNotFoundError:
             return launch(self, *arguments, **named)
-        if int(whom) == rank:
+        if int(victim) == rank:
             path.unlink()
             PLANTS[kind](self)
         return launch(self, *arguments, **named)

@@ -203,10 +203,10 @@ SLOW: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_slow_rank_is_named_and_nothing_is_lost(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    slow, whom, words = SLOW[name]
+    slow, ranks, words = SLOW[name]
     with RankPool(NUM_RANKS) as pool:
         flags = f"{FLAGS} --save {tmp_path}/run --log-straggler --log-interval 4"
-        answers = pool.run(job_on_rank, flags, slow, *whom)
+        answers = pool.run(job_on_rank, flags, slow, *ranks)
     assert [answer[2] for answer in answers] == [None] * NUM_RANKS
     assert words.format(host()) in answers[0][0], answers[0][0]
     undisturbed.assert_equal(tmp_path / "run")

@@ -21,8 +21,8 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    wishes = ("--rows", "one", "pp2", "--pairs", "2", "--markdown", "--json", str(figures))
-    done = run(str(BENCH / "bench_cpu.py"), *wishes, *SIZES.split())
+    flags = ("--rows", "one", "pp2", "--pairs", "2", "--markdown", "--json", str(figures))
+    done = run(str(BENCH / "bench_cpu.py"), *flags, *SIZES.split())
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
     assert [row[0].removeprefix("| ") for row in rows[2:]] == [

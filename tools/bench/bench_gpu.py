@@ -30,7 +30,7 @@ import torch
 import torch._dynamo
 from bench_table import as_markdown
 from gpu_bench.agreement import Agreement, agreement
-from gpu_bench.contenders import Contender, Megapipe, Wishes, draw_weights, plain, transformers_llama
+from gpu_bench.contenders import Contender, Megapipe, Options, draw_weights, plain, transformers_llama
 from gpu_bench.figures import BARRED_SHAPES, FP8_GEMM, GEMM, Measured, Turn, flops_of_step, remarks, table, verdicts
 from gpu_bench.shapes import SHAPES, Shape
 from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes, seconds_of
@@ -53,16 +53,16 @@ class BenchError(Exception):
     """An error that ends the benchmark, for a person."""
 
 
-def wishes_of(arguments: argparse.Namespace, name: str) -> Wishes:
+def options_of(arguments: argparse.Namespace, name: str) -> Options:
     compiles = name in COMPILED[arguments.compile_pointwise] and not arguments.no_compile
-    return Wishes(arguments.fp8 if name == "megapipe-fp8" else None, arguments.fp8_recipe, compiles)
+    return Options(arguments.fp8 if name == "megapipe-fp8" else None, arguments.fp8_recipe, compiles)
 
 
 def make(name: str, shape: Shape, arguments: argparse.Namespace, weights: dict[str, torch.Tensor]) -> Contender:
     """Build a contender. Raises BenchError if it is not installed."""
     device, dtype = torch.device(arguments.device), arguments.dtype
     makers: dict[str, Callable[[], Contender]] = {
-        **{ours: lambda: Megapipe(shape, dtype, device, weights, wishes_of(arguments, name)) for ours in OURS},
+        **{ours: lambda: Megapipe(shape, dtype, device, weights, options_of(arguments, name)) for ours in OURS},
         "plain": lambda: plain(shape, DTYPES[dtype], device, weights, not arguments.no_compile),
         "transformers": lambda: transformers_llama(shape, DTYPES[dtype], device, weights),
     }
@@ -132,7 +132,7 @@ def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     lines = [as_markdown(table(shape, measured, peak_flops(card, arguments.dtype))), ""]
     lines.append(f"- median [quartiles] of {arguments.rounds} rounds; {arguments.dtype}")
-    lines += [f"- {name}: {wishes_of(arguments, name)}" for name in OURS if name in contenders]
+    lines += [f"- {name}: {options_of(arguments, name)}" for name in OURS if name in contenders]
     lines += [f"- {name} {sum(rates) / len(rates) / 1e12:.1f} TFLOP/s" for name, rates in measured.rates.items()]
     lines += [f"- {said}" for said in (*map(str, agreed), *remarks(measured))]
     said = verdicts(measured) if is_barred(key, arguments) else []
@@ -146,7 +146,7 @@ def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str
         "shape": dataclasses.asdict(shape),
         "rates": measured.rates,
         "turns": {name: [dataclasses.asdict(turn) for turn in turns] for name, turns in measured.turns.items()},
-        "wishes": {name: str(wishes_of(arguments, name)) for name in OURS if name in contenders},
+        "wishes": {name: str(options_of(arguments, name)) for name in OURS if name in contenders},
         "agreement": [dataclasses.asdict(one) for one in agreed],
         "bars": [{"sentence": sentence, "passed": passed} for sentence, passed in said],
     }

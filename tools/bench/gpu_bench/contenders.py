@@ -55,7 +55,7 @@ def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Options:
     """Options of megapipe's contenders beyond dtype: fp8, and the functions that torch.compile fuses."""
 
     fp8_format: str | None = None
@@ -78,9 +78,9 @@ class Megapipe:
     """megapipe as pretrain_gpt.py runs it: TrainingRuntime and TrainStep from a resolved configuration."""
 
     def __init__(
-        self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], wishes: Wishes
+        self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], options: Options
     ) -> None:
-        self.plan = resolve(wishes.applied_to(configuration(shape, dtype, device.type)), 1)
+        self.plan = resolve(options.applied_to(configuration(shape, dtype, device.type)), 1)
         placed = {entry.spec.name: entry for entry in map_tensors(LLAMA_ROWS, self.plan.config.model, "the benchmark")}
 
         def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
