@@ -254,7 +254,7 @@ logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullToken
 gpu.nccl_settings | --nccl-settings NCCL_DEBUG=INFO | said --nccl-settings: no effect, as ranks communicate over gloo
 gpu.nccl_communicator_config_path | --nccl-communicator-config-path {{tmp}}/none.yaml | said none.yaml cannot be read
 gpu.high_priority_stream_groups | --high-priority-stream-groups tp pp | said --high-priority-stream-groups: no effect
-gpu.cuda_graph_impl | --cuda-graph-impl local | said --cuda-graph-impl local needs a GPU
+gpu.cuda_graph_impl | --cuda-graph-impl local | said --cuda-graph-impl local
 gpu.cuda_graph_warmup_steps | --cuda-graph-warmup-steps 5 | recorded_after | !--device --cuda-graph-impl local
 gpu.nvtx_ranges | --nvtx-ranges | said --nvtx-ranges needs a GPU, and this run has none
 gpu.record_memory_history | --record-memory-history | said --record-memory-history needs a GPU

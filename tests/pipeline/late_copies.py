@@ -75,7 +75,7 @@ class LateCopies(StreamCopies):
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
-    def _copied(self, stream: Any, copy: Callable[[], None]) -> Any:
+    def _run(self, stream: Any, copy: Callable[[], None]) -> Any:
         def run() -> None:
             self.cuda.log.append((stream.name, "copies", ""))
             copy()
