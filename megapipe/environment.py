@@ -1,4 +1,4 @@
-"""The one file that reads and writes environment variables: who this process is, as torchrun or SLURM says it, and what its children need.
+"""The only file that reads and writes environment variables: the ranks as torchrun or SLURM sets them, and the variables of children.
 
 torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT.
 SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_STEP_NODELIST
@@ -26,7 +26,7 @@ SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "A
 
 @dataclass(frozen=True)
 class Environment:
-    """Who this process is among all ranks. `local` is within its node."""
+    """This process among all ranks. `local` is within its node."""
 
     global_rank: int
     world_size: int
@@ -41,17 +41,17 @@ class Environment:
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES
     run_id: str | None = None  # torchrun's or SLURM's name for the job
     restart_count: int = 0  # how often torchrun has restarted its ranks, and SLURM has requeued the job
-    job: str | None = None  # one name for all starts of a job that its launcher starts again; None where nothing tells
+    job: str | None = None  # one name for all starts of a job that its launcher restarts; None if unknown
     launcher_pid: int | None = None  # process of `megapipe launch`; None under torchrun itself
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are other ranks."""
+        """True if there are other ranks."""
         return self.world_size > 1
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Who this process is. Raises ConfigError if a launcher's variables are half set or contradict each other."""
+    """Read the environment of this process. Raises ConfigError if a launcher's variables are incomplete or inconsistent."""
     variables = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         found = from_torchrun(variables)
@@ -80,13 +80,13 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     ):
         if not 0 <= index < count:
             raise ConfigError(
-                f"the {name} is {index}, but it has to lie in 0 .. {count - 1} ({found.launcher} set the environment)"
+                f"the {name} is {index}, but it must be in 0 .. {count - 1} ({found.launcher} set the environment)"
             )
     return found
 
 
 def from_torchrun(variables: Mapping[str, str]) -> Environment:
-    """torchrun's variables. Ranks a node are equal, so the number of nodes follows where GROUP_WORLD_SIZE is not set."""
+    """Read torchrun's variables. All nodes have the same number of ranks, so GROUP_WORLD_SIZE may be missing."""
     require(
         variables, TORCHRUN_NEEDS, "start with torchrun, which sets them all, or set none of them for a single rank"
     )
@@ -115,7 +115,7 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
 
 
 def from_slurm(variables: Mapping[str, str]) -> Environment:
-    """srun's variables. The first node of the step is the rendezvous unless MASTER_ADDR says otherwise."""
+    """Read srun's variables. The first node of the step is the rendezvous unless MASTER_ADDR is set."""
     require(variables, SLURM_NEEDS, "start each rank as a task of srun")
     world_size, num_nodes = (
         whole_number(variables, "SLURM_STEP_NUM_TASKS"),
@@ -157,19 +157,21 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
 
 
 def job_of(variables: Mapping[str, str]) -> str | None:
-    """torchrun's name for the job (--rdzv-id), the same for all its starts, those included that a new node causes and nobody counts; its
-    default names nothing. SLURM counts its requeues, and in one allocation a person may start many runs."""
+    """Return torchrun's name for the job (--rdzv-id): the same for all its starts, also those caused by a new node, which are not counted.
+
+    Its default is not a name. SLURM counts its requeues, and one allocation may run many jobs.
+    """
     run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
     return None if run_id in ("none", "standalone") else f"torchrun {run_id}"
 
 
 def threads_of(variables: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS, None if it is not set."""
+    """Return OMP_NUM_THREADS, None if it is not set."""
     return whole_number(variables, "OMP_NUM_THREADS") if variables.get("OMP_NUM_THREADS") else None
 
 
 def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) -> None:
-    """Raises ConfigError if some of a launcher's variables are missing."""
+    """Raise ConfigError if some of a launcher's variables are missing."""
     missing = [name for name in names if not variables.get(name)]
     if missing:
         present = [name for name in names if variables.get(name)]
@@ -179,7 +181,7 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) 
 
 
 def whole_number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """A variable as a whole number. Raises ConfigError with name and text if it is none."""
+    """Read a variable as a whole number. Raises ConfigError with name and text if it is not one."""
     text = variables.get(name) or default or ""
     if not re.fullmatch(r"-?\d+", text):
         raise ConfigError(f"{name} is {text!r} in the environment; expected a whole number")
@@ -187,7 +189,7 @@ def whole_number(variables: Mapping[str, str], name: str, default: str | None = 
 
 
 def first_node(node_list: str) -> str:
-    """The first host of SLURM's compressed list: 'node[03-05,9],login' is node03, 'a[1-2]b[07-08]' is a1b07."""
+    """Return the first host of SLURM's compressed list: 'node[03-05,9],login' is node03, 'a[1-2]b[07-08]' is a1b07."""
     depth, end = 0, len(node_list)
     for position, character in enumerate(node_list):
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -198,7 +200,7 @@ def first_node(node_list: str) -> str:
 
 
 def tasks_on_node(tasks: str, node_rank: int) -> int:
-    """The number of ranks of a node in SLURM's list: '4(x2),3' is 4, 4, 3."""
+    """Return the number of ranks of a node in SLURM's list: '4(x2),3' is 4, 4, 3."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
@@ -215,12 +217,12 @@ def tasks_on_node(tasks: str, node_rank: int) -> int:
 
 
 def prefixed(prefix: str) -> dict[str, str]:
-    """Variables whose names begin so, without the prefix: torchrun takes PET_NNODES for --nnodes."""
+    """Return the variables with a prefix, without it: torchrun uses PET_NNODES for --nnodes."""
     return {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def child_environment(**settings: str | int | None) -> dict[str, str]:
-    """This process's environment for a child, with some variables set, or taken out where the setting is None."""
+    """Return this process's environment for a child, with some variables set, or removed if the setting is None."""
     variables = dict(os.environ)
     for name, value in settings.items():
         if value is None:
@@ -231,23 +233,23 @@ def child_environment(**settings: str | int | None) -> dict[str, str]:
 
 
 def set_for_libraries(**settings: str | int) -> None:
-    """Sets variables that libraries read in this process (CUBLAS_WORKSPACE_CONFIG, say), where they are not set yet."""
+    """Set variables that libraries read in this process (such as CUBLAS_WORKSPACE_CONFIG) unless they are set already."""
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
 
 
 def value_for_libraries(name: str) -> str | None:
-    """What the environment tells libraries under this name; None where it is not set."""
+    """Return a variable that libraries read, None if it is not set."""
     return os.environ.get(name)
 
 
 def announce_launcher() -> None:
-    """Tell the ranks that this process will start who their launcher is."""
+    """Set the variable from which the ranks that this process starts know their launcher."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
 
 
 def library_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that torch and what it stands on read, for a person to see; none whose name sounds like a secret."""
+    """Return the variables that torch and its libraries read, for reports; none whose name suggests a secret."""
     variables = os.environ if environ is None else environ
     return {
         name: value

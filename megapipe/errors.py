@@ -1,45 +1,45 @@
-"""What megapipe raises. A `MegapipeError` is a message for a person: every door prints it without a traceback and exits non-zero."""
+"""The exceptions of megapipe. Commands print a `MegapipeError` without a traceback and exit with its code."""
 
 from __future__ import annotations
 
 
 class MegapipeError(Exception):
-    """Base of all errors whose message alone tells a user what happened and what to do."""
+    """Base of all errors whose message is enough for a user to know what happened and what to do."""
 
     exit_code = 1
 
 
 class ConfigError(MegapipeError):
-    """A wish that cannot be granted: names the key, its value, the rule and a way out."""
+    """A configuration that is impossible; the message has the key, its value, the rule and a way out."""
 
     exit_code = 2
 
 
 class DataError(MegapipeError):
-    """A data file or tokenizer that is missing, truncated or not what it says it is: names the file and the offending number."""
+    """A data file or tokenizer that is missing, truncated or inconsistent; the message has the file and the offending number."""
 
 
 class ScheduleError(MegapipeError):
-    """A pipeline schedule that is incomplete, misplaced, out of order or deadlocks: shows the rank x slot grid with the culprit marked."""
+    """A pipeline schedule that is incomplete, misplaced, out of order or deadlocks; the message shows the grid of ranks and slots."""
 
 
 class CheckpointError(MegapipeError):
-    """A checkpoint that cannot be written or read: names the file and the tensor."""
+    """A checkpoint that cannot be written or read; the message has the file and the tensor."""
 
 
 class DamageError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written, or cannot be read: an older one may do."""
+    """A checkpoint that is damaged or cannot be read; an older one may be usable."""
 
 
 class CommunicationError(MegapipeError):
-    """A peer that did not answer, or answered with something else than was agreed."""
+    """A peer that did not answer, or sent something unexpected."""
 
 
 class TrainingError(MegapipeError):
-    """Training cannot go on (a NaN loss, say): names step, rank, stage and microbatch."""
+    """Training that cannot continue (such as a NaN loss); the message has step, rank, stage and microbatch."""
 
 
 class NoProgressError(MegapipeError):
-    """A job that was restarted again and again without coming further: starting it once more is not worth it."""
+    """A job that was restarted repeatedly without progress and should not be restarted again."""
 
     exit_code = 3

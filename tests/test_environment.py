@@ -97,8 +97,8 @@ def test_half_set_variables_name_what_is_missing(name: str) -> None:
     ("variables", "words"),
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK is 'x' in the environment; expected a whole number"),
-        ({**TORCHRUN, "RANK": "8"}, r"the global rank is 8, but it has to lie in 0 .. 7"),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, r"the local rank is 4, but it has to lie in 0 .. 3"),
+        ({**TORCHRUN, "RANK": "8"}, r"the global rank is 8, but it must be in 0 .. 7"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, r"the local rank is 4, but it must be in 0 .. 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
         ({**TORCHRUN, "OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS is 'many'"),
         (

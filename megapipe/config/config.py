@@ -25,7 +25,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class Config:
-    """What the user asked for, in twelve sections. A field that is None is derived from the others by `plan.resolve`."""
+    """The configuration as the user asked for it, in twelve sections. A field that is None is derived from the others by `plan.resolve`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,4 +1,4 @@
-"""The global batch size over a run: constant, or ramped up by samples consumed, as Megatron's --rampup-batch-size."""
+"""The global batch size over a run: constant, or ramped up by consumed samples as with Megatron's --rampup-batch-size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megapipe.formatting import one_of
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Sequences in each step.
+    """The number of sequences in each step.
 
     The ramp goes from `start` to `full` in steps of `increment`, each lasting ramp_samples / ((full - start) / increment) sequences.
     samples_per_microbatch: micro batch x dp; every batch size is a multiple of it. is_derived: `full` was not asked for, but is one
@@ -27,11 +27,11 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Every batch size that will occur, smallest first."""
+        """All batch sizes of the run, smallest first."""
         return (*range(self.start, self.full, self.increment), self.full) if self.increment else (self.full,)
 
     def size_at(self, consumed_samples: int) -> int:
-        """Sequences of the step that starts after `consumed_samples`."""
+        """Return the sequences of the step that starts after `consumed_samples`."""
         if not self.increment or consumed_samples > self.ramp_samples:
             return self.full
         increments = (self.full - self.start) // self.increment
@@ -39,11 +39,11 @@ class BatchSchedule:
         return min(self.full, self.start + reached * self.increment)
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
-        """Microbatches each data-parallel rank runs in the step that starts after `consumed_samples`."""
+        """Return the microbatches of a data-parallel rank in the step that starts after `consumed_samples`."""
         return self.size_at(consumed_samples) // self.samples_per_microbatch
 
     def samples_after(self, num_steps: int) -> int:
-        """Sequences consumed after `num_steps` steps from the beginning."""
+        """Return the sequences consumed after `num_steps` steps from the beginning."""
         consumed = steps = 0
         while steps < num_steps and self.size_at(consumed) != self.full:
             consumed += self.size_at(consumed)
@@ -51,7 +51,7 @@ class BatchSchedule:
         return consumed + (num_steps - steps) * self.full
 
     def steps_for(self, samples: int) -> int:
-        """Whole steps that `samples` sequences are enough for."""
+        """Return the number of whole steps in `samples` sequences."""
         consumed = steps = 0
         while self.size_at(consumed) != self.full:
             if consumed + self.size_at(consumed) > samples:
@@ -64,8 +64,11 @@ class BatchSchedule:
 def batch_schedule(
     full: int | None, micro_batch_size: int, dp: int, rampup: tuple[int, int, int] | None, ranks_per_replica: int = 1
 ) -> BatchSchedule:
-    """The checked schedule. full: None for one microbatch of each data-parallel rank. rampup: (start, increment, samples).
-    ranks_per_replica: tp x cp x pp, for the message. Raises ConfigError naming the size that does not divide, and what would."""
+    """Build the batch schedule. Raises ConfigError with the size that does not divide, and sizes that would.
+
+    full: None for one microbatch of each data-parallel rank. rampup: (start, increment, samples).
+    ranks_per_replica: tp x cp x pp, for the message.
+    """
     schedule = _schedule(full, micro_batch_size * dp, rampup)
     wrong = next((size for size in schedule.sizes if size % schedule.samples_per_microbatch), None)
     if wrong is not None:
@@ -94,7 +97,7 @@ def _schedule(full: int | None, unit: int, rampup: tuple[int, int, int] | None) 
 
 
 def _indivisible(schedule: BatchSchedule, size: int, micro: int, dp: int, ranks_per_replica: int) -> str:
-    """What is wrong with a batch size, and the batches and numbers of ranks that would do."""
+    """Return the message for an impossible batch size, with batches and numbers of ranks that would work."""
     unit = schedule.samples_per_microbatch
     near = sorted({max(unit, size // unit * unit), (size // unit + 1) * unit})
     what = (

@@ -1,4 +1,4 @@
-"""Which layers each stage gets: by hand (layout string, first and last stage), in equal numbers, or balanced by cost."""
+"""Partition of the layers into stages: by hand (layout string, first and last stage), in equal numbers, or balanced by cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megapipe.schedule.placement import Placement
 
 
 class CutFlags(NamedTuple):
-    """The flags that a cut depends on, under their names in the parallel section."""
+    """The fields of the parallel section that the partition depends on."""
 
     pipeline_model_parallel_layout: str | None
     decoder_first_pipeline_num_layers: int | None
@@ -33,7 +33,7 @@ def cut_flags(parallel: ParallelConfig) -> CutFlags:
 
 
 def is_by_hand(parallel: ParallelConfig | CutFlags) -> bool:
-    """Flags say which layers a rank gets, or how many."""
+    """Return True if flags give the layers of a rank, or their number."""
     return (
         parallel.pipeline_model_parallel_layout is not None
         or parallel.decoder_first_pipeline_num_layers is not None
@@ -46,11 +46,11 @@ def is_by_hand(parallel: ParallelConfig | CutFlags) -> bool:
 
 @cache
 def cut_layers(model: ResolvedModelConfig, parallel: CutFlags, placement: Placement) -> Partition:
-    """The cut that `parallel` asks for; no layer is ever dropped.
+    """Partition the layers as `parallel` asks; no layer is ever dropped.
 
-    By hand with a layout string; in equal numbers where first, last, embedding or loss are accounted for, or with
-    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss weigh what they cost. What
-    `balance` makes of it for the other values of --pipeline-balance needs a plan.
+    By hand with a layout string; in equal numbers if first, last, embedding or loss are accounted for, or with
+    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss count with their cost. For the
+    other values of --pipeline-balance, `balance` improves this partition, for which it needs a plan.
     """
     num_stages, pp = placement.num_stages, placement.num_ranks
     if parallel.pipeline_model_parallel_layout is not None:

@@ -50,7 +50,7 @@ def test_the_exit_code_of_the_first_rank_that_failed_comes_back(tmp_path: Path) 
     with launch(tmp_path, 2, script=script) as command:
         ended = command.ended()
     assert (ended.code, ended.out) == (7, "")
-    assert ended.error == "rank 1 ended with exit code 7; all ranks were ended\n"
+    assert ended.error == "rank 1 ended with exit code 7; all ranks were terminated\n"
 
 
 def test_ranks_that_exited_on_request_are_not_restarted(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_one_rank_prints_for_all(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the script to run is missing"),
+        ([], "the script is missing"),
         (["--nproc-per-nod", "2"], "did you mean --nproc-per-node"),
         (["--nproc-per-node"], "expected one argument"),
     ],

@@ -89,7 +89,7 @@ def test_perplexity_is_the_same_on_two_replicas(checkpoints: Path) -> None:
         ("generate", ["--prompt", "a", "--ckpt-step", "7"], "has no step_00000007"),
         ("generate", ["--prompt", "a", "--top-p", "0"], "--top-p 0.0 must lie above 0"),
         ("evaluate", ["--data", "nowhere.txt"], "nowhere.txt"),
-        ("evaluate", ["--data", "held_out.txt", "--seq-length", "33"], "--seq-length 33 must lie in 1 .. 32"),
+        ("evaluate", ["--data", "held_out.txt", "--seq-length", "33"], "--seq-length 33 must be in 1 .. 32"),
     ],
     ids=["no_prompt", "misspelt", "no_room", "no_step", "top_p", "no_file", "too_long"],
 )

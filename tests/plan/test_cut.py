@@ -49,10 +49,10 @@ def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tupl
     ("fields", "message"),
     [
         ({"account_for_embedding_in_pipeline_split": True}, r"9 layers \(embedding and loss included"),
-        ({"decoder_first_pipeline_num_layers": 9}, r"are given 9 layers .* --num-layers 8"),
+        ({"decoder_first_pipeline_num_layers": 9}, r"are given 9 layers, .* --num-layers 8"),
         (
             {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
-            r"two ways to relieve the same ranks",
+            r"both relieve the first and last rank",
         ),
         ({"decoder_first_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2}, r"do not divide"),
     ],

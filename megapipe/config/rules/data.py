@@ -43,7 +43,7 @@ def sources(config: Config) -> Iterator[str]:
 
 
 def blends(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the first blend that is not PREFIX ... or WEIGHT PREFIX ..."""
+    """Check the blends: PREFIX ... or WEIGHT PREFIX ... (the first error only)."""
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         blend, flag = getattr(config.data, name), "--" + name.replace("_", "-")
         if blend is None:
@@ -88,7 +88,7 @@ def tokenizer(config: Config) -> Iterator[str]:
 
 
 def checkpoints(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the retained checkpoints, and with finetuning."""
+    """Check the retained checkpoints, and with finetuning."""
     every, interval = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
     if every is not None and interval is None:
         yield f"--save-retain-interval {every} needs a --save-interval that divides it"

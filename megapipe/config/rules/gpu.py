@@ -127,7 +127,7 @@ def fp8(config: Config) -> Iterator[str]:
 
 
 def cuda_graphs(config: Config) -> Iterator[str]:
-    """Yield what CUDA graphs rule out: a replay launches what was recorded, so nothing may be decided anew in a step."""
+    """Yield what CUDA graphs rule out: a replay launches what was recorded, so a step cannot decide anything on the host."""
     if config.gpu.cuda_graph_impl == "none":
         return
     if config.training.device == "cpu":
@@ -178,7 +178,7 @@ def _varies_between_replays(config: Config) -> Iterator[str]:
 
 
 def offload(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the number of offloaded layers."""
+    """Check the number of offloaded layers."""
     count, size = config.offload.cpu_offloading_num_layers, config.recompute.recompute_num_layers
     if config.recompute.recompute_method == "uniform" and size is not None and count % size:
         yield (

@@ -10,7 +10,7 @@ from megapipe.config.rules.proposals import use_divisors, use_multiples
 
 
 def attention_heads(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the numbers of heads, their width, and their division over tp."""
+    """Check the numbers of heads, their width, and their division over tp."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden, groups = model.num_attention_heads, model.hidden_size, model.query_groups()
     if model.kv_channels is None and hidden % heads:
@@ -31,7 +31,7 @@ def attention_heads(config: Config) -> Iterator[str]:
 
 
 def feed_forward(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the width of the MLP."""
+    """Check the width of the MLP."""
     model, tp, width = config.model, config.parallel.tensor_model_parallel_size, config.model.feed_forward_size()
     if width <= 0:
         yield (
@@ -48,7 +48,7 @@ def feed_forward(config: Config) -> Iterator[str]:
 
 
 def sequence(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the sequence length."""
+    """Check the sequence length."""
     model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.model.seq_length
     if config.parallel.sequence_parallel and length % tp:
         yield (
@@ -63,7 +63,7 @@ def sequence(config: Config) -> Iterator[str]:
 
 
 def rotary_positions(config: Config) -> Iterator[str]:
-    """Yield what is wrong with rotary positions and their scaling."""
+    """Check rotary positions and their scaling."""
     model = config.model
     scaling, is_rope = model.rope_scaling_type, model.position_embedding_type == "rope"
     width = int(model.head_size() * model.rotary_percent)
@@ -96,7 +96,7 @@ def rotary_positions(config: Config) -> Iterator[str]:
 
 
 def padded_vocabulary(config: Config) -> Iterator[str]:
-    """Yield what is wrong with an explicit size of the padded vocabulary."""
+    """Check an explicit size of the padded vocabulary."""
     model, tp, padded = config.model, config.parallel.tensor_model_parallel_size, config.model.padded_vocab_size
     if padded is None:
         return

@@ -19,7 +19,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
 
 
 def axes(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the axes, their order, and the communication backend."""
+    """Check the axes, their order, and the communication backend."""
     parallel = config.parallel
     if parallel.context_parallel_size != 1:
         yield (
@@ -38,7 +38,7 @@ def axes(config: Config) -> Iterator[str]:
 
 
 def chunks(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the number of model chunks on a pipeline rank."""
+    """Check the number of model chunks on a pipeline rank."""
     parallel = config.parallel
     count, per_chunk = parallel.num_virtual_stages_per_pipeline_rank, parallel.num_layers_per_virtual_pipeline_stage
     if per_chunk is not None and count is not None:
@@ -55,7 +55,7 @@ def chunks(config: Config) -> Iterator[str]:
 
 
 def layers_of_stages(config: Config) -> Iterator[str]:
-    """Yield what is wrong with layers that are assigned to pipeline ranks by hand."""
+    """Check layers that are assigned to pipeline ranks by hand."""
     parallel, layers, pp = config.parallel, config.model.num_layers, config.parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     ends = chosen(
@@ -84,7 +84,7 @@ def layers_of_stages(config: Config) -> Iterator[str]:
 
 
 def recompute(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the recompute section."""
+    """Check the recompute section."""
     asked = config.recompute
     modules = asked.recompute_modules
     if asked.recompute_granularity == "full":

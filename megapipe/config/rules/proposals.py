@@ -1,4 +1,4 @@
-"""What error messages propose: values that would work, and the names of the flags that are in the way."""
+"""Proposals in error messages: values that would work, and the names of conflicting flags."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from megapipe.config.rules.proposals import chosen, use_multiples
 
 
 def batch(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the batch size and its ramp."""
+    """Check the batch size and its ramp."""
     micro, whole = config.training.micro_batch_size, config.training.global_batch_size
     if whole is not None and whole % micro:
         yield (
@@ -65,7 +65,7 @@ def length(config: Config) -> Iterator[str]:
 
 
 def warmup(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the warm-up of the learning rate."""
+    """Check the warm-up of the learning rate."""
     training, optimizer = config.training, config.optimizer
     given = chosen(
         ("--lr-warmup-fraction", optimizer.lr_warmup_fraction is not None),
@@ -86,7 +86,7 @@ def warmup(config: Config) -> Iterator[str]:
 
 
 def learning_rate(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the learning rates and their schedule."""
+    """Check the learning rates and their schedule."""
     optimizer = config.optimizer
     lr, decoupled, decoupled_min = optimizer.lr, optimizer.decoupled_lr, optimizer.decoupled_min_lr
     if lr is not None and optimizer.min_lr > lr:
@@ -108,7 +108,7 @@ def learning_rate(config: Config) -> Iterator[str]:
 
 
 def weight_decay(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the ramp of the weight decay."""
+    """Check the ramp of the weight decay."""
     optimizer = config.optimizer
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
     if style == "constant":

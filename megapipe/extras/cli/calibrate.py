@@ -1,4 +1,4 @@
-"""`megapipe calibrate`: what this machine reaches, as a hardware file for `megapipe plan`."""
+"""`megapipe calibrate`: measure this machine and write a hardware file for `megapipe plan`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ On CPUs a rank has OMP_NUM_THREADS threads, as in training, and one where that i
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure on this rank; the exit code."""
+    """Measure on this rank and return the exit code."""
     if any(word in ("-h", "--help") for word in arguments):
         print(HELP, end="")
         return 0
@@ -80,7 +80,7 @@ def calibrate(arguments: Sequence[str], environment: Environment) -> int:
                 print(f"written: {own.output}, for megapipe plan --hardware {own.output}")
     except KeyboardInterrupt:
         if is_first:
-            print("interrupted: nothing was written", file=sys.stderr, flush=True)
+            print("interrupted; no file was written", file=sys.stderr, flush=True)
         return INTERRUPTED
     return 0
 
@@ -98,5 +98,5 @@ def _own_flags(arguments: Sequence[str]) -> argparse.Namespace:
     own = parse(parser, arguments)
     for flag, value in (("--seconds", own.seconds), ("--timeout-seconds", own.timeout_seconds)):
         if not value > 0:
-            raise ConfigError(f"{flag} {value:g} has to be above 0")
+            raise ConfigError(f"{flag} {value:g} must be above 0")
     return own

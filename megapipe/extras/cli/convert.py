@@ -46,19 +46,19 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", type=Path, help="folder to read")
     add("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load")
-    add("--from", dest="source_format", choices=formats.READERS, help="what the source is (default: as it looks)")
+    add("--from", dest="source_format", choices=formats.READERS, help="format of the source (default: detected)")
     add(
         "--to",
         dest="target_format",
         choices=formats.WRITERS,
-        help="what to write (default: megapipe, from megapipe hugging-face)",
+        help="format to write (default: megapipe, or hugging-face if the source is megapipe)",
     )
     add("--step", type=int, help="step of the source (default: the newest)")
-    add("--dtype", choices=DTYPES, help="dtype of the weights (default: as they are)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     add(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="run both models and compare logits (default: where transformers is installed)",
+        help="run both models and compare logits (default: if transformers is installed)",
     )
     add("--print-config", action="store_true", help="print the source's configuration as YAML; convert nothing")
     reading = parser.add_argument_group("reading")
@@ -67,22 +67,22 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY",
-        help="a key of config.json without a meaning for the model",
+        help="ignore this key of config.json",
     )
     reading.add_argument(
         "--seq-length",
         type=int,
-        help="length to train a converted model with (default: that of its positions, at most 4096)",
+        help="training sequence length of a converted model (default: its number of positions, at most 4096)",
     )
     reading.add_argument(
         "--vocab-size",
         type=int,
-        help="true size of the vocabulary, where a Megatron checkpoint only says the padded one",
+        help="true size of the vocabulary, if a Megatron checkpoint only has the padded one",
     )
     reading.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML that says what the model is, where a dcp folder has none"
+        "--config", type=Path, metavar="FILE", help="YAML configuration of the model, if a dcp folder has none"
     )
-    reading.add_argument("--weights-only", action="store_true", help="leave optimizer state, step and schedules")
+    reading.add_argument("--weights-only", action="store_true", help="leave out optimizer state, step and schedules")
     writing = parser.add_argument_group("writing")
     writing.add_argument(
         "--like",
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     writing.add_argument(
         "--architecture",
-        help="Hugging Face architecture to write (default: the one it came from, or the first that fits)",
+        help="Hugging Face architecture to write (default: that of the source, or the first that fits)",
     )
     writing.add_argument(
         "--max-shard-size", type=float, default=5.0, metavar="GB", help="largest safetensors file, in GB (default: 5)"
@@ -107,13 +107,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--transformer-impl",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
-        help="Megatron: whose names its norms have (default: transformer_engine)",
+        help="Megatron: naming scheme of the norms (default: transformer_engine)",
     )
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert; returns the exit code: 1 also where the check finds that the models differ."""
+    """Convert and return the exit code, which is 1 if the check finds that the models differ."""
     arguments = build_parser().parse_args(argv)
     try:
         return _convert(arguments)
@@ -132,7 +132,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     source_format = arguments.source_format or formats.guess(arguments.source)
     target_format = arguments.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
-        raise ConfigError(f"{arguments.source} is already {source_format}; say with --to what to make of it")
+        raise ConfigError(f"{arguments.source} is already {source_format}; give the format to write with --to")
     _refuse_idle_flags(arguments, {"from": source_format, "to": target_format})
     options = ConversionOptions(
         arguments.step,
@@ -167,12 +167,12 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_idle_flags(arguments: argparse.Namespace, formats_by_side: dict[str, str]) -> None:
-    """Raises ConfigError for a flag that the formats at hand have no use for."""
+    """Raise ConfigError for a flag that does not apply to these formats."""
     parser = build_parser()
     for name, (side, *meant) in CONCERNS.items():
         if getattr(arguments, name) != parser.get_default(name) and formats_by_side[side] not in meant:
             raise ConfigError(
-                f"--{name.replace('_', '-')} concerns a conversion {side} {' or '.join(meant)}, this one is {side} {formats_by_side[side]}"
+                f"--{name.replace('_', '-')} applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {formats_by_side[side]}"
             )
 
 
@@ -192,7 +192,7 @@ def _shall_check(arguments: argparse.Namespace, pair: tuple[str, str]) -> bool:
 
 
 def _compare(snapshot: Snapshot, arguments: argparse.Namespace, source_format: str, target_format: str) -> int:
-    """What was written, against transformers: ours is read back from the disk where it is the target."""
+    """Compare the written model with transformers; a megapipe target is read back from disk."""
     from megapipe.extras.verify.conversion import compare
 
     folder = arguments.source if source_format == HUGGING_FACE else arguments.target
@@ -202,6 +202,6 @@ def _compare(snapshot: Snapshot, arguments: argparse.Namespace, source_format: s
     print(comparison)
     if not comparison.agree:
         raise CheckpointError(
-            "the conversion is wrong, or the model is not what its configuration says: do not use it, and report it"
+            "the conversion is wrong, or the model does not match its configuration: do not use it, and report it"
         )
     return 0

@@ -1,4 +1,4 @@
-"""`megapipe doctor`: is this machine, or this whole allocation, fit for the run."""
+"""`megapipe doctor`: check this machine, or a whole allocation, before a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Exit code: 0 fine, 1 something is slow or wrong, 2 the flags are.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine on this rank; the exit code."""
+    """Examine this rank and return the exit code."""
     if any(word in ("-h", "--help") for word in arguments):
         print(HELP, end="")
         return 0
@@ -58,7 +58,7 @@ def _examine(arguments: Sequence[str], environment: Environment) -> int:
     hardware = hardware_named(own.gpu) if own.gpu else read_hardware(own.hardware) if own.hardware else None
     topology, placement = layout_of(parallel, loaded.config.model.num_layers, environment)
 
-    import torch  # a mistake in the flags is told before the second that this takes
+    import torch  # report errors in the flags before this import, which takes a second
 
     from megapipe.comm.bootstrap import start
     from megapipe.comm.collectives import barrier
@@ -86,12 +86,12 @@ def _examine(arguments: Sequence[str], environment: Environment) -> int:
             json.dumps(allocation_json(found, hardware)) if own.json else allocation_text(found, hardware, layout),
             flush=True,
         )
-    barrier(groups.world)  # the first rank to leave with another code than 0 has the launcher end the others
+    barrier(groups.world)  # when a rank exits with a code other than 0, the launcher terminates the others
     return 0 if found.is_fine else 1
 
 
 def layout_of(parallel: ParallelConfig, num_layers: int, environment: Environment) -> tuple[Topology, Placement]:
-    """The grid of these ranks and where the pipeline's stages lie. Raises ConfigError."""
+    """Return the grid of these ranks and the placement of the pipeline's stages. Raises ConfigError."""
     name, chunks = schedule_and_chunks(parallel, num_layers)
     placement = SCHEDULES[name].place(parallel.pipeline_model_parallel_size, chunks)
     topology = Topology.of_world(
@@ -120,12 +120,12 @@ def _own_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     except argparse.ArgumentError as error:
         raise ConfigError(f"megapipe doctor: {error}") from None
     if own.gpu and own.hardware:
-        raise ConfigError("--gpu names a row of the table, --hardware a file in its place: give one of the two")
+        raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
     if own.slow_factor <= 1:
         raise ConfigError(
-            f"--slow-factor {own.slow_factor:g} has to be above 1: as many times slower than its like is slow"
+            f"--slow-factor {own.slow_factor:g} must be above 1: it is the factor from which a device or link counts as slow"
         )
     for flag, value in (("--seconds", own.seconds), ("--timeout-seconds", own.timeout_seconds)):
         if value <= 0:
-            raise ConfigError(f"{flag} {value:g} has to be above 0")
+            raise ConfigError(f"{flag} {value:g} must be above 0")
     return own, rest

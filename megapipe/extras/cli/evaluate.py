@@ -1,4 +1,4 @@
-"""Loss and perplexity of a trained model on a text or a token file, on any grid.
+"""Compute loss and perplexity of a trained model on a text or a token file, on any grid.
 
     megapipe evaluate --load CHECKPOINTS --data held_out.txt
     megapipe evaluate --load CHECKPOINTS --data data/corpus_text_document --max-tokens 1000000 --json
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate on this rank; the exit code."""
+    """Evaluate on this rank and return the exit code."""
     return run_on_all_ranks("megapipe evaluate", lambda environment: _evaluate(argv, environment))
 
 
@@ -59,7 +59,7 @@ def _evaluate(argv: Sequence[str], environment: Environment) -> int:
     from megapipe.extras.inference.perplexity import Evaluator, windows
 
     seq = model.plan.config.model.seq_length
-    next(windows(len(tokens), seq, arguments.stride or seq))  # a mistake is told before the model is built
+    next(windows(len(tokens), seq, arguments.stride or seq))  # report errors before the model is built
     result = Evaluator(model.runtime()).score(tokens, arguments.stride)
     if environment.global_rank == 0:
         bits_per_byte = None if num_bytes is None else result.total_bits / num_bytes
@@ -68,7 +68,7 @@ def _evaluate(argv: Sequence[str], environment: Environment) -> int:
 
 
 def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
-    """(one stream of tokens, bytes of text it came from; None for token files)."""
+    """Return (one stream of tokens, bytes of the text or None for token files)."""
     vocab_size = model.plan.config.model.vocab_size
     assert vocab_size is not None
     if any(idx_path(path).is_file() for path in paths):
@@ -76,7 +76,7 @@ def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
         tokens = np.concatenate([_stream(file) for file in files])
         if len(tokens) and int(tokens.max()) >= vocab_size:
             raise DataError(
-                f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: another tokenizer made this file"
+                f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: the file was made with another tokenizer"
             )
         return tokens, None
     tokenizer = model.tokenizer

@@ -1,4 +1,4 @@
-"""`megapipe explain FLAG`: what a flag does, what it costs this configuration in memory and time, and where it was published. No torch."""
+"""`megapipe explain FLAG`: explain a flag, its cost in memory and time for a configuration, and its paper. Needs no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_COLUMNS = 100
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Explain one flag; returns the exit code."""
+    """Explain one flag and return the exit code."""
     words = list(arguments)
     if not words or words[0] in ("-h",) or words == ["--help"]:
         print(HELP, end="")
@@ -49,14 +49,14 @@ def explained(word: str, rest: Sequence[str]) -> str:
     """rest: hardware, world and configuration. Raises ConfigError for what is no flag, or for a configuration that cannot be read."""
     name = normalised(word if word.startswith("--") else "--" + word)
     if name in REQUESTS:
-        return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting: nothing about the run changes."
+        return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting of the run."
     if name in field_flags():
         field, flag = field_flags()[name]
         return "\n".join([*_words(name, field, flag), *_costs(field, rest)])
     if name in megatron_flags():
         row = megatron_flags()[name]
         return f"{name}  a flag of Megatron-LM, {row.kind}\n  {row.note}"
-    raise ConfigError(f"{name} is no flag{suggestion(name)} (docs/flags.md lists all)")
+    raise ConfigError(f"{name} is not a flag{suggestion(name)} (docs/flags.md lists all)")
 
 
 def _words(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _words(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
     for difference in DELIBERATE_DIFFERENCES:
         if difference.flag in (name, field.main_flag):
             yield f"  Megatron: {difference.megatron}; here: {difference.here}, because {difference.reason}"
-    yield f"  read by: {', '.join(readers(field)) or 'nobody'}"
+    yield f"  read by: {', '.join(readers(field)) or 'no module'}"
     paper = papers().get(name) or papers().get(field.main_flag)
     if paper:
         yield f"  paper: {paper}"
@@ -92,13 +92,13 @@ def _table(found: list[Alternative], hardware: Hardware, world_size: int) -> Ite
     if isinstance(current, str):
         raise ConfigError(f"the configuration itself cannot run on {world_size} ranks: {current}")
     if len(found) == 1:
-        yield "  cost: none that the model of memory and time knows; its values are not compared"
+        yield "  cost: unknown to the model of memory and time; its values are not compared"
         return
     if not has_effect(found) and all(isinstance(alternative.cost, Cost) for alternative in found):
         values = ", ".join(alternative.value for alternative in found)
-        yield f"  cost: none in memory or time, by the planner's model ({values} compared)"
+        yield f"  cost: none in memory or time, by the plan's model ({values} compared)"
         return
-    yield f"  cost on {world_size} x {hardware.name}, by the planner's model (docs/planner.md):"
+    yield f"  cost on {world_size} x {hardware.name}, by the plan's model (docs/planner.md):"
     rows: list[tuple[str, ...]] = [("value", "fullest rank", "step", "", "bubble")]
     rows += [_row(alternative, current) for alternative in found if isinstance(alternative.cost, Cost)]
     yield from text_table(rows, indent=4)
@@ -131,5 +131,5 @@ def _own_flags(rest: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hardware", type=Path)
     own, flags = parser.parse_known_args(list(rest))
     if own.gpu is not None and own.hardware is not None:
-        raise ConfigError("--gpu and --hardware both say what the accelerators are; give one of them")
+        raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
     return own, flags

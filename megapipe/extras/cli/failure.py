@@ -1,7 +1,7 @@
-"""One readable message for a run of many ranks.
+"""Print one readable error message for a run of many ranks.
 
-A mistake that all ranks see is told by rank 0; the others keep silent for a moment, in which the launcher ends them. A rank that lost a
-peer keeps silent longer: the peer's own message is the one that helps.
+An error that all ranks raise is printed by rank 0; the others wait for a moment, during which the launcher ends them. A rank that lost
+its peer waits longer, because the peer's message is the one that helps.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import NoReturn
 
 from megapipe.errors import CommunicationError, MegapipeError
 
-OTHER_RANK_SECONDS = (
-    4.0  # rank 0 may come to the same mistake later; longer than the launcher lets others live once a rank has failed
-)
+# rank 0 may find the same error later; longer than the launcher keeps other ranks alive once one has failed
+OTHER_RANK_SECONDS = 4.0
 LOST_PEER_SECONDS = 6.0
 INTERRUPTED = 130
 
 
 def guarded(body: Callable[[], int], global_rank: int, world_size: int) -> int:
-    """Run `body`; its result, or the exit code of what it raised, after telling it once. A bug keeps its traceback."""
+    """Run `body` and return its result, or print its error once and return the exit code. A bug is printed with its traceback."""
     try:
         return body()
     except MegapipeError as error:
@@ -33,13 +32,14 @@ def guarded(body: Callable[[], int], global_rank: int, world_size: int) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         if global_rank == 0:
-            print(
-                "interrupted; the last checkpoint is complete, what came after it is lost", file=sys.stderr, flush=True
-            )
+            print("interrupted; the last checkpoint is complete, later steps are lost", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
         _wait_for_others(error, global_rank, world_size)
-        print(f"rank {global_rank}: this is a bug in megapipe, please report it with what follows", file=sys.stderr)
+        print(
+            f"rank {global_rank}: this is a bug in megapipe, please report it with the following traceback",
+            file=sys.stderr,
+        )
         traceback.print_exc()
         sys.stderr.flush()
         return 1
@@ -62,9 +62,9 @@ def _wait_for_others(error: Exception, global_rank: int, world_size: int) -> Non
 
 
 def _title(error: MegapipeError) -> str:
-    """ConfigError -> "configuration error" for people."""
+    """Return the first words of an error message."""
     titles = {
-        "ConfigError": "this cannot run",
+        "ConfigError": "error",
         "DataError": "data error",
         "CheckpointError": "checkpoint error",
         "DamageError": "checkpoint error",

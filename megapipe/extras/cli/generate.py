@@ -1,4 +1,4 @@
-"""Texts from a trained model: prompts are continued, on any grid that fits.
+"""Generate texts with a trained model: continue prompts, on any grid that fits.
 
     megapipe generate --load runs/quickstart/*/checkpoints --prompt "Once upon a time" --max-new-tokens 100
     megapipe generate --load CHECKPOINTS --prompts-file prompts.txt --temperature 0 --output texts.jsonl
@@ -37,13 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; may be given several times"
     )
-    text.add_argument("--prompts-file", metavar="FILE", help="a prompt a line; in .jsonl the key `prompt`")
+    text.add_argument("--prompts-file", metavar="FILE", help="one prompt per line; in .jsonl the key `prompt`")
     text.add_argument(
         "--batch-size",
         type=int,
         default=8,
         metavar="N",
-        help="prompts that go through the model at a time (default: 8)",
+        help="prompts per batch (default: 8)",
     )
     text.add_argument(
         "--output", metavar="FILE", help="write JSON lines {prompt, text, num_tokens} instead of printing"
@@ -54,22 +54,22 @@ def build_parser() -> argparse.ArgumentParser:
         "--temperature", type=float, default=1.0, metavar="T", help="0: always the most likely token (default: 1)"
     )
     how.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw among the K most likely tokens (default: 0, all)"
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: 0, all)"
     )
     how.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw among the most likely that reach P together (default: 1)",
+        help="sample from the most likely tokens whose probabilities sum to P (default: 1)",
     )
     how.add_argument("--seed", type=int, default=1234, help="default: 1234")
-    how.add_argument("--ignore-eod", action="store_true", help="go on after the end-of-document token")
+    how.add_argument("--ignore-eod", action="store_true", help="continue after the end-of-document token")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Generate on this rank; the exit code."""
+    """Generate on this rank and return the exit code."""
     return run_on_all_ranks("megapipe generate", lambda environment: _generate(argv, environment))
 
 
@@ -77,7 +77,7 @@ def _generate(argv: Sequence[str], environment: Environment) -> int:
     arguments = parse(build_parser(), argv)
     prompts = _prompts(arguments)
     if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: at least one token must be wanted")
+        raise ConfigError(f"--max-new-tokens {arguments.max_new_tokens}: expected at least 1")
     size = min(arguments.batch_size, len(prompts))
     model = open_model(arguments, environment, micro_batch_size=max(1, size))
     tokenizer = _required(model)
@@ -115,7 +115,7 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
     if arguments.prompts_file is not None:
         prompts += _read_prompts(Path(arguments.prompts_file))
     if not prompts:
-        raise ConfigError("there is nothing to continue: give --prompt TEXT or --prompts-file FILE")
+        raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     return prompts
 
 

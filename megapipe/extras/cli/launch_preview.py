@@ -1,4 +1,4 @@
-"""`megapipe launch --dry-run`: the commands of all nodes, where each rank will stand, and what goes over the network. Starts nothing."""
+"""`megapipe launch --dry-run`: the commands of all nodes, the position of each rank, and the traffic between nodes. Starts nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from megapipe.plan.run_plan import RunPlan
 
 MOST_COMMANDS_SHOWN = 4
 PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain")
-NAMES = {"replicas": "dp"}  # who shares the batch shares the parameters
+NAMES = {"replicas": "dp"}  # the replicas of the parameters are the data-parallel group
 
 
 def preview(arguments: Sequence[str]) -> str:
-    """The whole text. arguments: what follows `megapipe launch`. Raises ConfigError for what could not be launched or trained."""
+    """Return the whole text. Raises ConfigError for everything that could not be launched or trained.
+
+    arguments: the words after `megapipe launch`.
+    """
     launch = read_launch(arguments)
     if not Path(launch.script).is_file() and "--module" not in launch.flags and "--no-python" not in launch.flags:
-        raise ConfigError(f"megapipe launch: there is no script {launch.script}")
+        raise ConfigError(f"megapipe launch: no such script {launch.script}")
     num_ranks = launch.num_nodes * launch.ranks_per_node
     nodes = "1 node" if launch.num_nodes == 1 else f"{launch.num_nodes} nodes"
     lines = [
@@ -36,7 +39,7 @@ def preview(arguments: Sequence[str]) -> str:
     if Path(launch.script).name not in PRETRAINING:
         lines += [
             "",
-            f"{launch.script} is not pretrain_gpt.py: its grid is not known; rank r is on node r // {launch.ranks_per_node}",
+            f"{launch.script} is not pretrain_gpt.py: its grid is unknown; rank r is on node r // {launch.ranks_per_node}",
         ]
         return "\n".join(lines)
     plan = _plan(launch, num_ranks)
@@ -49,13 +52,16 @@ def _plan(launch: Launch, num_ranks: int) -> RunPlan:
 
 
 def _commands(launch: Launch) -> Iterator[str]:
-    """Of every node, or of some where they differ in --node-rank alone."""
+    """Yield the command of every node, or of some if they differ only in --node-rank."""
     if launch.num_nodes == 1:
         yield "command"
         yield "  " + shlex.join(launch.on_node(0))
         return
     if launch.is_elastic:
-        yield "command, the same on every node; c10d numbers the nodes by their names as text (node10 before node2), not as below"
+        yield (
+            "command, the same on every node; c10d numbers the nodes by their names as text (node10 before node2), not as "
+            "below"
+        )
         yield "  " + shlex.join(launch.on_node(0))
         return
     yield "commands"
@@ -76,7 +82,7 @@ def _slurm_commands(launch: Launch) -> Iterator[str]:
         f"--gpus-per-node={launch.ranks_per_node}",
     ]
     nodes = [f"--nodelist={','.join(launch.hosts)}"] if launch.hosts else []
-    yield "command; the job's log shows the srun that comes of it"
+    yield "command; the job's log shows the resulting srun"
     yield "  " + shlex.join(["sbatch", *options, *nodes, str(script), *launch.script_arguments])
 
 
@@ -89,7 +95,7 @@ def _grid(plan: RunPlan, launch: Launch) -> Iterator[str]:
 
 
 def _traffic(plan: RunPlan) -> Iterator[str]:
-    """A line for each kind of group."""
+    """Yield a line for each kind of group."""
     found, several = group_traffic(plan), plan.topology.num_nodes > 1
     if not found:
         yield "traffic: none, every group has one rank"
@@ -105,7 +111,10 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
         crossing = [NAMES.get(group.name, group.name) for group in found if group.crossing]
         yield f"  over the network: {', '.join(crossing) or 'nothing but sums of a few numbers'}"
     if "tp" in [group.name for group in found if group.crossing]:
-        yield "  tp reaches over nodes, and its collectives stand in every layer: a tp that divides the ranks of a node keeps them inside"
+        yield (
+            "  tp spans nodes, and every layer has tp collectives: a tp that divides the ranks of a node keeps them inside the "
+            "node"
+        )
 
 
 def _row(group: GroupTraffic, several_nodes: bool) -> tuple[str, ...]:

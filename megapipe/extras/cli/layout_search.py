@@ -1,4 +1,4 @@
-"""`megapipe plan --gpus N`: the search for a layout, from the command line to its text, its JSON and a file to run."""
+"""`megapipe plan --gpus N`: the search for a layout: command line, text, JSON and configuration file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megapipe.plan.resolve import resolve
 
 ESTIMATORS = ("megapipe", "megatron")
 
-# what a flag of the command line pins: its field, and the same of a layout
+# fields that a flag of the command line pins -> True if a layout has the configured value
 PINS: dict[str, Callable[[Layout, Config], bool]] = {
     "parallel.tensor_model_parallel_size": lambda layout, config: (
         layout.tp == config.parallel.tensor_model_parallel_size
@@ -54,7 +54,7 @@ def asks_for_search(arguments: Sequence[str]) -> bool:
 
 
 def take_estimator(arguments: Sequence[str]) -> tuple[bool, list[str]]:
-    """(--estimator megatron was given, the other arguments). Raises ConfigError for another estimator."""
+    """Return (True if --estimator megatron was given, the other arguments). Raises ConfigError for other estimators."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--estimator", default=ESTIMATORS[0])
     try:
@@ -67,7 +67,7 @@ def take_estimator(arguments: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Search and print; returns the exit code, 1 where nothing fits. Raises ConfigError."""
+    """Search, print and return the exit code, 1 if nothing fits. Raises ConfigError."""
     by_megatron, arguments = take_estimator(arguments)
     own, rest = _own_flags(arguments)
     hardware = _hardware(own)
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     if config.offload.cpu_offloading_num_layers:
         raise ConfigError(
             f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers}: the search does not vary it and compares layouts "
-            "without; leave it out, and give it to the layout that comes of it (--plan says what it saves)"
+            "without; leave it out, and add it to the layout that is found (--plan shows what it saves)"
         )
     pins = [rule for key, rule in PINS.items() if loaded.origins[key].startswith("flag ")]
     chosen = choose(config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins))
@@ -94,7 +94,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candidate | str:
-    """The prediction of what the configuration itself says, or why it cannot run."""
+    """Predict the layout of the configuration itself, or return why it cannot run."""
     try:
         plan = resolve(config, world_size, hardware.ranks_per_node)
     except ConfigError as error:
@@ -134,16 +134,14 @@ def _own_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         raise ConfigError("a search needs --gpus N, the number of accelerators, 1 or more")
     if any(word.split("=")[0] in ("--world-size", "--ranks-per-node") for word in rest):
         raise ConfigError(
-            "--gpus N searches for a layout, --world-size N shows the one configured; give one of the two"
+            "--gpus N searches for a layout, --world-size N shows the configured one; give one of the two"
         )
     return own, rest
 
 
 def _hardware(own: argparse.Namespace) -> Hardware:
     if (own.gpu is None) == (own.hardware is None):
-        raise ConfigError(
-            "say what the accelerators are: either --gpu NAME of the table (such as h100), or --hardware FILE"
-        )
+        raise ConfigError("the accelerator is missing: give --gpu NAME (such as h100) or --hardware FILE")
     return hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
 
 
@@ -158,7 +156,7 @@ def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
         )
     if own.objective == "time" and (own.price is not None or own.tokens_per_second is not None):
         raise ConfigError(
-            "--price and --tokens-per-second belong to --objective gpus or cost; the fastest step on all accelerators has no use"
+            "--price and --tokens-per-second belong to --objective gpus or cost; they have no effect on the fastest step"
         )
     return Objective(own.objective, own.tokens_per_second, price)
 

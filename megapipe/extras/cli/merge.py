@@ -1,4 +1,4 @@
-"""Several token files as one, in the order given; a directory stands for all of its token files, sorted by name.
+"""Merge several token files into one, in the order given; a directory means all of its token files, sorted by name.
 
 megapipe merge --input data/part1 data/part2 --output-prefix data/all
 """
@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Merge; returns the exit code."""
+    """Merge the files and return the exit code."""
     arguments = build_parser().parse_args(argv)
     try:
         prefixes = [
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         print("\nmerge_datasets: interrupted; no file was written", file=sys.stderr)
         return 130
     print(
-        f"wrote {arguments.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as {merged.dtype}"
+        f"wrote {arguments.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as "
+        f"{merged.dtype}"
     )
     return 0

@@ -1,4 +1,4 @@
-"""A rank ends with its launcher: one that `kill -9` has taken cannot end its ranks, which lead sessions of their own."""
+"""End a rank when its launcher dies: a launcher that was killed with `kill -9` cannot end its ranks, which have their own sessions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ EXIT_CODE = 1
 
 
 def end_with_launcher(environment: Environment) -> None:
-    """From now on this process ends at once when torchrun's agent, or `megapipe launch`, does; nothing where there is neither.
+    """Watch torchrun's agent, or `megapipe launch`, and end this process when it ends. Does nothing without a launcher.
 
-    What is not saved is lost, as with `kill -9` of the ranks: whoever starts the job again must not meet ranks of the old one.
+    Unsaved state is lost, as with `kill -9` of the ranks: a restarted job must not meet ranks of the old one.
     """
     if environment.launcher == "torchrun":
         launcher = environment.launcher_pid if _is_ancestor(environment.launcher_pid) else os.getppid()
@@ -29,8 +29,8 @@ def _watch(launcher: int, environment: Environment) -> None:
     if environment.local_rank == 0:
         with suppress(OSError):  # the terminal may be gone too
             print(
-                f"rank {environment.global_rank}: the launcher (process {launcher}) has ended without a word (kill -9, or the system ran "
-                "out of memory). The ranks of this host end; what is saved stays",
+                f"rank {environment.global_rank}: the launcher (process {launcher}) died without an error message (kill -9, or out "
+                "of memory). The ranks of this host are terminated; saved checkpoints are intact",
                 file=sys.stderr,
                 flush=True,
             )
@@ -40,7 +40,7 @@ def _watch(launcher: int, environment: Environment) -> None:
 
 
 def _is_ancestor(process: int | None) -> bool:
-    """Whether this process descends from another; a process id from outside a container means nothing inside."""
+    """Return True if this process descends from another (a process id from outside a container is unknown inside)."""
     parent = os.getppid()
     while process is not None and parent > 1 and parent != process:
         try:

@@ -1,6 +1,6 @@
-"""`megapipe plan`: what a configuration will do on any number of ranks, told on a laptop in tenths of a second, without torch.
+"""`megapipe plan`: the plan of a configuration on any number of ranks, computed on a laptop in tenths of a second, without torch.
 
-The same as `pretrain_gpt.py --plan --world-size N`, but a configuration need not be a whole job.
+The same as `pretrain_gpt.py --plan --world-size N`, but the configuration may be incomplete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ usage: megapipe plan --world-size N [--ranks-per-node M] [--config FILE.yaml] [f
   megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
 
 Shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble and the memory of
-every rank; or why it cannot run. Data, length and learning rate may be left out. --ranks-per-node: all ranks on one node unless given.
+every rank; or why it cannot run. Data, length and learning rate may be omitted. --ranks-per-node: by default all ranks are on one node.
 
 usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--objective time|gpus|cost] [--estimator megatron] [--output FILE] [--json]
                      [--config FILE.yaml] [flags of pretrain_gpt.py]
@@ -31,19 +31,19 @@ usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--objective time|g
   megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
 
 Searches for a layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch, recompute,
-sequence parallelism, distributed optimizer and cut given as flags are kept, those of a YAML file are not.
+sequence parallelism, distributed optimizer and partition that are given as flags are kept, those in a YAML file are not.
 
   --objective time    the fastest step on N accelerators (default)
-  --objective gpus    the fewest of up to N that fit; with --tokens-per-second X those that reach it
-  --objective cost    the cheapest tokens on N, half of it and so on; --price P: of one accelerator and hour; --tokens-per-second X as above
-  --estimator megatron  Megatron-LM's own estimate of the memory beside ours (with --world-size, too)
-  --output FILE       the best one as a configuration to run
-  --json              everything as data
+  --objective gpus    the fewest accelerators up to N that fit; with --tokens-per-second X the fewest that reach it
+  --objective cost    the cheapest tokens on N, N / 2, ...; --price P: per accelerator and hour; --tokens-per-second X as above
+  --estimator megatron  also print Megatron-LM's estimate of the memory (also with --world-size)
+  --output FILE       write the best layout as a configuration
+  --json              print everything as JSON
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan; returns the exit code."""
+    """Print the plan and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0 if arguments else 2
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str]) -> int:
         if by_megatron:
             print(megatron_text(plan))
     except MegapipeError as error:
-        print(f"this cannot run: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
 def plan_for(arguments: Sequence[str], num_ranks: int, ranks_per_node: int | None = None) -> RunPlan:
-    """The plan of flags and YAML files on so many ranks. Raises ConfigError."""
+    """Resolve flags and YAML files on that many ranks. Raises ConfigError."""
     return _resolved(load_config(arguments, is_job=False), num_ranks, ranks_per_node)
 
 

@@ -1,9 +1,9 @@
-"""Text to token files: JSON lines, plain text or directories -> PREFIX_KEY_document.bin/.idx.
+"""Tokenize text into token files: JSON lines, plain text or directories -> PREFIX_KEY_document.bin/.idx.
 
     megapipe preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-tools/preprocess_data.py is the same under the name that Megatron has for it.
+tools/preprocess_data.py is the same command under Megatron's name.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="files, patterns or directories; .jsonl/.json(.gz) hold JSON lines, others plain text",
     )
     text.add_argument(
-        "--json-keys", nargs="+", default=[TEXT_KEY], help="keys to tokenize, each to files of its own (default: text)"
+        "--json-keys", nargs="+", default=[TEXT_KEY], help="keys to tokenize, each to separate files (default: text)"
     )
     text.add_argument(
         "--suffixes",
         nargs="+",
         default=[],
-        help="in directories, only files whose name ends so, for example .py .md (default: all)",
+        help="in directories, only files with these extensions, for example .py .md (default: all)",
     )
     text.add_argument(
         "--document-unit",
         choices=DOCUMENT_UNITS,
         default="file",
-        help="what a document is in plain text (default: file)",
+        help="unit of a document in plain text (default: file)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument("--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZERS)}")
@@ -73,13 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin/.idx")
     output.add_argument("--workers", type=int, default=1, help="tokenizing processes (default: 1)")
     output.add_argument(
-        "--log-interval", type=int, help="without a terminal: a progress line every so many documents (default: none)"
+        "--log-interval", type=int, help="without a terminal: print progress after every N documents (default: never)"
     )
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Flags with - or _; an unknown one is answered by the nearest known, a refused one by what to do instead."""
+    """A parser for flags with - or _, whose errors name the nearest flag, or the alternative to a refused one."""
     parser = build_parser()
     argv = [_dashed(word) for word in argv]
     known = [flag for action in parser._actions for flag in action.option_strings]
@@ -138,7 +138,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Tokenize; returns the exit code."""
+    """Tokenize and return the exit code."""
     try:
         run(argv)
     except MegapipeError as error:

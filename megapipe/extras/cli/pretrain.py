@@ -1,6 +1,6 @@
-"""`pretrain_gpt.py`: flags and YAML -> plan -> training, or one of the questions --print-config, --plan, --dry-run, --verify-grid.
+"""`pretrain_gpt.py`: flags and YAML -> plan -> training, or one of --print-config, --plan, --dry-run, --verify-grid.
 
-Everything that can be refused is refused before torch is imported and any process group is made.
+Invalid configurations are refused before torch is imported and any process group is created.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megapipe.plan.schedule_choice import check_schedule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run pretraining on this rank; returns the exit code."""
+    """Run pretraining on this rank and return the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         found = read_environment()
-    except ConfigError as error:  # who we are is not known, so everybody speaks
-        print(f"this cannot run: {error}", file=sys.stderr)
+    except ConfigError as error:  # the rank is unknown, so every rank prints
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     end_with_launcher(found)
     code = guarded(lambda: _pretrain(arguments, found), found.global_rank, found.world_size)
@@ -72,14 +72,14 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
 
 
 def _world(loaded: LoadedConfig, environment: Environment) -> tuple[int, int | None]:
-    """Ranks, and ranks of a node (None: all): those that were started, or with --world-size those that are only planned."""
+    """Return (ranks, ranks per node or None for all): those that were started, or with --world-size those that are planned."""
     if loaded.requests.world_size is not None:
         return loaded.requests.world_size, loaded.requests.ranks_per_node
     return environment.world_size, environment.local_world_size
 
 
 def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | None) -> str:
-    """The configuration with what it comes to on this many ranks; on a number of ranks that does not fit, as it was asked for."""
+    """Return the configuration as YAML with the values derived for this many ranks; without them if the number does not fit."""
     try:
         return loaded.text(resolve(with_vocabulary(loaded.config), world_size, ranks_per_node).config)
     except ConfigError:
@@ -87,12 +87,12 @@ def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | No
 
 
 def with_vocabulary(config: Config) -> Config:
-    """The configuration with the tokenizer's vocabulary size where none is given. Raises ConfigError if the two disagree."""
+    """Fill in the tokenizer's vocabulary size if none is given. Raises ConfigError if the given size is too small."""
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
         return config
     given = config.model.vocab_size
-    if config.data.tokenizer_type == "NullTokenizer":  # made from --vocab-size, and has one token more
+    if config.data.tokenizer_type == "NullTokenizer":  # it is built from --vocab-size, and has one more token
         given = None
     if given is not None and given < tokenizer.vocab_size:
         raise ConfigError(
@@ -107,6 +107,6 @@ def with_vocabulary(config: Config) -> Config:
 def _with_model_of_checkpoint(loaded: LoadedConfig) -> LoadedConfig:
     root = loaded.config.checkpoint.load
     if root is None:
-        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint: say which with --load DIR")
+        raise ConfigError("--use-checkpoint-args takes the model from a checkpoint; give it with --load DIR")
     saved, folder = checkpoint_config(Path(root), loaded.config.checkpoint.ckpt_step)
     return with_checkpoint_model(loaded, saved, str(folder))

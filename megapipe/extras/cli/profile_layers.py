@@ -1,4 +1,4 @@
-"""`megapipe profile-layers`: times of embedding, layers and head of a configuration on this machine, as a file for the cut."""
+"""`megapipe profile-layers`: measure embedding, layers and head of a configuration, for balancing the pipeline stages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ the slowest rank counts. The run then takes the file with --pipeline-layer-times
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure on this rank; returns the exit code."""
+    """Measure on this rank and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP, end="")
         return 0 if arguments else 2
@@ -49,9 +49,7 @@ def _profile(arguments: list[str], environment: Environment) -> int:
     parser.add_argument("--seconds", type=float, default=1.0)
     own, flags = parser.parse_known_args(arguments)
     if own.output is None or not own.seconds > 0:
-        raise ConfigError(
-            "megapipe profile-layers needs --output FILE.json, and --seconds above 0 where they are given"
-        )
+        raise ConfigError("megapipe profile-layers needs --output FILE.json, and --seconds must be above 0")
     config = with_vocabulary(load_config(["--plan", *flags], is_job=False).config)
 
     from megapipe.comm.bootstrap import shutdown

@@ -1,7 +1,7 @@
-"""`megapipe quickstart`: from text on this machine to a small trained GPT; launch/quickstart.sh installs and calls it.
+"""`megapipe quickstart`: train a small GPT on text of this machine; launch/quickstart.sh installs megapipe and runs it.
 
-Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. What exists is used again; a
-second run goes on from the checkpoint of the first for as many steps again.
+Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files are reused; a
+second run continues from the checkpoint of the first for as many steps again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OWN_BUSINESS = {  # fields that the quickstart sets itself -> what to use instea
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the quickstart; returns the exit code."""
+    """Run the quickstart and return the exit code."""
     try:
         return quickstart(list(arguments))
     except MegapipeError as error:
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print(
-            "\nquickstart: interrupted while preparing; the same command starts anew from what is complete",
+            "\nquickstart: interrupted during preparation; the same command continues from the complete files",
             file=sys.stderr,
         )
         return 130
 
 
 def quickstart(arguments: list[str]) -> int:
-    """All of it. Raises MegapipeError for what a person can mend."""
+    """Prepare, train, summarize and write the report; return the exit code. Raises MegapipeError."""
     began = time.monotonic()
     wishes, flags = parse(arguments)
     grid = choose_grid(flags, wishes.ranks)
@@ -65,10 +65,10 @@ def quickstart(arguments: list[str]) -> int:
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
     job = pretrain_arguments(prepared, checkpoints, grid.configs, done, wishes.steps)
-    # over NCCL a profile has not been run yet
+    # profiles over NCCL are untested
     profile = () if GPU_CONFIG in grid.configs else profile_flags(done, wishes.steps)
     words = ["--nproc-per-node", str(grid.num_ranks), str(SCRIPT), *job, *grid.flags, *profile, *flags]
-    _say("training", f"{grid.reason}; {f'going on after step {done}, ' if done else ''}{wishes.steps} steps")
+    _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{wishes.steps} steps")
     print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
     from megapipe.extras.cli.launch import launch  # torch
 
@@ -81,13 +81,13 @@ def quickstart(arguments: list[str]) -> int:
             f"{write_report(checkpoints)}: curves, plan and measured timeline, configuration; open it in any browser",
         )
     elif code == 0:
-        _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command goes on from there")
+        _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command continues from there")
     return code
 
 
 @dataclass(frozen=True)
 class Grid:
-    """configs: YAML files. flags: what they need to fit this machine. reason: for the person who watches."""
+    """A grid for this machine. configs: YAML files. flags: added so that it fits. reason: the text to print."""
 
     num_ranks: int
     configs: tuple[Path, ...]
@@ -96,7 +96,7 @@ class Grid:
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(own options, flags for pretrain_gpt.py). Raises ConfigError."""
+    """Return (own options, flags for pretrain_gpt.py). Raises ConfigError."""
 
     def refuse(message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
@@ -104,7 +104,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="quickstart",
         usage="launch/quickstart.sh [options] [--] [any flag of pretrain_gpt.py]",
-        description="Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to go on.",
+        description="Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to continue.",
         allow_abbrev=False,
     )
     parser.error = refuse  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--corpus", metavar="DIR_OR_FILE", help="text to train on (default: the source of Python's standard library)"
     )
     parser.add_argument(
-        "--out", metavar="DIR", default="runs/quickstart", help="where everything is put (default: runs/quickstart)"
+        "--out", metavar="DIR", default="runs/quickstart", help="output directory (default: runs/quickstart)"
     )
     parser.add_argument(
         "--steps", metavar="N", type=int, default=DEFAULT_STEPS, help=f"steps of this run (default: {DEFAULT_STEPS})"
@@ -121,7 +121,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--ranks",
         metavar="N",
         type=int,
-        help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many as the grid has of the GPUs)",
+        help=f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid can use)",
     )
     parser.add_argument(
         "--vocab-size",
@@ -135,7 +135,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="X",
         type=float,
         default=DEFAULT_MEGABYTES,
-        help=f"text to use at most (default: {DEFAULT_MEGABYTES:g})",
+        help=f"most text to use (default: {DEFAULT_MEGABYTES:g})",
     )
     wishes, flags = parser.parse_known_args(
         [word.replace("_", "-", 1) if word.startswith("--vocab_size") else word for word in arguments]
@@ -147,7 +147,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
-    """tp 2 x pp 2 x 2 chunks x dp where there are at least 4 GPUs, or none; smaller on fewer. `flags` win. Raises ConfigError."""
+    """Choose tp 2 x pp 2 x 2 chunks x dp with at least 4 GPUs or on a CPU, a smaller grid with fewer GPUs; `flags` win.
+
+    Raises ConfigError if there are fewer GPUs than ranks.
+    """
     config = _config((CPU_CONFIG,), flags)
     num_gpus = 0 if config.training.device == "cpu" else count_gpus()
     slots = min(num_gpus, asked_ranks or num_gpus) if num_gpus else CPU_RANKS
@@ -164,7 +167,7 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     needed = max(replica, asked_ranks or 0)
     if 0 < num_gpus < needed:
         raise ConfigError(
-            f"{needed} ranks need as many GPUs, there are {num_gpus}; add --device cpu, or make the grid smaller"
+            f"{needed} ranks need {needed} GPUs, but there are {num_gpus}; add --device cpu, or make the grid smaller"
         )
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
     found = f"{num_gpus} GPU{'s' * (num_gpus > 1)}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
@@ -172,7 +175,7 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
 
 
 def gpu_grid(num_gpus: int) -> tuple[str, ...]:
-    """Flags of the largest grid of the kind that this many GPUs hold."""
+    """Return the flags of the largest such grid for this many GPUs."""
     tp, pp = (2, 2) if num_gpus >= 4 else (1, 2) if num_gpus >= 2 else (1, 1)
     chunks = "2" if pp > 1 else "none"
     sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
@@ -180,14 +183,14 @@ def gpu_grid(num_gpus: int) -> tuple[str, ...]:
 
 
 def count_gpus() -> int:
-    """GPUs that torch can use."""
+    """Return the number of GPUs that torch can use."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def steps_done(checkpoints: Path) -> int:
-    """Steps of the newest complete checkpoint; 0 where there is none."""
+    """Return the step of the newest complete checkpoint, 0 without one."""
     found = find_checkpoint(checkpoints) if checkpoints.is_dir() else None
     return 0 if found is None else found.step
 
@@ -195,7 +198,7 @@ def steps_done(checkpoints: Path) -> int:
 def pretrain_arguments(
     prepared: Prepared, checkpoints: Path, configs: Sequence[Path], done: int, steps: int
 ) -> list[str]:
-    """What pretrain_gpt.py is told beside the grid: data, length, schedule, checkpoints, prompts."""
+    """Return the flags of pretrain_gpt.py for data, length, schedule, checkpoints and prompts."""
     total = done + steps
     settings = {
         "--data-path": str(prepared.prefix),
@@ -216,7 +219,7 @@ def pretrain_arguments(
 
 
 def profile_flags(done: int, steps: int) -> tuple[str, ...]:
-    """Record two steps of the pipeline, for the report; early in the run, but not its first ones."""
+    """Return flags that profile two steps of the pipeline for the report, early in the run but after its first steps."""
     start = done + max(0, min(PROFILE_STEP, steps - 2))
     return (
         "--profile-pipeline",
@@ -228,22 +231,22 @@ def profile_flags(done: int, steps: int) -> tuple[str, ...]:
 
 
 def summarize(prepared: Prepared, checkpoints: Path, step: int, seconds: float) -> None:
-    """The last lines: what was learned, against what single tokens tell."""
+    """Print the last lines: the validation loss against the entropy of single tokens."""
     loss = last_validation_loss(checkpoints / "metrics.jsonl", step)
     entropy = prepared.entropy
     _say("done", f"{step} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
     if loss is not None:
         print(
             f"   validation loss          {loss:.3f} nats a token\n"
-            f"   unigram entropy          {entropy:.3f} nats: the loss of a model that knows only how frequent each token is\n"
+            f"   unigram entropy          {entropy:.3f} nats: the loss of a model that only knows the frequency of each token\n"
             f"   learned beyond that      {entropy - loss:.3f} nats a token\n"
-            "   the same command goes on from here for as many steps again",
+            "   the same command continues from here for as many steps again",
             flush=True,
         )
 
 
 def last_validation_loss(metrics: Path, step: int) -> float | None:
-    """The validation loss after `step`, from metrics.jsonl; None where nothing was evaluated."""
+    """Return the validation loss after `step` from metrics.jsonl, None if there was no evaluation."""
     import json
 
     found = None
@@ -255,9 +258,9 @@ def last_validation_loss(metrics: Path, step: int) -> float | None:
 
 
 def _config(configs: Sequence[Path], flags: Sequence[str]) -> Config:
-    """The configuration so far. Raises ConfigError for an unknown flag, and for one that the quickstart sets itself."""
+    """Load the configuration so far. Raises ConfigError for unknown flags, and for those that the quickstart sets itself."""
     if not SCRIPT.is_file() or not all(path.is_file() for path in configs):
-        raise ConfigError(f"the quickstart runs from a clone of the repository; {REPOSITORY} is none")
+        raise ConfigError(f"the quickstart needs a clone of the repository; {REPOSITORY} is not one")
     loaded = load_config([word for path in configs for word in ("--config", str(path))] + list(flags), is_job=False)
     for key, instead in OWN_BUSINESS.items():
         if loaded.origins[key].startswith("flag"):

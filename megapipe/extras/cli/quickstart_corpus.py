@@ -1,4 +1,4 @@
-"""The quickstart's data: corpus, tokenizer and token files in a folder named after the text, made once."""
+"""The quickstart's data: corpus, tokenizer and token files, made once, in a folder whose name has a digest of the text."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megapipe.tokenizers.sentencepiece import train_sentencepiece
 
 SPLIT = "90,10,0"
 TOKENIZER = "SentencePieceTokenizer"
-TOKENIZER_BYTES = 1_000_000  # of text to train it on; more makes it hardly better and takes its time
+TOKENIZER_BYTES = 1_000_000  # of text to train it on; more takes longer and hardly improves it
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
 PROMPT_WORDS, NUM_PROMPTS = 4, 3
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """prefix: of the token files. entropy: unigram entropy of the validation tokens in nats. prompts: beginnings to continue."""
+    """Prepared data. prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue."""
 
     folder: Path
     prefix: Path
@@ -40,7 +40,7 @@ class Prepared:
 
 
 def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) -> Prepared:
-    """Make what is missing, and say so. The folder's name holds a digest of the text: another text never meets an old tokenizer.
+    """Make the missing files, and print each step. The digest in the folder's name separates the tokenizers of different texts.
 
     Raises ConfigError, DataError.
     """
@@ -53,7 +53,7 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
     if record.is_file():
         facts = json.loads(record.read_text(encoding="utf-8"))
-        print(f"== data: {folder} is used again: {facts['tokens']:,} tokens of {source}", flush=True)
+        print(f"== data: {folder} is reused: {facts['tokens']:,} tokens of {source}", flush=True)
         return Prepared(folder, prefix, tokenizer, facts["entropy"], tuple(facts["prompts"]))
     began = time.monotonic()
     print(f"== corpus: {len(documents):,} documents, {size:.1f} MB of {source}", flush=True)
@@ -91,7 +91,7 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
 
 
 def validation_entropy(prefix: Path) -> float:
-    """Unigram entropy of the tokens that SPLIT keeps for validation, in nats."""
+    """Return the unigram entropy of the validation tokens of SPLIT, in nats."""
     validation = parse_split(SPLIT)[1]
     assert validation is not None
     file = IndexedFile(prefix)
@@ -100,7 +100,7 @@ def validation_entropy(prefix: Path) -> float:
 
 
 def prompts_from(documents: list[str]) -> tuple[str, ...]:
-    """The first words of some documents of the validation part."""
+    """Return the first words of some documents of the validation part."""
     validation = parse_split(SPLIT)[1]
     assert validation is not None
     first, last = sequence_range(validation, len(documents))

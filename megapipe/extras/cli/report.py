@@ -1,4 +1,4 @@
-"""`megapipe report`: one HTML page of a run, from what lies in its folder. Needs no torch; the run may still be going, or have crashed."""
+"""`megapipe report`: write an HTML report of a run from its folder. Needs no torch; the run may be in progress, or have crashed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ FILE_NAME = "report.html"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page; returns the exit code."""
+    """Write the report and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="megapipe report",
-        description="Write one HTML page that tells a run: curves, plan and measured timeline, configuration, grid, versions, warnings. "
-        "RUN is the folder given as --save (or that of --metrics-file). Works while the run goes on, and after a crash.",
+        description="Write an HTML report of a run: curves, plan and measured timeline, configuration, grid, versions, warnings. "
+        "RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--output", metavar="FILE", type=Path, help=f"where to write it (default: RUN/{FILE_NAME})")
     parser.add_argument(
-        "--svg", metavar="FILE", type=Path, help="also write the drawing of plan and measurement alone, as SVG"
+        "--svg", metavar="FILE", type=Path, help="also write only the drawing of plan and measurement, as SVG"
     )
     options = parser.parse_args(list(arguments))
     try:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
-    """The path of the page. Raises ConfigError for a folder that is not a run or cannot be written to."""
+    """Write the report and return its path. Raises ConfigError if the folder is not a run or cannot be written to."""
     text = page(read_run(run))
     path = output or run / FILE_NAME
     _write(path, text, "--output")
@@ -50,7 +50,7 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def write_drawing(run: Path, path: Path) -> None:
-    """Plan and measurement of the newest profile as SVG. Raises ConfigError where no step was profiled."""
+    """Write plan and measurement of the newest profile as SVG. Raises ConfigError if no step was profiled."""
     profile = read_run(run).profile
     if profile is None:
         raise ConfigError(f"--svg {path}: no step of {run} was profiled; run it with --profile-pipeline")

@@ -1,4 +1,4 @@
-"""--sample-prompts: a few lines that the trained model writes, at the end of a run."""
+"""--sample-prompts: texts that the trained model generates at the end of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from megapipe.train.journal import Journal
 
 
 def print_samples(runtime: TrainingRuntime, data: RunData, journal: Journal) -> None:
-    """Continue each of --sample-prompts and print the texts; called by all ranks."""
+    """Continue each of --sample-prompts and print the texts. A collective: all ranks call it."""
     logging = runtime.plan.config.logging
     if not logging.sample_prompts:
         return
     if data.tokenizer is None:
-        raise ConfigError(
-            "--sample-prompts are texts: give the tokenizer that turns them into tokens with --tokenizer-type"
-        )
+        raise ConfigError("--sample-prompts needs a tokenizer: give --tokenizer-type")
     prompts = [data.tokenizer.encode(text) for text in logging.sample_prompts]
     stop = frozenset() if data.tokenizer.eod is None else frozenset({data.tokenizer.eod})
     generator = Generator(runtime, Sampling(temperature=0.8, top_k=40))

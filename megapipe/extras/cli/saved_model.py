@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What stands in a checkpoint and is wanted of it. folder: the checkpoint's own."""
+    """The model of a checkpoint, planned on the ranks of this process. folder: of the checkpoint."""
 
     folder: Path
     plan: RunPlan
@@ -58,7 +58,7 @@ class SavedModel:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which model on which grid."""
+    """Add the flags of the model and its grid."""
     model = parser.add_argument_group("model")
     model.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, as pretraining's --save")
     model.add_argument(
@@ -67,7 +67,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--dtype", choices=TENSOR_DTYPES, help="weights and activations (default: as the model was trained)"
     )
-    model.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda where there is one")
+    model.add_argument("--device", choices=DEVICES, default="auto", help="default: cuda if there is a GPU")
     model.add_argument(
         "--tokenizer-type", choices=TOKENIZER_TYPES, help="default: the tokenizer saved with the checkpoint"
     )
@@ -78,7 +78,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Flags with - or _; an unknown one is answered with the nearest. Raises ConfigError."""
+    """Parse flags with - or _. Raises ConfigError for an unknown flag, with the nearest one."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     words = []
     for word in argv:
@@ -97,7 +97,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 def open_model(
     arguments: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
 ) -> SavedModel:
-    """The plan of a saved model on the ranks that were started. seq_length: instead of the trained one.
+    """Plan a saved model on the ranks that were started. seq_length: instead of the trained one.
 
     Raises ConfigError, CheckpointError, DataError.
     """
@@ -128,7 +128,10 @@ def open_model(
 
 
 def run_on_all_ranks(name: str, body: Callable[[Environment], int]) -> int:
-    """Run a subcommand on this rank, with one message for all ranks' mistakes; the exit code. Ends the process where there are others."""
+    """Run a subcommand on this rank and return the exit code; an error of all ranks is printed once.
+
+    With several ranks, an error ends the process at once.
+    """
     try:
         environment = read_environment()
     except ConfigError as error:
@@ -149,13 +152,13 @@ def _of_length(model: ModelConfig, seq_length: int) -> ModelConfig:
     positions = model.max_position_embeddings or model.seq_length
     if not 1 <= seq_length <= positions:
         raise ConfigError(
-            f"--seq-length {seq_length} must lie in 1 .. {positions}, the positions that the model was trained for"
+            f"--seq-length {seq_length} must be in 1 .. {positions}, the positions that the model was trained for"
         )
     return dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
 
 
 def _tokenizer_flags(arguments: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
-    """Where the tokenizer is: as the flags say, else the copy beside the checkpoint, else where training had it."""
+    """Return the tokenizer's files: from the flags, else the copy in the checkpoint, else those of the training run."""
     if arguments.tokenizer_type is not None:
         return DataConfig(tokenizer_type=arguments.tokenizer_type, tokenizer_model=arguments.tokenizer_model)
     beside = folder / TOKENIZER_NAME

@@ -33,14 +33,14 @@ usage: megapipe schedule COMMAND [arguments]      (each has --help)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command; returns the exit code."""
+    """Run a command and return the exit code."""
     words = list(arguments)
     if not words or words[0] in ("-h", "--help"):
         schedules = "".join(f"  {name.ljust(15)}{family.summary}\n" for name, family in SCHEDULES.items())
         print(f"{HELP}schedules:\n{schedules}", end="")
         return 0 if words else 2
     if words[0] not in COMMANDS:
-        print(f"megapipe schedule {words[0]}: there is no such command; use {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"megapipe schedule {words[0]}: unknown command; use {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     parser = _parser(words[0])
     try:
@@ -57,7 +57,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     else:
         parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; or give --csv")
         parser.add_argument(
-            "--csv", type=Path, help="read the schedule from this file instead, one line a rank: 0F0,0F1,..."
+            "--csv", type=Path, help="read the schedule from this file instead, one line per rank: 0F0,0F1,..."
         )
         parser.add_argument(
             "--placement",
@@ -86,10 +86,13 @@ def _parser(command: str) -> argparse.ArgumentParser:
         )
     if command == "check":
         parser.add_argument(
-            "--send-depth", type=int, help="sends that a channel may have under way (default: find the least)"
+            "--send-depth", type=int, help="sends that a channel may have in flight (default: find the smallest number)"
         )
         parser.add_argument(
-            "--receive-depth", type=int, default=2, help="compute actions a receive is posted ahead (default: 2)"
+            "--receive-depth",
+            type=int,
+            default=2,
+            help="compute actions by which a receive is posted ahead (default: 2)",
         )
     return parser
 
@@ -102,27 +105,36 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--costs",
         type=Path,
-        help="CSV with columns forward,input_grad,weight_grad: one line a slice of the model, in order",
+        help="CSV with columns forward,input_grad,weight_grad: one line per slice of the model, in order",
     )
     costs.add_argument(
-        "--rank-speeds", type=float, nargs="+", help="how fast each rank computes, 1: as the seconds say (mixed GPUs)"
+        "--rank-speeds",
+        type=float,
+        nargs="+",
+        help="relative speed of each rank; 1: as fast as the given seconds (mixed GPUs)",
     )
     costs.add_argument(
-        "--p2p", type=float, default=0.0, help="a message, from the end of an action to its use on the next rank"
+        "--p2p",
+        type=float,
+        default=0.0,
+        help="latency of a message, from the end of an action to its use on the next rank",
     )
     costs.add_argument(
-        "--transfer", type=float, default=0.0, help="a message occupies its channel for so long, before --p2p"
+        "--transfer", type=float, default=0.0, help="time that a message occupies its channel, before --p2p"
     )
-    costs.add_argument("--no-overlap", action="store_true", help="a rank stands still while it sends (for --transfer)")
+    costs.add_argument("--no-overlap", action="store_true", help="a rank is idle while it sends (for --transfer)")
     costs.add_argument(
-        "--pair-share", type=float, default=1.0, help="an overlapped forward and backward, to their sum (DualPipe)"
+        "--pair-share",
+        type=float,
+        default=1.0,
+        help="time of an overlapped forward and backward, relative to their sum (DualPipe)",
     )
     costs.add_argument("--optimizer", type=float, default=0.0, help="norm, update and gather after the last action")
     costs.add_argument(
         "--activation-bytes", type=float, default=0.0, help="of one microbatch in the layers of one rank"
     )
     costs.add_argument(
-        "--kept-for-weights", type=float, default=1.0, help="the part of it that stays between I and W, 0 to 1"
+        "--kept-for-weights", type=float, default=1.0, help="fraction of it that is kept between I and W, 0 to 1"
     )
     costs.add_argument(
         "--memory-limit", type=float, action="append", help="of zb-auto, in microbatches (compare: may be repeated)"
@@ -150,9 +162,9 @@ def _model(arguments: argparse.Namespace) -> Model:
     seconds = Seconds(arguments.forward, arguments.input_grad, arguments.weight_grad)
     for name, value in (*rest.items(), *seconds._asdict().items()):
         if not 0 <= value < float("inf"):
-            raise ConfigError(f"{name} {value}: a cost is a number of at least 0")
+            raise ConfigError(f"{name} {value}: expected a number of at least 0")
     if not 0 <= arguments.kept_for_weights <= 1:
-        raise ConfigError(f"--kept-for-weights {arguments.kept_for_weights}: a part of the whole lies between 0 and 1")
+        raise ConfigError(f"--kept-for-weights {arguments.kept_for_weights}: expected a fraction between 0 and 1")
     slices = (seconds,) * max(1, arguments.ranks) if arguments.costs is None else _read_slices(arguments.costs)
     return Model(slices, **rest, overlap=not arguments.no_overlap, rank_speeds=_rank_speeds(arguments))
 
@@ -170,7 +182,7 @@ def _read_slices(path: Path) -> tuple[Seconds, ...]:
                 ) from None
     if not slices:
         raise ConfigError(
-            f"{path} holds no costs; expected the heading {','.join(columns)} and a line a slice of the model"
+            f"{path} holds no costs; expected the heading {','.join(columns)} and one line per slice of the model"
         )
     return tuple(slices)
 
@@ -184,7 +196,7 @@ _PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 
 
 def _schedule(arguments: argparse.Namespace, model: Model) -> Schedule:
-    """The compute-only schedule by name or from the file."""
+    """Return the compute-only schedule by name or from the file."""
     if arguments.csv is not None:
         if arguments.name is not None:
             raise ConfigError(f"both the name {arguments.name} and --csv {arguments.csv} were given; use one")
@@ -196,7 +208,7 @@ def _schedule(arguments: argparse.Namespace, model: Model) -> Schedule:
         )
         return from_csv(text, arguments.csv.stem, placement)
     if arguments.name is None:
-        raise ConfigError(f"which schedule? give a name ({', '.join(SCHEDULES)}) or --csv FILE")
+        raise ConfigError(f"no schedule given; give a name ({', '.join(SCHEDULES)}) or --csv FILE")
     p = arguments.ranks
     family = SCHEDULES.get(arguments.name)
     chunks = arguments.chunks or (family.chunks or (2 if family.takes_chunks else 1) if family else 1)
@@ -266,7 +278,7 @@ _COLUMNS: dict[str, Callable[[Measures], str]] = {
 
 
 def table_text(rows: Sequence[Measures | Refusal]) -> str:
-    """The table for a terminal, with a legend."""
+    """Return the table for a terminal, with a legend."""
     measured = [row for row in rows if isinstance(row, Measures)]
     columns = {
         title: cell
@@ -280,13 +292,13 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
     lines += [f"{row.schedule.ljust(width)}  refused: {row.reason}" for row in rows if isinstance(row, Refusal)]
     lines += [
         "",
-        "barrier, chained: idle share of the step, with one wall for the whole job and for steps that follow one another without",
+        "barrier, chained: idle share of the step, with a barrier after each step, and in consecutive steps without one",
         "peak: microbatches alive until W (to I: until I) on the worst rank, each of 1/p of the model; inputs: received and waiting",
-        "depth: sends that a channel must be able to have under way without a posted receive",
+        "depth: sends that a channel must be able to have in flight without a posted receive",
     ]
     if any(not row.is_synchronous for row in measured):
         lines.append(
-            "*: NOT synchronous: weights change while microbatches are under way; a stretch of an endless stream, its ends included"
+            "*: NOT synchronous: weights change while microbatches are in flight; part of an endless stream, including its ends"
         )
     return "\n".join(lines)
 
@@ -316,7 +328,7 @@ def _check(arguments: argparse.Namespace) -> int:
         return 0
     print(report)
     if not schedule.is_synchronous:
-        print("NOT synchronous: weights change while microbatches are under way")
+        print("NOT synchronous: weights change while microbatches are in flight")
     width = max((len(str(entry["channel"])) for entry in channels), default=0)
     for entry in channels:
         print(

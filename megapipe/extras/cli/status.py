@@ -17,18 +17,16 @@ from megapipe.monitor.roster import Sighting
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table or JSON; returns the exit code."""
+    """Print the table or JSON and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="megapipe status",
-        description="Show what every rank of a run does now: step, action, what it waits for, and for how long. RUN is the folder given as "
-        "--save (or that of --metrics-file). Ranks of this host are read live, those of other hosts from a copy of about a second ago. "
-        "After a crash it shows the last records.",
+        description="Show what every rank of a run does now: step, action, which ranks it waits for, and for how long. RUN is "
+        "the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other hosts from "
+        "a copy that is about a second old. After a crash it shows the last records.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument(
-        "--watch", metavar="SECONDS", type=float, help="show it again every so many seconds, until Ctrl-C"
-    )
+    parser.add_argument("--watch", metavar="SECONDS", type=float, help="repeat every SECONDS seconds, until Ctrl-C")
     options = parser.parse_args(list(arguments))
     try:
         show(options.run, options.json)
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def show(run: Path, as_json: bool) -> None:
-    """Raises ConfigError, DataError."""
+    """Print the state of all ranks. Raises ConfigError, DataError."""
     roster, sightings = read_folder(run)
     edges = {sighting.member.rank: waits_for(sighting, sightings, roster) for sighting in sightings if sighting.waits}
     if as_json:

@@ -2,7 +2,7 @@
 
     megapipe train-tokenizer --input corpus.jsonl --output tokenizer.model --vocab-size 8192
 
-Unigram, nothing normalised, pieces of spaces alone, bytes for the rest: code comes back as it was.
+Unigram, no normalization, pieces of only spaces, bytes for unknown characters: code is decoded exactly as it was.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size", "--vocab_size", type=int, default=8192, help="pieces, special tokens included (default: 8192)"
     )
-    parser.add_argument("--megabytes", type=float, default=4.0, help="text to train on at most (default: 4)")
+    parser.add_argument("--megabytes", type=float, default=4.0, help="most text to train on (default: 4)")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train; returns the exit code."""
+    """Train the tokenizer and return the exit code."""
     arguments = build_parser().parse_args(argv)
     try:
         documents = corpus_documents(arguments.input, arguments.megabytes)

@@ -1,4 +1,4 @@
-"""torchrun's flags without torch: what `megapipe launch --dry-run` reads, and how a launch looks on each node."""
+"""torchrun's flags, parsed without torch for `megapipe launch --dry-run`, and the command of each node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapipe.config.fields import nearest
 from megapipe.environment import prefixed
 from megapipe.errors import ConfigError
 
-# as torch.distributed.run of torch 2.13 has them, '-' for '_' accepted as there; a test compares
+# the flags of torch.distributed.run in torch 2.13, also with '-' for '_'; a test compares
 VALUE_FLAGS = (
     *(
         "--nnodes",
@@ -41,8 +41,9 @@ TORCHRUN_PORT = 29500
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be launched. flags: torchrun's that were given, and values of the environment's PET_ variables; '' for those without a
-    value. hosts: names of the nodes in the order of their ranks, () where none were given."""
+    """A launch. flags: torchrun's that were given, and values of the environment's PET_ variables; '' for those without a value.
+
+    hosts: names of the nodes in the order of their ranks, () if none were given."""
 
     flags: Mapping[str, str]
     script: str
@@ -53,7 +54,7 @@ class Launch:
 
     @property
     def num_nodes(self) -> int:
-        """The most, where --nnodes is a range."""
+        """The largest number, if --nnodes is a range."""
         text = self.flags.get("--nnodes", "1")
         if not re.fullmatch(r"\d+(:\d+)?", text) or min(map(int, text.split(":"))) < 1:
             raise ConfigError(f"--nnodes {text}: expected a number of nodes, or MIN:MAX")
@@ -64,10 +65,10 @@ class Launch:
         text = self.flags.get("--nproc-per-node", "1")
         if not text.isdigit():
             raise ConfigError(
-                f"--nproc-per-node {text} asks the machine that it runs on, which a dry run need not be: give the number of ranks of a node"
+                f"--nproc-per-node {text} depends on the machine it runs on, which a dry run may not be: give the number of ranks per node"
             )
         if int(text) < 1:
-            raise ConfigError(f"--nproc-per-node {text}: at least one rank is needed")
+            raise ConfigError(f"--nproc-per-node {text}: expected at least 1 rank")
         return int(text)
 
     @property
@@ -75,7 +76,7 @@ class Launch:
         return self.flags.get("--rdzv-backend", "static") != "static"
 
     def on_node(self, node: int) -> list[str]:
-        """The command of one node. Raises ConfigError where the nodes could not meet."""
+        """Return the command of one node. Raises ConfigError if the nodes could not connect."""
         flags = dict(self.flags)
         if self.num_nodes > 1 and not self.is_elastic:
             if not self.hosts and not {"--master-addr", "--rdzv-endpoint"} & set(flags):
@@ -91,14 +92,14 @@ class Launch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all nodes: those given, else that of the first and numbers."""
+        """The names of all nodes: those given, else that of the first and numbers."""
         first = self.flags.get("--master-addr") or self.flags.get("--rdzv-endpoint", "").rpartition(":")[0]
         made_up = [f"node{node}" for node in range(self.num_nodes)]
         return self.hosts or (first or made_up[0], *made_up[1:])
 
 
 def read_launch(arguments: Sequence[str]) -> Launch:
-    """Of the words after `megapipe launch`. Raises ConfigError."""
+    """Parse the words after `megapipe launch`. Raises ConfigError."""
     found = vars(_parser(arguments).parse_args(list(arguments)))
     variables = prefixed("PET_")
     flags = {}
@@ -117,20 +118,20 @@ def read_launch(arguments: Sequence[str]) -> Launch:
         launch = replace(launch, flags={"--nnodes": str(len(hosts))} | flags)
     if launch.num_nodes != len(hosts):
         raise ConfigError(
-            f"--hosts {found['--hosts']} names {len(hosts)} nodes, --nnodes says {launch.flags['--nnodes']}"
+            f"--hosts {found['--hosts']} names {len(hosts)} nodes, but --nnodes is {launch.flags['--nnodes']}"
         )
     return replace(launch, hosts=hosts)
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Names as SLURM writes them, or separated by commas or spaces: 'n[01-03,7],login' is n01 n02 n03 n7 login. Raises ConfigError."""
+    """Expand names as SLURM writes them, or separated by commas or spaces: 'n[01-03,7],login' is n01 n02 n03 n7 login. Raises ConfigError."""
     names: list[str] = []
     for part in re.findall(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+", text):
         names += _expanded(part, text)
     if not names or "[" in re.sub(r"\[[^\[\]]*\]", "", text) or "]" in re.sub(r"\[[^\[\]]*\]", "", text):
         raise ConfigError(f"--hosts {text}: expected names such as node1,node2 or node[01-16]")
     if len(set(names)) < len(names):
-        raise ConfigError(f"--hosts {text}: {next(name for name in names if names.count(name) > 1)} stands there twice")
+        raise ConfigError(f"--hosts {text}: {next(name for name in names if names.count(name) > 1)} is given twice")
     return tuple(names)
 
 
@@ -142,7 +143,7 @@ def _expanded(part: str, text: str) -> list[str]:
     for piece in match[2].split(","):
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ConfigError(f"--hosts {text}: {piece!r} is no number and no range such as 01-16")
+            raise ConfigError(f"--hosts {text}: {piece!r} is neither a number nor a range such as 01-16")
         for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
             names += [f"{match[1]}{number:0{len(ends[1])}d}{rest}" for rest in _expanded(match[3], text)]
     return names
@@ -168,9 +169,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         )
         if "required: script" in message:
             hint = (
-                f": {unknown} is no flag of torchrun{nearest(unknown, known)}"
+                f": {unknown} is not a flag of torchrun{nearest(unknown, known)}"
                 if unknown
-                else ": the script to run is missing"
+                else ": the script is missing"
             )
             raise ConfigError(f"megapipe launch --dry-run [flags of torchrun] SCRIPT [flags of the script]{hint}")
         raise ConfigError(f"megapipe launch: {message}")

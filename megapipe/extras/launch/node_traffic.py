@@ -1,4 +1,4 @@
-"""Which groups reach over nodes, and what they send in a step: for whoever lays ranks out on machines."""
+"""Traffic of process groups between nodes: which groups span nodes, and how much they send in a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SENDING = ("tp", "pp", "replicas", "embedding")  # groups that send much in a st
 class GroupTraffic:
     """One kind of group. ranks: of one such group. crossing: groups that have ranks on several nodes.
 
-    rank_bytes: what one rank sends in a step, the most of any. network_bytes: what leaves a node, the most of any, where rings go through
-    a group's ranks in order: each of its nodes then sends to one other what a rank sends to the next.
+    rank_bytes: sent by one rank in a step, the maximum over ranks. network_bytes: sent by a node to others, the maximum over nodes, if
+    rings follow the order of a group's ranks: each of its nodes then sends to one other node what a rank sends to the next.
     """
 
     name: str
@@ -29,7 +29,7 @@ class GroupTraffic:
 
 
 def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
-    """Of all kinds of groups that have more than one rank and something to send."""
+    """Return the traffic of all kinds of groups that have more than one rank and send something."""
     by_pp_rank = [step_bytes(plan, pp_rank) for pp_rank in range(plan.topology.pp)]
     found = []
     for name in SENDING:
@@ -49,7 +49,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
 
 
 def _rings_leaving(plan: RunPlan, groups: list[tuple[int, ...]], bytes_of: list[float]) -> Mapping[int, float]:
-    """Bytes that leave each node. bytes_of: what a rank sends, by pp_rank."""
+    """Return the bytes that leave each node. bytes_of: sent by a rank, by pp_rank."""
     leaving: defaultdict[int, float] = defaultdict(float)
     for group in groups:
         sent = bytes_of[plan.topology.coordinates(group[0]).pp_rank]

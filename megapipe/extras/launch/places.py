@@ -1,4 +1,4 @@
-"""Where ranks stand, for people: rank -> host, device and place in the grid, rank by rank or as boxes of equal structure."""
+"""Placement of ranks as text: rank -> host, device and grid position, rank by rank or as boxes of equal structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Range = tuple[int, int]  # first and last
 
 @dataclass(frozen=True)
 class Box:
-    """Consecutive ranks on one or more nodes, alike, that fill a box of the grid. nodes, ranks, places (in the order of AXES): ranges."""
+    """Consecutive ranks on one or more similar nodes that fill a box of the grid. nodes, ranks, places (in the order of AXES): ranges."""
 
     nodes: Range
     ranks: Range
@@ -27,7 +27,10 @@ class Box:
 
 
 def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -> list[str]:
-    """The table of all ranks, or of boxes of them in a large world. hosts: names of the nodes. device: what local ranks count."""
+    """Return the table of all ranks, or of boxes of ranks in a large world.
+
+    hosts: names of the nodes. device: title of the column of local ranks.
+    """
     axes = [axis for axis in SHOWN_AXES if topology.size(axis) > 1 or axis in ("pp", "dp", "tp")]
     if topology.world_size <= MOST_RANKS_SHOWN:
         rows = [("rank", "host", device, *axes), *_rank_rows(topology, hosts, axes)]
@@ -37,7 +40,7 @@ def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -
 
 
 def boxes(topology: Topology) -> list[Box]:
-    """All ranks, in order, as few boxes as neighbours can be joined to: in a node along any axis, then whole nodes alike along one."""
+    """Return all ranks in order as few boxes: neighbours are joined within a node along any axis, then similar nodes along one."""
     found: list[Box] = []
     for node in range(topology.num_nodes):
         of_node = _of_node(topology, node)
@@ -66,7 +69,7 @@ def _box_rows(topology: Topology, hosts: Sequence[str], axes: Sequence[str]) -> 
 
 
 def _of_node(topology: Topology, node: int) -> list[Box]:
-    """The boxes of one node: single ranks, joined while any two neighbours can be."""
+    """Return the boxes of one node: single ranks, joined while any two neighbours can be."""
     per_node = topology.ranks_per_node or topology.world_size
     ranks = range(node * per_node, min((node + 1) * per_node, topology.world_size))
     found = [
@@ -85,7 +88,7 @@ def _of_node(topology: Topology, node: int) -> list[Box]:
 
 
 def _continues(box: Box, node: Box) -> bool:
-    """Whether a whole node is one more of those in `box`: each with an equal share of one axis."""
+    """Return True if a whole node continues `box`: each node has an equal share of one axis."""
     axis = _next_along(box, node)
     if axis is None or _width(box.ranks) != box.num_nodes * _width(node.ranks):
         return False
@@ -93,7 +96,7 @@ def _continues(box: Box, node: Box) -> bool:
 
 
 def _next_along(box: Box, other: Box) -> int | None:
-    """The one axis on which `other` follows `box`, all else being equal; None where there is none."""
+    """Return the only axis on which `other` follows `box`, all others being equal; None if it does not."""
     differing = [axis for axis, (one, two) in enumerate(zip(box.places, other.places, strict=True)) if one != two]
     if (
         len(differing) != 1

@@ -1,7 +1,7 @@
-"""torchrun's agent, made quiet: signals go on to the ranks, the exit code of the first rank that failed comes back.
+"""torchrun's agent without its output: it forwards signals to the ranks and returns the exit code of the first rank that failed.
 
-torchrun itself prints a traceback of its own after every failure, turns exit code 2 into 1, and answers a signal by killing the ranks 30
-seconds later, whether or not they are still saving. Here a signal is only passed on: the ranks decide when to leave and with what code.
+torchrun itself prints a traceback after every failure, turns exit code 2 into 1, and answers a signal by killing the ranks 30 seconds
+later, even if they are still saving. Here a signal is only forwarded: the ranks decide when to exit and with what code.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.extras.launch.forwarder import Forwarder
 
-LAST_LINES = 30  # of a log file, shown where nothing was printed
-GRACE_SECONDS = 2  # for the ranks that are left when one has failed: they can save nothing, and what they would say is said (cli.failure)
-SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node has come
-TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has said on standard error what was wrong
-FINAL = (2, 3, 130)  # of these, which another start would not change: refused, no progress, interrupted twice
+LAST_LINES = 30  # of a log file, shown if nothing was printed
+GRACE_SECONDS = 2  # for the remaining ranks when one has failed: they cannot save, and their messages would add nothing (cli.failure)
+SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node joined
+TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has printed its error
+FINAL = (2, 3, 130)  # of these, where a restart would not help: refused, no progress, interrupted twice
 LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of this node ended. message: what no rank can have said itself; empty where one has. rank: the first that failed."""
+    """The end of the ranks of this node. message: an error that no rank could print itself, or empty. rank: the first that failed."""
 
     exit_code: int
     message: str = ""
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's own arguments. Raises ConfigError where torchrun would print its usage; `--help` prints and leaves."""
+    """Parse torchrun's arguments. Raises ConfigError where torchrun would print its usage; `--help` prints and exits."""
     parser = get_args_parser()
     parser.prog = "megapipe launch"
     known = [flag for action in parser._actions for flag in action.option_strings]
@@ -66,9 +66,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
         if "training_script" in message:
             hint = (
-                f": {unknown} is no flag of torchrun{nearest(unknown, known)}"
+                f": {unknown} is not a flag of torchrun{nearest(unknown, known)}"
                 if unknown
-                else ": the script to run is missing"
+                else ": the script is missing"
             )
             raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]{hint}")
         raise ConfigError(f"megapipe launch: {message}")
@@ -78,21 +78,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def ranks_here(arguments: argparse.Namespace) -> int:
-    """How many ranks this node runs. Raises ConfigError."""
+    """Return the number of ranks on this node. Raises ConfigError."""
     try:
         count = determine_local_world_size(arguments.nproc_per_node)
     except ValueError as error:
         raise ConfigError(f"--nproc-per-node {arguments.nproc_per_node}: {error}") from None
     if count < 1:
-        raise ConfigError(f"--nproc-per-node {count}: at least one rank is needed")
+        raise ConfigError(f"--nproc-per-node {count}: expected at least 1 rank")
     return count
 
 
 def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -> Outcome:
-    """Run the script on all ranks of this node and wait for their end. num_threads: OMP_NUM_THREADS of a rank, where it is not set.
-    forwarder: entered; what it receives goes to the ranks.
+    """Run the script on all ranks of this node and wait for their end. num_threads: OMP_NUM_THREADS of a rank, if it is not set.
+    forwarder: entered; it forwards the signals that it receives to the ranks.
 
-    On one node, with nothing said about the rendezvous, the ranks meet at a free port of the loopback device.
+    On one node, without flags about the rendezvous, the ranks connect through a free port of the loopback device.
     """
     set_for_libraries(OMP_NUM_THREADS=num_threads)
     announce_launcher()
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
             raise ConfigError(f"megapipe launch: {error}") from None
         except (RuntimeError, OSError, RendezvousError) as error:
             raise CommunicationError(
-                f"the launcher could not bring the nodes together: {str(error.__cause__ or error).splitlines()[0]}"
+                f"the nodes could not connect: {str(error.__cause__ or error).splitlines()[0]}"
             ) from error
     if not result.is_failed():
         return Outcome(0)
@@ -122,29 +122,33 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
 
 
 def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = None) -> Outcome:
-    """From the exit codes of the ranks that failed, by global rank, first failure first; those that we ended ourselves are among them.
+    """Return the outcome from the exit codes of the ranks that failed or were terminated here, by global rank, first failure first.
 
-    received: the signal that was passed on to the ranks.
+    received: the signal that was forwarded to the ranks.
     """
     own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     rank, code = next(iter((own or exit_codes).items()))
     if received is not None and code in (-received, -signal.SIGTERM, -signal.SIGKILL):
         return Outcome(
-            128 + received, f"ended by {received.name} before the ranks could save; what was saved earlier stays", rank
+            128 + received, f"ended by {received.name} before the ranks could save; saved checkpoints are intact", rank
         )
     if code < 0:
         name = signal.Signals(-code).name
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
         return Outcome(
-            128 - code, f"rank {rank} was killed by {name}{hint}. All ranks were ended; what is saved stays", rank
+            128 - code,
+            f"rank {rank} was killed by {name}{hint}. All ranks were terminated; saved checkpoints are intact",
+            rank,
         )
     return Outcome(
-        code, "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were ended", rank
+        code,
+        "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were terminated",
+        rank,
     )
 
 
 def free_port() -> int:
-    """A port of the loopback device that nobody listens on at this moment."""
+    """Return a free port of the loopback device."""
     with socket.socket() as found:
         found.bind((LOOPBACK, 0))
         return int(found.getsockname()[1])
@@ -153,8 +157,8 @@ def free_port() -> int:
 class _Agent(LocalElasticAgent):
     """torchrun's agent, whose ranks are known to the forwarder and get GRACE_SECONDS once one of them has failed.
 
-    --max-restarts: not after a signal, and not where another start would change nothing (FINAL). Ranks that are restarted because a node
-    has come may save first, if they are all here: those of other nodes would take part, leave with code 0 and be held for finished.
+    --max-restarts: not after a signal, nor if a restart would not help (FINAL). Ranks that are restarted because a node joined may save
+    first if they are all on this node: those of other nodes would take part, exit with code 0 and count as finished.
     """
 
     def __init__(self, forwarder: Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
@@ -163,7 +167,7 @@ class _Agent(LocalElasticAgent):
         self._end = signal.SIGTERM, GRACE_SECONDS  # how ranks are ended
 
     def last_words(self, rank: int, local_rank: int) -> str:
-        """The end of a rank's log, where its standard error went to a file alone (--log-dir with --redirects); else nothing."""
+        """Return the end of a rank's log if its standard error went only to a file (--log-dir with --redirects), else nothing."""
         assert self._pcontext is not None
         path = self._pcontext.stderrs.get(local_rank, "")
         try:
@@ -203,7 +207,7 @@ class _Agent(LocalElasticAgent):
         if worker_group.state is WorkerState.HEALTHY:
             alone = worker_group.group_world_size == 1
             self._end = (signal.SIGTERM, SAVING_SECONDS) if alone else (signal.SIGKILL, GRACE_SECONDS)
-            print("the number of nodes changes: all ranks are started again", file=sys.stderr, flush=True)
+            print("the number of nodes changed: all ranks are restarted", file=sys.stderr, flush=True)
         self._forwarder.forget_ranks()
         super()._restart_workers(worker_group)
 
@@ -235,13 +239,13 @@ def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence
 
 
 def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """torch's own, but for the static one, whose store here listens on the job's interface alone."""
+    """Return torch's rendezvous handler; the static one gets a store that listens only on the job's network interface."""
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
     return _Static(handler) if isinstance(handler, StaticTCPRendezvous) else handler
 
 
 class _Static(StaticTCPRendezvous):
-    """torch's static rendezvous, with a store of ours."""
+    """torch's static rendezvous with megapipe's store."""
 
     def __init__(self, of: StaticTCPRendezvous) -> None:
         super().__init__(
@@ -259,7 +263,7 @@ class _Static(StaticTCPRendezvous):
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """torchrun's own log off, and no signal handlers of its own in place of ours."""
+    """Turn off torchrun's log, and keep it from replacing our signal handlers."""
     set_for_libraries(TORCHELASTIC_SIGNALS_TO_HANDLE=" ")
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

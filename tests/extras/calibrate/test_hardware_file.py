@@ -155,8 +155,8 @@ def test_the_slowest_rank_counts_for_what_all_have_measured() -> None:
         (["--output", "taken.yaml"], "taken.yaml exists: give another name, or --force"),
         (["--output", "folder"], "folder is a folder"),
         (["--output", "nowhere/x.yaml"], "nowhere does not exist"),
-        (["--seconds", "0"], "--seconds 0 has to be above 0"),
-        (["--seconds", "nan"], "--seconds nan has to be above 0"),
+        (["--seconds", "0"], "--seconds 0 must be above 0"),
+        (["--seconds", "nan"], "--seconds nan must be above 0"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--second", "3"], "--second is not a flag of megapipe calibrate"),
     ],
@@ -187,7 +187,7 @@ def test_an_interrupt_leaves_no_file(
 ) -> None:
     monkeypatch.setattr("megapipe.extras.calibrate.measure.measure_rates", interrupted)
     assert main(["--output", str(tmp_path / "x.yaml"), "--device", "cpu"]) == 130
-    assert "nothing was written" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert "no file was written" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

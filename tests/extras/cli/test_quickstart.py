@@ -116,7 +116,7 @@ def test_data_are_made_once_and_another_text_makes_other_data(
     assert "== tokenizer" in capsys.readouterr().out
     stamp = first.tokenizer.stat().st_mtime_ns
     assert prepare(str(text), tmp_path / "out", 500, 8.0) == first
-    assert "is used again" in capsys.readouterr().out and first.tokenizer.stat().st_mtime_ns == stamp
+    assert "is reused" in capsys.readouterr().out and first.tokenizer.stat().st_mtime_ns == stamp
     others = [
         prepare(str(text), tmp_path / "out", 510, 8.0),
         prepare(str(corpus_file(text, "changed")), tmp_path / "out", 500, 8.0),

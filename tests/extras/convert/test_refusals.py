@@ -239,7 +239,7 @@ COMMANDS = {
     "no_format": ("{t} {t}/x", "looks like none of"),
     "the_same_format": (
         "{t}/source {t}/x --to hugging-face",
-        "is already hugging-face; say with --to what to make of it",
+        "is already hugging-face; give the format to write with --to",
     ),
     "architecture": (
         "{t}/ours {t}/x --architecture Nothing",
@@ -248,11 +248,11 @@ COMMANDS = {
     "cannot_express": ("{t}/ours {t}/x --architecture GPT2LMHeadModel", "GPT2LMHeadModel cannot express model."),
     "idle_flag": (
         "{t}/ours {t}/x --weights-only",
-        "--weights-only concerns a conversion from megatron or dcp, this one is from megapipe",
+        "--weights-only applies only to a conversion from megatron or dcp, this one is from megapipe",
     ),
     "idle_grid": (
         "{t}/source {t}/x --tensor-model-parallel-size 2",
-        "concerns a conversion to megatron, this one is to megapipe",
+        "applies only to a conversion to megatron, this one is to megapipe",
     ),
     "no_target": ("{t}/source", "give a folder to write, or --print-config"),
     "sequence": ("{t}/source {t}/x --seq-length 99", "--max-position-embeddings 16 is below --seq-length 99"),
