@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes a virtual environment and installs megapipe into it through constraints.txt, the versions that the tests were run with.
+# Create a virtual environment and install megapipe into it with the versions in constraints.txt, which the tests use.
 #
 #   launch/install.sh [--extras NAME[,NAME...]]      extras of pyproject.toml: test, tokenizers, transformers, wandb, tensorboard
 #
-#   VENV=DIR      the virtual environment, made if it is not there (default: .venv in the repository)
-#   PYTHON=EXE    the Python to make it with, 3.11 or newer (default: the first one found)
+#   VENV=DIR      the virtual environment, created if missing (default: .venv in the repository)
+#   PYTHON=EXE    the Python to create it with, 3.11 or newer (default: the first one found)
 #
-# A machine without an NVIDIA GPU gets torch's CPU build: from the index that pip is set to use, if that offers one, else from
-# download.pytorch.org, if that can be reached, else whatever the index has. Nothing is done when nothing has changed.
+# Without an NVIDIA GPU, torch's CPU build is installed: from pip's configured index if it has one, else from download.pytorch.org if that
+# is reachable, else the default build of the index. Does nothing if nothing has changed.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -39,14 +39,14 @@ find_python() {
         fi
         [ "$candidate" != "${PYTHON:-}" ] || fail "PYTHON=$PYTHON is not a Python 3.11 or newer"
     done
-    fail "no Python 3.11 or newer was found; install one, or name it: PYTHON=/path/to/python3.11 $0"
+    fail "no Python 3.11 or newer was found; install one, or set PYTHON=/path/to/python3.11 $0"
 }
 
 make_environment() {
     [ ! -x "$venv/bin/python" ] || return 0
     local python
     python=$(find_python)
-    printf 'install: making %s with %s\n' "$venv" "$("$python" --version)"
+    printf 'install: creating %s with %s\n' "$venv" "$("$python" --version)"
     "$python" -m venv "$venv" || fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
 }
 
@@ -54,12 +54,12 @@ has_nvidia_gpu() {
     [ -e /proc/driver/nvidia/version ] || { command -v nvidia-smi >/dev/null 2>&1 && timeout 10 nvidia-smi -L >/dev/null 2>&1; }
 }
 
-# the constraint "torch==X" as a version
+# Print the version of the constraint "torch==X".
 torch_version() {
     sed -n 's/^torch==\([^ ;+]*\).*/\1/p' "$root/constraints.txt"
 }
 
-# does the index that pip is set to use (and nothing else) offer this requirement? Reads its page, downloads no wheel from a real index.
+# Succeed if pip's configured index has this requirement. Downloads no wheel.
 offered() {
     timeout 90 "$venv/bin/python" -m pip install --quiet --dry-run --no-deps --ignore-installed --retries 1 --timeout 15 "$1" >/dev/null 2>&1
 }
@@ -95,10 +95,10 @@ sys.exit(m.version('torch').split('+')[0] != '$version')" >/dev/null 2>&1; then
     else
         printf 'install: torch %s as this index has it; no CPU build was found, so this may bring CUDA libraries (gigabytes)\n' "$version"
         "${pip[@]}" "torch==$version"
-    fi || fail "torch $version could not be installed; pip's message stands above"
+    fi || fail "torch $version could not be installed; see pip's message above"
 }
 
-# changes when anything that decides what is installed changes
+# Print a hash of everything that determines the installation.
 state() {
     "$venv/bin/python" - "$root" "$extras" <<'PYTHON'
 import hashlib, pathlib, sys
@@ -119,5 +119,5 @@ fi
 install_torch
 printf 'install: megapipe%s into %s\n' "${extras:+[$extras]}" "$venv"
 "$venv/bin/python" -m pip install -qq -c "$root/constraints.txt" -e "$root${extras:+[$extras]}" ||
-    fail "megapipe could not be installed; pip's message stands above"
+    fail "megapipe could not be installed; see pip's message above"
 printf '%s\n' "$wanted" >"$stamp"

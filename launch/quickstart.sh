@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs megapipe, makes a corpus, a tokenizer and token files out of text that is already on this machine, and pretrains a small GPT.
-# Run it again to go on from its checkpoint.
+# Install megapipe, build a corpus, a tokenizer and token files from text on this machine, and pretrain a small GPT.
+# Run it again to resume from its checkpoint.
 #
 #   launch/quickstart.sh [--no-install] [options] [flags of pretrain_gpt.py]
 #
 #   --no-install    use the virtual environment as it is
-#   --help          the options, once it is installed
+#   --help          the options (after installation)
 #
 #   VENV=DIR and PYTHON=EXE as in launch/install.sh
 set -euo pipefail
@@ -29,10 +29,10 @@ if [ "$install" = yes ]; then
     "$root/launch/install.sh"
     [ $((SECONDS - began)) -lt 3 ] || printf '== installed in %d s\n' $((SECONDS - began))
 elif [ ! -x "$venv/bin/python" ]; then
-    printf 'quickstart: there is no virtual environment at %s; leave out --no-install, or set VENV\n' "$venv" >&2
+    printf 'quickstart: no virtual environment at %s; omit --no-install or set VENV\n' "$venv" >&2
     exit 1
 fi
 
-# the code of this clone, also in an environment that was made for another one
+# use the code of this clone even if the environment was created for another one
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$venv/bin/python" -m megapipe quickstart ${arguments[@]+"${arguments[@]}"}

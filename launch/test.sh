@@ -89,7 +89,7 @@ if [ "$install" = yes ]; then
     phase install "$root/launch/install.sh" --extras test
     [ "${verdicts[-1]}" = passed ] || { report; exit 1; }
 elif [ ! -x "$venv/bin/python" ]; then
-    printf 'test: there is no virtual environment at %s; leave out --no-install, or set VENV\n' "$venv" >&2
+    printf 'test: no virtual environment at %s; omit --no-install or set VENV\n' "$venv" >&2
     exit 1
 fi
 python=$venv/bin/python

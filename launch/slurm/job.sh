@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# The course of a SLURM job, read by pretrain.sbatch, which sets: root asked cancelled LAUNCHER REQUEUE PYTHON LOG_FOLDER
+# The steps of a SLURM job, sourced by pretrain.sbatch, which sets: root asked cancelled LAUNCHER REQUEUE PYTHON LOG_FOLDER
 # CONTAINER_IMAGE APPTAINER_IMAGE CONTAINER_MOUNTS.
 #
-# nodes -> how far is the run? -> ranks, each with its log -> a signal is passed on -> whose failure was first? -> queue up again?
-# Nothing here is run through a string: commands are arrays, and what the user gave stays the words that it was.
+# nodes -> progress of the run -> ranks with their logs -> forward signals -> find the first failure -> requeue
+# Commands are arrays and never strings, so that user arguments are not split or expanded.
 
 asked=${asked:-no} cancelled=${cancelled:-no}
 
@@ -16,13 +16,13 @@ fail() {
 
 check_settings() {
     case $LAUNCHER in srun | launch) ;; *) fail "LAUNCHER=$LAUNCHER is neither srun nor launch" ;; esac
-    case $REQUEUE in progress | signal | never) ;; *) fail "REQUEUE=$REQUEUE is none of progress, signal, never" ;; esac
+    case $REQUEUE in progress | signal | never) ;; *) fail "REQUEUE=$REQUEUE must be progress, signal or never" ;; esac
     [ -z "$CONTAINER_IMAGE" ] || [ -z "$APPTAINER_IMAGE" ] || fail "CONTAINER_IMAGE and APPTAINER_IMAGE are both set; choose one"
     ranks_per_node=${SLURM_NTASKS_PER_NODE:-}
-    [ -n "$ranks_per_node" ] || fail "--ntasks-per-node is not set: it says how many ranks a node has"
+    [ -n "$ranks_per_node" ] || fail "--ntasks-per-node is not set; it is the number of ranks per node"
 }
 
-# Names as SLURM writes them, node[01-16], are not addresses, and need not even resolve: NodeAddr is where SLURM itself finds a node.
+# SLURM node names may not resolve; NodeAddr is the address that SLURM itself uses.
 address_of() {
     local word
     for word in $(scontrol show node "$1" --oneliner); do
@@ -50,7 +50,7 @@ find_python() {
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 }
 
-# inside: what stands before a command that has to run in the container; step: the options of srun for it.
+# inside: prefix of a command that runs in the container; step: srun options for it.
 enter_container() {
     inside=() step=()
     local mounts=$root:$root
@@ -62,7 +62,7 @@ enter_container() {
     fi
 }
 
-# "step 40 of 100, ..." from the newest complete checkpoint; what cannot run at all is told here, before any rank is started.
+# Print "step 40 of 100, ..." from the newest complete checkpoint; reports an invalid configuration before any rank starts.
 read_progress() {
     local words=("${inside[@]}" "$python" -m megapipe progress --world-size "$((${#nodes[@]} * ranks_per_node))"
         --ranks-per-node "$ranks_per_node" "${arguments[@]}") line
@@ -77,8 +77,8 @@ read_progress() {
 rank_command() {
     local binding=(--cpu-bind=cores)
     [ "${SLURM_GPUS_PER_NODE:-0}" = 0 ] || binding+=(--gpus-per-node="$SLURM_GPUS_PER_NODE" --gpu-bind=none)
-    # --gpu-bind=none: a rank sees all GPUs of its node and takes the one of its local rank, so that NCCL can go from one to another directly.
-    # --cpus-per-task: srun does not take it over from sbatch. --distribution: ranks node by node, as the grid counts them.
+    # --gpu-bind=none: a rank sees all GPUs of its node and uses the one of its local rank, so that NCCL can use peer-to-peer transfers.
+    # --cpus-per-task: srun does not inherit it from sbatch. --distribution: consecutive ranks on each node, as the grid expects.
     command=(srun --kill-on-bad-exit=1 --distribution=block "${binding[@]}" "${step[@]}")
     if [ "$LAUNCHER" = srun ]; then
         command+=(--ntasks-per-node="$ranks_per_node" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --output="$logs/rank-%t.log"
@@ -116,14 +116,14 @@ all_ranks_listen() {
     [ -e "${there[0]}" ] && [ ${#there[@]} -eq "$num_tasks" ]
 }
 
-# `wait` would end at each signal. The signal is repeated: a rank that was not yet able to hear it hears it the next time.
+# `wait` returns at each signal. The signal is repeated for ranks that had not installed their handler yet.
 wait_for_ranks() {
     local told=no turns=0
     while kill -0 "$running" 2>/dev/null; do
         if [ "$asked" = yes ] && [ "$cancelled" = no ] && [ $((turns++ % 10)) -eq 0 ] && all_ranks_listen; then
-            [ "$told" = yes ] || say "the time limit is near: all ranks are asked to save and leave"
+            [ "$told" = yes ] || say "the time limit is near: all ranks are asked to save and exit"
             told=yes
-            scancel --signal=USR1 "$SLURM_JOB_ID" # of the job's steps, not of this script
+            scancel --signal=USR1 "$SLURM_JOB_ID" # only to the job's steps, not to this script
         fi
         sleep 0.5 &
         wait $!
@@ -132,8 +132,8 @@ wait_for_ranks() {
     code=$(cat "$logs/exit-code" 2>/dev/null || printf 1)
 }
 
-# The task that ended badly before all others, by what rank.sh has written down: "time code host" in ended-TASK.
-tell_failure() {
+# Report the task that failed first, from the files ended-TASK ("time code host") that rank.sh writes.
+report_failure() {
     local ended task when host of what=rank
     [ "$LAUNCHER" = srun ] || what=node
     local -a endings=()
@@ -154,18 +154,18 @@ tell_failure() {
     code=$of
 }
 
-queue_up_again() {
+requeue_job() {
     local why=$1
-    [ "$REQUEUE" != never ] || { say "not queued up again: REQUEUE=never"; return; }
-    [ "$REQUEUE" != signal ] || [ "$asked" = yes ] || { say "not queued up again after a failure: REQUEUE=signal"; return; }
+    [ "$REQUEUE" != never ] || { say "not requeued: REQUEUE=never"; return; }
+    [ "$REQUEUE" != signal ] || [ "$asked" = yes ] || { say "not requeued after a failure: REQUEUE=signal"; return; }
     local before=$progress
     read_progress || return
     if [ "$progress" -ge "$total" ]; then
-        say "not queued up again: the run is finished"
+        say "not requeued: the run is finished"
     elif [ "$progress" -le "$before" ]; then
-        say "not queued up again: no checkpoint came after step $before, where this attempt began"
+        say "not requeued: no checkpoint was saved after step $before, where this attempt started"
     else
-        say "$why after step $progress of $total: the job queues up again"
+        say "$why after step $progress of $total: requeueing the job"
         scontrol requeue "$SLURM_JOB_ID" # which ends this script
         sleep 60
     fi
@@ -177,12 +177,12 @@ find_nodes
 find_python
 attempt=${SLURM_RESTART_COUNT:-0}
 logs=$LOG_FOLDER/attempt-$attempt
-mkdir -p "$logs" || fail "LOG_FOLDER $LOG_FOLDER cannot be made"
+mkdir -p "$logs" || fail "LOG_FOLDER $LOG_FOLDER cannot be created"
 export MEGAPIPE_LOGS=$logs
 enter_container
 read_progress || exit
 if [ "$progress" -ge "$total" ]; then
-    say "nothing is left to do"
+    say "the run is already finished"
     exit 0
 fi
 rank_command
@@ -192,9 +192,9 @@ if [ "$cancelled" = yes ]; then
     say "cancelled"
     exit 143
 elif [ "$code" != 0 ]; then
-    tell_failure
-    [ "$code" = 2 ] || queue_up_again "failed"
+    report_failure
+    [ "$code" = 2 ] || requeue_job "failed"
 elif [ "$asked" = yes ]; then
-    queue_up_again "asked to leave"
+    requeue_job "asked to exit"
 fi
 exit "$code"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One task of a job: runs the command given, a rank or a node's launcher, and writes down when and how it ended. Started by job.sh.
+# One task of a job: run the given command (a rank or a node's launcher) and record when and how it ended. Started by job.sh.
 #
-# MEGAPIPE_LOGS: the folder for what is written down.
+# MEGAPIPE_LOGS: the folder of these records.
 set -uo pipefail
 
-# Python inherits this and ignores the signal until it has a handler; by default it would be killed by one that comes early.
+# Inherited by Python, which an early signal would otherwise kill before it has installed its handler.
 trap '' USR1
-# What ends this shell would leave the command behind, which has handlers of its own; the command does not inherit this.
+# The shell must not end before the command, which has its own handlers and does not inherit this trap.
 trap : TERM INT
 : >"$MEGAPIPE_LOGS/started-$SLURM_PROCID"
 

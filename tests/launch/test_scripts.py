@@ -173,16 +173,16 @@ def test_containers_are_options_of_srun_or_a_prefix_of_the_rank(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("settings", "requeued", "says"),
     [
-        ({"STUB_ASKED": "yes"}, True, "asked to leave after step 5 of 10: the job queues up again"),
-        ({"STUB_ASKED": "yes", "BEFORE": "5"}, False, "no checkpoint came after step 5"),
+        ({"STUB_ASKED": "yes"}, True, "asked to exit after step 5 of 10: requeueing the job"),
+        ({"STUB_ASKED": "yes", "BEFORE": "5"}, False, "no checkpoint was saved after step 5"),
         ({"STUB_ASKED": "yes", "STUB_AFTER": "10"}, False, "the run is finished"),
         ({"STUB_ASKED": "yes", "REQUEUE": "never"}, False, "REQUEUE=never"),
-        ({"STUB_CODE": "1"}, True, "failed after step 5 of 10: the job queues up again"),
-        ({"STUB_CODE": "1", "STUB_AFTER": "0"}, False, "no checkpoint came after step 0"),
-        ({"STUB_CODE": "1", "REQUEUE": "signal"}, False, "not queued up again after a failure"),
+        ({"STUB_CODE": "1"}, True, "failed after step 5 of 10: requeueing the job"),
+        ({"STUB_CODE": "1", "STUB_AFTER": "0"}, False, "no checkpoint was saved after step 0"),
+        ({"STUB_CODE": "1", "REQUEUE": "signal"}, False, "not requeued after a failure"),
         ({"STUB_CODE": "2"}, False, "srun ended with code 2"),
         ({}, False, "attempt 0 on n1 n2"),
-        ({"BEFORE": "10"}, False, "nothing is left to do"),
+        ({"BEFORE": "10"}, False, "the run is already finished"),
     ],
     ids=[
         *(
@@ -210,7 +210,7 @@ def test_a_job_is_requeued_only_if_it_made_progress(
     ("settings", "says"),
     [
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun is neither srun nor launch"),
-        ({"REQUEUE": "yes"}, "REQUEUE=yes is none of progress, signal, never"),
+        ({"REQUEUE": "yes"}, "REQUEUE=yes must be progress, signal, never"),
         ({"CONTAINER_IMAGE": "a", "APPTAINER_IMAGE": "b"}, "are both set; choose one"),
         ({"SLURM_NTASKS_PER_NODE": "unset"}, "--ntasks-per-node is not set"),
         ({"MEGAPIPE_ROOT": "/nowhere"}, "/nowhere is not the megapipe repository"),
@@ -286,8 +286,8 @@ def test_elastic_nodes_are_numbered_as_c10d_numbers_them(tmp_path: Path) -> None
             "none of HOSTS (one two) is a name or address of this machine; set NODE_RANK",
         ),
         ({"HOSTS": "one two", "NODE_RANK": "2", "NPROC_PER_NODE": "1"}, "NODE_RANK=2, but HOSTS lists 2: 0 .. 1"),
-        ({"NODE_RANK": "x"}, "NODE_RANK=x is no whole number"),
-        ({}, "shows no GPUs here; set NPROC_PER_NODE"),
+        ({"NODE_RANK": "x"}, "NODE_RANK=x is not a non-negative integer"),
+        ({}, "shows no GPUs; set NPROC_PER_NODE"),
         ({"AGENT": "mpirun", "NPROC_PER_NODE": "1"}, "AGENT=mpirun is neither megapipe nor torchrun"),
     ],
     ids=["unknown host", "node rank", "no number", "no GPUs", "agent"],

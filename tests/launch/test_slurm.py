@@ -164,7 +164,7 @@ def test_a_job_near_its_time_limit_saves_requeues_and_ends_like_an_undisturbed_o
     job.ask_to_leave()
     assert job.ended() == "COMPLETED", job.log
     assert undisturbed.ended() == "COMPLETED", undisturbed.log
-    said = re.search(r"asked to leave after step (\d+) of 30: the job queues up again", job.log)
+    said = re.search(r"asked to exit after step (\d+) of 30: requeueing the job", job.log)
     assert said is not None and 6 <= int(said[1]) < STEPS, job.log
     assert job.log.count("going on after step " + said[1]) == 1
     assert "ended after step 30: all 30 steps done" in job.log
@@ -181,7 +181,7 @@ def test_the_message_of_the_rank_that_failed_first_comes_first(cluster: SlurmClu
     assert re.match(r"failed first, with exit code 1; the last lines of .*/attempt-0/rank-3.log:\n", report), report
     assert re.search(r"rank 3 on n[24] failed first", job.log)
     assert report.index("RuntimeError: planted in step 2") < report.index("in order: rank 3 (code 1), rank ")
-    assert "not queued up again after a failure: REQUEUE=signal" in report
+    assert "not requeued after a failure: REQUEUE=signal" in report
     assert cluster.job(job.number)["ExitCode"] == "1:0"
 
 
@@ -191,7 +191,7 @@ def test_a_failed_job_resumes_from_its_checkpoint(cluster: SlurmCluster, undistu
     assert job.ended() == "COMPLETED", job.log
     report = job.log[job.log.index("failed first") :]
     assert "RuntimeError: planted in step 10" in report
-    assert "failed after step 8 of 30: the job queues up again" in report
+    assert "failed after step 8 of 30: requeueing the job" in report
     assert undisturbed.ended() == "COMPLETED", undisturbed.log
     assert job.losses() == undisturbed.losses()
     assert job.weights() == undisturbed.weights()
@@ -204,7 +204,7 @@ def test_the_time_limit_itself_sends_the_signal(cluster: SlurmCluster, undisturb
     job.wait_for("the time limit is near", 150)
     assert job.ended() == "COMPLETED", job.log
     assert undisturbed.ended() == "COMPLETED", undisturbed.log
-    assert re.search(r"asked to leave after step (\d+) of 30: the job queues up again", job.log), job.log
+    assert re.search(r"asked to exit after step (\d+) of 30: requeueing the job", job.log), job.log
     assert job.weights() == undisturbed.weights()
 
 
@@ -219,7 +219,7 @@ def test_a_signal_that_comes_before_python_waits_for_it(cluster: SlurmCluster, l
     assert said is not None and int(said[1]) < STEPS, job.log
     if int(said[1]):  # before the first step there is nothing to save
         assert (job.run / f"step_{int(said[1]):08d}" / "manifest.json").exists()
-    assert "not queued up again: REQUEUE=never" in job.log
+    assert "not requeued: REQUEUE=never" in job.log
 
 
 def test_a_cancelled_job_leaves_no_process_and_is_not_requeued(cluster: SlurmCluster, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_cancelled_job_leaves_no_process_and_is_not_requeued(cluster: SlurmClu
     while cluster.left_over():
         assert time.monotonic() - began < 20, "processes of the job are still there"
         time.sleep(0.1)
-    assert "ended after step" in job.log and "SIGTERM received" in job.log and "queues up again" not in job.log, job.log
+    assert "ended after step" in job.log and "SIGTERM received" in job.log and "requeueing the job" not in job.log, job.log
 
 
 def test_an_impossible_job_is_reported_before_any_rank_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
