@@ -210,7 +210,7 @@ def test_a_job_is_requeued_only_if_it_made_progress(
     ("settings", "says"),
     [
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun is neither srun nor launch"),
-        ({"REQUEUE": "yes"}, "REQUEUE=yes must be progress, signal, never"),
+        ({"REQUEUE": "yes"}, "REQUEUE=yes must be progress, signal or never"),
         ({"CONTAINER_IMAGE": "a", "APPTAINER_IMAGE": "b"}, "are both set; choose one"),
         ({"SLURM_NTASKS_PER_NODE": "unset"}, "--ntasks-per-node is not set"),
         ({"MEGAPIPE_ROOT": "/nowhere"}, "/nowhere is not the megapipe repository"),

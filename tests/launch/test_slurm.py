@@ -231,7 +231,9 @@ def test_a_cancelled_job_leaves_no_process_and_is_not_requeued(cluster: SlurmClu
     while cluster.left_over():
         assert time.monotonic() - began < 20, "processes of the job are still there"
         time.sleep(0.1)
-    assert "ended after step" in job.log and "SIGTERM received" in job.log and "requeueing the job" not in job.log, job.log
+    assert "ended after step" in job.log and "SIGTERM received" in job.log and "requeueing the job" not in job.log, (
+        job.log
+    )
 
 
 def test_an_impossible_job_is_reported_before_any_rank_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
