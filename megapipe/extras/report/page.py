@@ -18,7 +18,7 @@ from megapipe.extras.report.about import (
     plan_lines,
     versions_html,
 )
-from megapipe.extras.report.curves import charts_html
+from megapipe.extras.report.charts import charts_html
 from megapipe.extras.report.folder import METRICS, RUN, Record, Run
 from megapipe.extras.report.pipeline import pipeline_html
 from megapipe.extras.report.words import STATES, bytes_text, duration, loss_text, moment, number

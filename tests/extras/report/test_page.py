@@ -18,7 +18,7 @@ import pytest
 
 from megapipe.extras.cli.report import main
 from megapipe.extras.report.beside import beside
-from megapipe.extras.report.chart import MOST_POINTS, Chart, Curve, chart_svg, thinned
+from megapipe.extras.report.charts import MAX_POINTS, Chart, Curve, chart_svg, thinned
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
 from megapipe.extras.report.settings import changed_settings
@@ -160,7 +160,7 @@ def test_the_curves_give_their_points_to_the_script() -> None:
 def test_thinning_keeps_every_spike_and_both_ends() -> None:
     points = [(float(i), 100.0 if i == 4321 else float(i % 7)) for i in range(10_000)]
     kept = thinned(points)
-    assert len(kept) <= MOST_POINTS + 2 and (4321.0, 100.0) in kept
+    assert len(kept) <= MAX_POINTS + 2 and (4321.0, 100.0) in kept
     assert kept[0] == points[0] and kept[-1] == points[-1] and kept == sorted(kept)
 
 
@@ -224,7 +224,7 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
     assert (
         "from runs/interleaved/step_00000008" in text
         and "9 to 14" in text
-        and "steps taken again" in text
+        and "steps repeated" in text
         and "2 starts" in text
     )
 

@@ -1,35 +1,39 @@
-"""Curves over steps as SVG that takes its colours from the page, with axes in round numbers and every point given to the page's script."""
+"""Charts over steps as SVG, and the charts of a run: loss, speed, memory, learning rate, gradient norm, bubble.
+
+Colours come from the report's style sheet, axes have round numbers, and every point is passed to the report's script.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from megapipe.extras.report.beside import round_step
+from megapipe.extras.report.folder import Record, Run
 from megapipe.extras.report.words import number
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
-MOST_POINTS = 1500  # of a curve in the page; more are thinned to the extremes of their neighbourhood
+MAX_POINTS = 1500  # per curve; longer curves are reduced to the minima and maxima of their neighbourhoods
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """name: in the legend and under the pointer. kind: 'line', 'dots' (line with a dot at each point) or 'lost' (faint)."""
+    """One curve of a chart. kind: 'line', 'dots' (line with a dot at each point) or 'lost' (faint)."""
 
     name: str
     points: Sequence[Point]
     kind: str = "line"
-    colour: int = 0  # of the page's palette
+    colour: int = 0  # index in the palette of the style sheet
 
 
 @dataclass(frozen=True)
 class Chart:
-    """unit: behind the numbers. marks: (step, text) of vertical lines. logarithmic: a y axis in powers of ten."""
+    """A chart over steps. marks: (step, text) of vertical lines. is_logarithmic: a y axis in powers of ten."""
 
     title: str
     curves: Sequence[Curve]
@@ -43,7 +47,7 @@ class Chart:
 
 
 def chart_svg(chart: Chart) -> str:
-    """The drawing; '' if no curve has a point."""
+    """Return the chart as SVG; '' if no curve has a point."""
     points = [point for curve in chart.curves for point in curve.points]
     if not points:
         return ""
@@ -147,8 +151,8 @@ def _curve(curve: Curve, frame: _Frame) -> str:
     return drawn
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """The points, or where there are many the lowest and highest of each neighbourhood, so that no spike is lost."""
+def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Return the points; if there are many, the lowest and highest of each neighbourhood, so no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -161,3 +165,101 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 def _rounded(points: Sequence[Point]) -> list[list[float]]:
     return [[x, float(f"{y:.5g}")] for x, y in points]
+
+
+def charts_html(run: Run) -> str:
+    """Return the charts of a run; '' if nothing was logged."""
+    steps = run.steps
+    marks = [
+        (float(segment.steps[0]["step"]), f"start {i + 1}")
+        for i, segment in enumerate(run.segments)
+        if i and segment.steps
+    ]
+    charts = [
+        Chart(
+            "Loss",
+            [
+                Curve("training", _points(steps, "loss"), "line", 0),
+                *(Curve("lost", _points(lost, "loss"), "lost", 0) for lost in run.lost_steps),
+                Curve("validation", _points(run.evaluations("validation"), "loss"), "dots", 1),
+                Curve("test", _points(run.evaluations("test"), "loss"), "dots", 2),
+            ],
+            "nats per token",
+            "dashed: steps repeated after a restart" if any(run.lost_steps) else "",
+            marks,
+            width=1120,
+            height=320,
+        ),
+        Chart(
+            "Speed",
+            [Curve("speed", _points(steps, "tokens_per_second"), "line", 2)],
+            "tokens/s",
+            marks=marks,
+            from_zero=True,
+        ),
+        Chart(
+            "Memory",
+            [Curve("memory", _scaled(_points(steps, "memory_bytes"), 2**-20), "line", 3)],
+            "MiB",
+            "maximum over ranks",
+            marks,
+            from_zero=True,
+        ),
+        Chart(
+            "Learning rate", [Curve("learning rate", _points(steps, "lr"), "line", 0)], "", marks=marks, from_zero=True
+        ),
+        Chart(
+            "Gradient norm",
+            [Curve("gradient norm", _points(steps, "grad_norm"), "line", 1)],
+            "",
+            marks=marks,
+            is_logarithmic=_spans(steps, "grad_norm"),
+        ),
+        Chart(
+            "Bubble share of each step",
+            [
+                Curve("measured", _scaled(_points(steps, "bubble"), 100), "line", 1),
+                Curve("planned", _scaled(_points(steps, "predicted_bubble"), 100), "line", 0),
+            ],
+            "%",
+            marks=marks,
+            from_zero=True,
+        ),
+    ]
+    drawn = "".join(_figure(chart, wide=index == 0) for index, chart in enumerate(charts))
+    note = next((record["bubble_note"] for record in reversed(steps) if record.get("bubble_note")), "")
+    note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""
+    return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
+
+
+def _figure(chart: Chart, wide: bool = False) -> str:
+    drawn = chart_svg(chart)
+    if not drawn:
+        return ""
+    if wide:  # a second, narrow version for small windows, where the wide one would be too small to read
+        drawn = f'<div class="broad">{drawn}</div><div class="narrow">{chart_svg(replace(chart, width=540, height=260))}</div>'
+    named = [curve for curve in chart.curves if curve.points and curve.kind != "lost"]
+    legend = "".join(f'<span><i class="c{curve.colour}"></i>{curve.name}{_last(curve)}</span>' for curve in named)
+    unit = f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
+    note = f"<span>{escape(chart.note)}</span>" if chart.note else ""
+    caption = f'<figcaption>{chart.title}{unit}{legend}{note}<span class="readout"></span></figcaption>'
+    return f'<figure class="{"wide" if wide else "half"}">{caption}{drawn}</figure>'
+
+
+def _last(curve: Curve) -> str:
+    value = curve.points[-1][1]
+    return f", last {value:.4f}" if 0.1 <= abs(value) < 100 else f", last {number(value)}"
+
+
+def _points(records: Sequence[Record], key: str) -> list[Point]:
+    return [(float(record["step"]), float(record[key])) for record in records if record.get(key) is not None]
+
+
+def _scaled(points: Sequence[Point], factor: float) -> list[Point]:
+    return [(x, y * factor) for x, y in points]
+
+
+def _spans(records: Sequence[Record], key: str) -> bool:
+    """Return True if the values span more than a factor of 30, which calls for a logarithmic axis."""
+    values = [value for _, value in _points(records, key)]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > 30
