@@ -1,9 +1,9 @@
-"""One page that tells a run, from what the run left in its folder; needs no torch, no network and not the run's end.
+"""HTML report of a run from the files in its folder, and drawings of schedules. Needs no torch and no network.
 
-folder         the records of a run: segments, steps, evaluations, notes, profile, configuration
-settings       what a configuration sets, and where it differs from the defaults
-chart          a chart as SVG; curves: those of a run
-pipeline       plan and measurement, and where the difference went
-about          grid, configuration, starts and endings, versions
-page           the HTML page, with page.css and page.js written into it
+- `folder`:   the records of a run: segments, steps, evaluations, notes, profile, configuration
+- `page`:     the HTML report, with page.css and page.js inlined
+- `charts`:   charts over steps as SVG
+- `pipeline`: the section on plan and measurement; `beside`: its drawing
+- `about`:    sections on grid, configuration, starts and versions; `settings`: changed settings; `messages`: formats
+- `svg`, `grid`: a schedule or timeline as SVG or text
 """

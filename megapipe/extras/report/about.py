@@ -1,4 +1,4 @@
-"""The page's parts about what was run: grid, configuration, starts and endings, versions."""
+"""Sections of the report about the run: grid, configuration, starts and endings, versions."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from html import escape
 from typing import Any
 
 from megapipe.extras.report.folder import RUN, Run, Segment
+from megapipe.extras.report.messages import STATES, duration, moment
 from megapipe.extras.report.settings import Setting, changed_settings
-from megapipe.extras.report.words import STATES, duration, moment
 from megapipe.topology import Topology
 
-MOST_RANKS_SHOWN = 64
+MAX_RANKS_SHOWN = 64
 
 
 def grid_html(run: Run) -> str:
-    """Who stands where, and the plan as it was printed."""
+    """Return the grid of ranks and the printed plan."""
     grid, plan = run.started.get("grid"), "\n".join(plan_lines(run))
     parts = []
     if grid:
         parts.append(f"<p>{escape(grid_words(grid))}, schedule {escape(str(grid['schedule']))}.</p>")
-        if 1 < grid["world_size"] <= MOST_RANKS_SHOWN:
+        if 1 < grid["world_size"] <= MAX_RANKS_SHOWN:
             parts.append(_grid_table(grid))
     if plan:
-        parts.append(f"<details open><summary>the plan, as it was printed</summary><pre>{escape(plan)}</pre></details>")
+        parts.append(f"<details open><summary>the plan as printed</summary><pre>{escape(plan)}</pre></details>")
     return "".join(parts)
 
 
 def grid_words(grid: dict[str, Any]) -> str:
-    """8 ranks = tp 2 x pp 2 x 2 chunks x dp 2."""
+    """Return a grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
     chunks = f" x {grid['chunks']} chunks" if grid["chunks"] > 1 else ""
     cp = f" x cp {grid['cp']}" if grid["cp"] > 1 else ""
     return f"{grid['world_size']} rank{'s' * (grid['world_size'] > 1)} = tp {grid['tp']}{cp} x pp {grid['pp']}{chunks} x dp {grid['dp']}"
@@ -45,15 +45,17 @@ def _grid_table(grid: dict[str, Any]) -> str:
         rows += (
             f"<tr><th>pp {pp}</th>" + "".join(f"<td>{'<br/>'.join(cells[pp, dp])}</td>" for dp in range(t.dp)) + "</tr>"
         )
-    together = '<p class="soft">Global ranks; those in one cell are a tensor-parallel group.</p>' if t.tp > 1 else ""
+    together = (
+        '<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>' if t.tp > 1 else ""
+    )
     return f'<table class="grid">{head}{rows}</table>{together}'
 
 
 def configuration_html(run: Run) -> str:
-    """What differs from the defaults; the command and the whole configuration folded away."""
+    """Return the settings that differ from the defaults, with the command and the whole configuration folded."""
     changed, why_none = changed_settings(run.config_text)
     if changed:
-        head = "<tr><th>section</th><th>differs from its default</th><th>value</th><th>default</th><th>from</th></tr>"
+        head = "<tr><th>section</th><th>setting</th><th>value</th><th>default</th><th>from</th></tr>"
         parts = [f'<table class="settings">{head}{"".join(map(_setting_row, changed))}</table>']
     else:
         parts = [f"<p>{escape(why_none)}.</p>"]
@@ -66,7 +68,7 @@ def configuration_html(run: Run) -> str:
             f"<details><summary>command of the last start</summary><pre>{escape(' '.join(command))}</pre></details>"
         )
     if run.config_text:
-        summary = "the whole configuration, as YAML that loads again"
+        summary = "the whole configuration as YAML, which can be loaded"
         parts.append(f"<details><summary>{summary}</summary><pre>{escape(run.config_text)}</pre></details>")
     return "".join(parts)
 
@@ -80,22 +82,18 @@ def _setting_row(setting: Setting) -> str:
 
 
 def _short(origin: str) -> str:
-    """Where a value came from, with the file's name for its path."""
+    """Return the origin of a value with the path shortened to the file name."""
     kind, _, rest = origin.partition(" ")
     return f"{kind} {rest.rpartition('/')[2]}" if kind == "yaml" else origin
 
 
 def course_html(run: Run) -> str:
-    """Every start of the run and how it ended; what was said meanwhile."""
+    """Return the starts of the run, how each ended, and the notes logged between the steps."""
     head = "<tr><th>start</th><th>at</th><th>lasted</th><th>steps logged</th><th>started</th><th>ended</th></tr>"
     rows = "".join(_segment_row(index, segment) for index, segment in enumerate(run.segments, start=1))
     notes = [record for segment in run.segments for record in segment.notes]
     said = "".join(f"{moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
-    more = (
-        f"<details><summary>what was said beside the steps ({len(notes)})</summary><pre>{said}</pre></details>"
-        if notes
-        else ""
-    )
+    more = f"<details><summary>other log messages ({len(notes)})</summary><pre>{said}</pre></details>" if notes else ""
     return f'<div class="scroll"><table>{head}{rows}</table></div>{more}'
 
 
@@ -124,13 +122,13 @@ def _ended(segment: Segment) -> str:
 
 
 def versions_html(run: Run) -> str:
-    """Of the last start."""
+    """Return versions and machine of the last start."""
     if not run.started:
-        return f"<p>This run wrote no {RUN}, which tells them.</p>"
+        return f"<p>This run wrote no {RUN}, which records them.</p>"
     words = {
         "device": "device",
         "cores": "cores",
-        "threads_per_rank": "threads a rank",
+        "threads_per_rank": "threads per rank",
         "backend": "backend",
         "system": "system",
     }
@@ -143,5 +141,5 @@ def versions_html(run: Run) -> str:
 
 
 def plan_lines(run: Run) -> list[str]:
-    """The plan that the last start printed."""
+    """Return the plan that the last start printed."""
     return str(run.started.get("plan", "")).splitlines()

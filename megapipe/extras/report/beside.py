@@ -1,6 +1,6 @@
-"""Plan and measurement of one step on one axis: for each rank a lane of the plan above a lane of what was measured.
+"""Plan and measurement of one step on one axis: for each rank a lane of the plan above a measured lane.
 
-The drawing brings its own style, light and dark by the reader's setting, and is the same in a page and as a file of its own.
+The drawing has its own style, light or dark by the reader's setting, and is the same in the report and as an SVG file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAN_LANE, MEASURED_LANE, INNER, BETWEEN = 17, 21, 2, 11  # px: lanes, gap withi
 LABELS, TOP, BOTTOM, RIGHT = 104, 30, 58, 24
 DIGITS = 6.2  # px a digit of a microbatch number takes
 NARROWEST, WIDEST = 1184, 9000
-LARGE = 12_000  # boxes; beyond, the boxes of one colour in a lane are one path without numbers and tooltips
+LARGE = 12_000  # boxes; above, the boxes of one colour in a lane are one path without numbers and tooltips
 SHADES = {  # op -> fill of the first and of the last chunk, ink
     Op.F: ((98, 152, 212), (178, 209, 240), "#0b2239"),
     Op.B: ((98, 180, 138), (186, 226, 204), "#0c2b1c"),
@@ -42,7 +42,7 @@ STYLE = """
 
 
 class _Box(NamedTuple):
-    """One computation on both axes: plan and measurement, seconds."""
+    """One computation as planned and as measured, in seconds."""
 
     action: Action
     plan: tuple[float, float]
@@ -52,7 +52,7 @@ class _Box(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """Where things lie, px."""
+    """The layout in px."""
 
     left: int
     width: float
@@ -65,10 +65,10 @@ class _Frame(NamedTuple):
 
 
 def beside(comparison: Comparison, ranks: Sequence[int], width: int | None = None, with_labels: bool = True) -> str:
-    """The drawing as SVG text, `width` px wide (None: wide enough for the microbatch numbers, at least NARROWEST).
+    """Return the drawing as SVG, `width` px wide (None: wide enough for the microbatch numbers, at least NARROWEST).
 
-    ranks: global rank of each pp_rank. with_labels False: without the column that names the ranks, which `labels` draws by itself, so that
-    a page can let the drawing scroll beside it.
+    ranks: global rank of each pp_rank. with_labels False: without the column that names the ranks, which `labels` draws
+    by itself, so that a page can let the drawing scroll beside it.
     """
     boxes = [_boxes(comparison, rank) for rank in range(len(ranks))]
     frame = _frame(comparison, boxes, width, LABELS if with_labels else 6)
@@ -93,14 +93,14 @@ def beside(comparison: Comparison, ranks: Sequence[int], width: int | None = Non
 
 
 def labels(ranks: Sequence[int]) -> str:
-    """The column that names the ranks, as high as the drawing."""
+    """Return the column of rank names, as high as the drawing."""
     height = height_of(len(ranks))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="mp-beside" width="{LABELS}" height="{height}" viewBox="0 0 {LABELS} {height}">'
     return "\n".join([head, *_labels(ranks, LABELS), "</svg>\n"])
 
 
 def height_of(num_ranks: int) -> int:
-    """Height of the drawing, px."""
+    """Return the height of the drawing in px."""
     return _top(num_ranks) - BETWEEN + BOTTOM
 
 
@@ -158,7 +158,7 @@ def _lanes(comparison: Comparison, rank: int, boxes: Sequence[_Box], frame: _Fra
 
 
 def _phases(comparison: Comparison, rank: int) -> Iterator[tuple[str, float, float]]:
-    """What the step does behind its row, on the axis of the drawing."""
+    """Yield the phases of the step after its row, on the axis of the drawing."""
     for name, start, stop in comparison.measured.step.rows[rank].phases:
         if name in PHASES:
             yield name, comparison.measured.seconds(start), comparison.measured.seconds(stop)
@@ -212,7 +212,7 @@ def _title(box: _Box) -> str:
     if box.waited:
         lines.append(f"waited {milliseconds(box.waited)} for its message")
     if box.parameters:
-        lines.append(f"of it {milliseconds(box.parameters)} waiting for parameters")
+        lines.append(f"including {milliseconds(box.parameters)} of waiting for parameters")
     return escape("\n".join(lines))
 
 
@@ -249,7 +249,7 @@ def _axis(comparison: Comparison, frame: _Frame, num_ranks: int) -> Iterator[str
 
 
 def _ends(comparison: Comparison, frame: _Frame, num_ranks: int) -> Iterator[str]:
-    """Where the plan and the measured row end: the lines that tell the difference."""
+    """Yield the lines at the ends of plan and measurement."""
     ends = sorted(((comparison.plan.makespan_seconds, "plan"), (comparison.measured.makespan_seconds, "measured")))
     bottom = _top(num_ranks) - BETWEEN + 4
     close = (ends[1][0] - ends[0][0]) * frame.scale < 130
@@ -281,7 +281,7 @@ def _legend(comparison: Comparison, x: float, y: int) -> Iterator[str]:
 
 
 def round_step(value: float) -> float:
-    """The smallest of 1, 2, 5 x 10^n that is not below `value`, which is above 0."""
+    """Return the smallest of 1, 2, 5 x 10^n that is at least `value`, which is positive."""
     power = 1e-12
     while power * 10 < value:
         power *= 10

@@ -13,7 +13,7 @@ from html import escape
 
 from megapipe.extras.report.beside import round_step
 from megapipe.extras.report.folder import Record, Run
-from megapipe.extras.report.words import number
+from megapipe.extras.report.messages import number
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; longer curves are reduced to the minima and maxima of their neighbourhoods

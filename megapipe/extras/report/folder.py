@@ -1,7 +1,7 @@
-"""What a run left in its folder, read while it goes on, after it ended and after it crashed.
+"""The records of a run in its folder, read while it runs, after it ended or after it crashed.
 
-A run is a folder with metrics.jsonl or run.jsonl (docs/profile.md). Each start of the run is a segment: one that was resumed has several,
-and where a later one began before an earlier one had ended, its steps count.
+A run is a folder with metrics.jsonl or run.jsonl (docs/profile.md). Each start of the run is a segment: a resumed run
+has several, and where their steps overlap, those of the later one count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Segment:
-    """One start of the run and what came of it. start: None where run.jsonl does not tell."""
+    """One start of the run with its records. start: None if run.jsonl does not record it."""
 
     start: Record | None = None
     resumed: Record | None = None
@@ -50,7 +50,7 @@ class Segment:
 
     @property
     def first_time(self) -> float | None:
-        """Unix seconds of its first record."""
+        """Time of its first record, in Unix seconds."""
         return min((record["time"] for record in self.records if "time" in record), default=None)
 
     @property
@@ -59,7 +59,7 @@ class Segment:
 
     @property
     def ending(self) -> str:
-        """'ended', 'stopped' (asked to leave early), 'failed', 'running', or 'unknown': no end was recorded."""
+        """'ended', 'stopped' (early, on request), 'failed', 'running', or 'unknown': no end was recorded."""
         if self.end is not None:
             return "stopped" if self.end["early"] else "ended"
         if self.failures:
@@ -80,7 +80,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder. config_text: the last segment's configuration as YAML, '' where nothing tells. oddities: what could not be read."""
+    """A run's folder.
+
+    config_text: the last segment's configuration as YAML, '' if unknown. oddities: unreadable parts.
+    """
 
     folder: Path
     segments: tuple[Segment, ...]
@@ -96,16 +99,16 @@ class Run:
 
     @property
     def steps(self) -> list[Record]:
-        """The step records that count, by step: a later segment's go over an earlier one's."""
+        """The step records that count, by step: a later segment's replace an earlier one's."""
         return _that_count([segment.steps for segment in self.segments])
 
     @property
     def lost_steps(self) -> list[list[Record]]:
-        """Of each segment but the last: the steps that a later one took again, with the step before them."""
+        """For each segment but the last, the steps that a later one repeated, with the step before them."""
         return [_lost(segment.steps, self.segments[i + 1 :]) for i, segment in enumerate(self.segments[:-1])]
 
     def evaluations(self, split: str) -> list[Record]:
-        """Of 'validation' or 'test', by step."""
+        """Return the evaluations on 'validation' or 'test', by step."""
         found: dict[int, Record] = {}
         for segment in self.segments:
             first = min((record["step"] for record in segment.steps), default=None)
@@ -115,12 +118,12 @@ class Run:
 
     @property
     def started(self) -> Record:
-        """The last start that was recorded; empty where none was."""
+        """The record of the last start; empty if there is none."""
         return next((segment.start for segment in reversed(self.segments) if segment.start is not None), {})
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder. Raises ConfigError for a folder that is none, naming those below it that are."""
+    """Read the run in a folder. Raises ConfigError for a folder without a run, with the runs below it."""
     if not is_run(folder):
         raise ConfigError(_no_run(folder))
     oddities: list[str] = []
@@ -133,13 +136,13 @@ def read_run(folder: Path) -> Run:
 
 
 def is_run(folder: Path) -> bool:
-    """The folder holds the records of a run."""
+    """Return True if the folder holds the records of a run."""
     return (folder / METRICS).is_file() or (folder / RUN).is_file()
 
 
 def _no_run(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder} is no folder; give the one that a run has as --save, or that of its --metrics-file"
+        return f"{folder} is not a folder; give the --save folder of a run, or the folder of its --metrics-file"
     below = sorted(
         {
             path.parent
@@ -165,14 +168,14 @@ def _records(path: Path, oddities: list[str]) -> Iterator[Record]:
             if not isinstance(record["kind"], str):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            if number < len(lines):  # the last line may be on its way
+            if number < len(lines):  # the last line may still be being written
                 oddities.append(f"{path.name} line {number} cannot be read and is left out")
             continue
         yield record
 
 
 def _segments(told: list[Record], metrics: list[Record]) -> list[Segment]:
-    """run.jsonl says when segments started; without it a step that comes again begins one."""
+    """Return the segments that run.jsonl records; without it, a repeated step begins a new one."""
     segments: list[Segment] = []
     for record in told:
         after_its_end = segments and record["kind"] in ("failure",) and segments[-1].end is not None

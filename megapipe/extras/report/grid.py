@@ -10,10 +10,11 @@ from megapipe.schedule.simulate import Timeline
 
 
 def grid_text(what: Schedule | Timeline, max_columns: int = 160) -> str:
-    """A Schedule: its rows, action by action. A Timeline: its computation to scale, one line a rank.
+    """Return a Schedule's rows action by action, or a Timeline's computation to scale, one line per rank.
 
-    On the scale one cell is the shortest action, or as many seconds as it takes to stay within max_columns. A cell holds op and
-    microbatch (F3, B0; with several stages a rank a small letter tells the chunk: F3a, F3b), "=" goes on with a long action, "." is idle.
+    On the scale one cell is the shortest action, or as many seconds as it takes to stay within max_columns. A cell
+    holds op and microbatch (F3, B0; with several stages per rank a letter names the chunk: F3a, F3b), "=" continues an
+    action, "." is idle.
     """
     if isinstance(what, Schedule):
         return rows_text(what.rows)

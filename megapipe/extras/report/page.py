@@ -1,4 +1,4 @@
-"""The HTML page: one file without a network, a font or a script from elsewhere, which says everything without its script too."""
+"""The HTML report: a single file that loads nothing from elsewhere and is complete without its script."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megapipe.extras.report.about import (
 )
 from megapipe.extras.report.charts import charts_html
 from megapipe.extras.report.folder import METRICS, RUN, Record, Run
+from megapipe.extras.report.messages import STATES, bytes_text, duration, loss_text, moment, number
 from megapipe.extras.report.pipeline import pipeline_html
-from megapipe.extras.report.words import STATES, bytes_text, duration, loss_text, moment, number
 
 
 def page(run: Run, now: float | None = None) -> str:
-    """The whole page. now: Unix seconds at which it is written."""
+    """Return the report as HTML. now: Unix seconds at which it is written."""
     now = time.time() if now is None else now
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
     problems = _problems(run)
@@ -37,7 +37,7 @@ def page(run: Run, now: float | None = None) -> str:
         _section("Pipeline: plan and measurement", _pipeline(run)),
         _section("Grid and stages", grid_html(run)),
         _section("Configuration", configuration_html(run)),
-        _section("Course of the run", course_html(run) + ("" if problems else '<p class="soft">No warnings.</p>')),
+        _section("Starts of the run", course_html(run) + ("" if problems else '<p class="soft">No warnings.</p>')),
         _section("Versions and machine", versions_html(run)),
         f'<footer class="soft">Written {moment(now)} by megapipe report {__version__} from {_sources(run)}.</footer>',
     ]
@@ -85,12 +85,12 @@ def _tiles(run: Run) -> str:
             f"{last['step']:,} of {last['train_iters']:,}",
             f"{number(last['consumed_tokens'])} tokens, global batch {last['global_batch_size']:,}",
         ),
-        ("training loss", loss_text(last["loss"]), f"nats a token after step {last['step']:,}"),
+        ("training loss", loss_text(last["loss"]), f"nats per token after step {last['step']:,}"),
         *_validation_tiles(run),
         (
             "speed",
             f"{median(record['tokens_per_second'] for record in steps):,.0f}",
-            f"tokens/s; a step takes {_step_time(steps)}; medians",
+            f"tokens/s, {_step_time(steps)} per step (medians)",
         ),
     ]
     if last.get("mfu") is not None:
@@ -98,7 +98,7 @@ def _tiles(run: Run) -> str:
             (
                 "MFU",
                 f"{median(record['mfu'] for record in steps if record.get('mfu') is not None):.1%}",
-                "model FLOPs of the device's peak",
+                "model FLOPs as a share of the device's peak",
             )
         )
     bubbles = [record["bubble"] for record in steps if record.get("bubble") is not None]
@@ -107,13 +107,11 @@ def _tiles(run: Run) -> str:
             (
                 "bubble",
                 f"{median(bubbles):.1%}",
-                f"measured in every step, median; planned {last['predicted_bubble']:.1%}",
+                f"median of all steps; planned {last['predicted_bubble']:.1%}",
             )
         )
     if last.get("memory_bytes"):
-        tiles.append(
-            ("memory", bytes_text(max(record["memory_bytes"] or 0 for record in steps)), "the most of any rank")
-        )
+        tiles.append(("memory", bytes_text(max(record["memory_bytes"] or 0 for record in steps)), "maximum over ranks"))
     seconds = sum((segment.last_time or 0.0) - (segment.first_time or 0.0) for segment in run.segments)
     if seconds:
         tiles.append(("time", duration(seconds), f"{len(run.segments)} start{'s' * (len(run.segments) > 1)}"))
@@ -142,23 +140,23 @@ def _validation_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _problems(run: Run) -> str:
-    """Warnings and failures; nothing where there are none, which the course of the run then says."""
+    """Return warnings and failures; '' if there are none."""
     items = []
     for segment in run.segments:
-        ranks: dict[str, list[str]] = {}  # a mistake that all ranks see is told once
+        ranks: dict[str, list[str]] = {}  # an error that several ranks report is shown once
         for record in segment.failures:
             ranks.setdefault(f"{record['error']}: {record['text']}", []).append(str(record["rank"]))
         items += [f"rank{'s' * (len(who) > 1)} {' '.join(who)}: {text}" for text, who in ranks.items()]
         items += [record["text"] for record in segment.warnings]
     items += run.oddities
-    items += [f"the loss of step {record['step']:,} is not a number" for record in run.steps if record["loss"] is None][
-        :5
-    ]
+    items += [
+        f"the loss of step {record['step']:,} is NaN or infinite" for record in run.steps if record["loss"] is None
+    ][:5]
     if run.last.ending == "unknown":
         items.append(
-            "no end was recorded: the run goes on on another machine, or it was killed"
+            "no end was recorded: the run continues on another machine, or it was killed"
             if run.last.start
-            else f"this run wrote no {RUN}, so its end is not known"
+            else f"this run wrote no {RUN}, so it is not known how it ended"
         )
     if not items:
         return ""
@@ -172,7 +170,7 @@ def _pipeline(run: Run) -> str:
     last = run.steps[-1]["step"] if run.steps else 0
     start = last if run.last.ending != "running" else last + 50
     return (
-        "<p>No step of this run was profiled. Two steps are enough: give the command that started or goes on with the run</p>"
+        "<p>No step of this run was profiled. Two steps are enough: add these flags to the command that starts or resumes the run</p>"
         f"<pre>--profile-pipeline --profile-step-start {start} --profile-step-end {start + 2}</pre>"
         '<p class="soft">and this place shows the plan and what was measured on one axis, the bubble of both, '
         "and where the difference went.</p>"

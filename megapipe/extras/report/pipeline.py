@@ -1,4 +1,4 @@
-"""The page's part about the pipeline: plan and measurement on one axis, both bubbles on both clocks, and where the difference went."""
+"""The report's section about the pipeline: plan and measurement, both bubbles, and the causes of their difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megapipe.schedule.action import Op
 SHORT = {  # cause -> (title, explanation)
     "equal stages": (
         "equal stages",
-        "the schedule's own bubble: every op as long as the mean of its stages, messages that take no time",
+        "the bubble of the schedule itself: every op takes the mean of all stages, messages take no time",
     ),
     "unequal stages": ("unequal stages", "an op takes longer on one stage than on another"),
     "messages": ("messages", "latency and bandwidth as measured between idle ranks"),
@@ -33,7 +33,7 @@ MOST_STAGES = 24
 
 
 def pipeline_html(profile: Profile, path: Path, num_profiles: int) -> str:
-    """The section for one profile: figures, drawing, causes, times of the stages."""
+    """Return the section for one profile: figures, drawing, causes, times of the stages."""
     summary = summarize(profile)
     return "\n".join(
         [
@@ -41,7 +41,7 @@ def pipeline_html(profile: Profile, path: Path, num_profiles: int) -> str:
             _notes(profile, summary, path, num_profiles),
             _drawing(summary),
             '<div class="two">',
-            f"<div><h3>Where the difference went</h3>{_causes(summary)}</div>",
+            f"<div><h3>Causes of the difference</h3>{_causes(summary)}</div>",
             f"<div><h3>Time of each stage</h3>{_stages(summary)}</div>",
             "</div>",
         ]
@@ -62,13 +62,13 @@ def _tiles(summary: Summary) -> str:
             "bubble, chained",
             f"{predicted.chained:.1%}",
             f"{measured.chained:.1%}",
-            "of the idlest rank, its own first to its last computation",
+            "of the idlest rank, from its first to its last computation",
         ),
         _pair(
-            "pipeline of a step",
+            "pipeline time of a step",
             milliseconds(walls[0]),
             milliseconds(walls[1]),
-            f"of it computation {milliseconds(summary.work_seconds)}, mean of the ranks",
+            f"including {milliseconds(summary.work_seconds)} of computation (mean of the ranks)",
         ),
     ]
     if summary.phases.get("step"):
@@ -95,20 +95,22 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
     schedule = summary.typical.measured.schedule
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, means of {len(steps)}"
     sentences = [
-        f"Profile of {span}: {escape(str(schedule))}. Drawn is step {summary.typical.measured.step.step}.",
+        f"Profile of {span}: {escape(str(schedule))}. The drawing shows step {summary.typical.measured.step.step}.",
         f"{clocks_text(profile).capitalize()}.",
         f"{oversubscription_text(profile)}." if oversubscription_text(profile) else "",
     ]
     if len(summary.all_shares) > 1:
         low, high = min(summary.all_shares), max(summary.all_shares)
         sentences.append(
-            f"Shown is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}; "
-            f"the {len(summary.all_shares)} that were recorded measured {low:.1%} to {high:.1%} with a barrier."
+            f"This is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}; "
+            f"all {len(summary.all_shares)} recorded pipelines measured {low:.1%} to {high:.1%} with a barrier."
         )
     if profile.links:
         link = max(profile.links, key=lambda each: each.latency_seconds + each.transfer_seconds)
         whole = link.latency_seconds + link.transfer_seconds
-        latency = f", {milliseconds(link.latency_seconds)} of it latency" if link.transfer_seconds >= 1e-6 else ""
+        latency = (
+            f", including {milliseconds(link.latency_seconds)} of latency" if link.transfer_seconds >= 1e-6 else ""
+        )
         sentences.append(
             f"Between idle ranks a message of {profile.message_bytes / 2**10:,.0f} KiB takes {milliseconds(whole)}{latency}."
         )
@@ -123,12 +125,12 @@ def _drawing(summary: Summary) -> str:
     ranks = summary.pipeline.global_ranks
     drawn = beside(summary.typical, ranks, with_labels=False)
     width = int(drawn.split('width="', 1)[1].split('"', 1)[0])
-    hint = '<p class="soft">The drawing goes on to the right: scroll it sideways.</p>' if width > NARROWEST else ""
+    hint = '<p class="soft">Scroll sideways to see all of the drawing.</p>' if width > NARROWEST else ""
     return f'<div class="timeline"><div class="ranks">{labels(ranks)}</div><div class="scroll" tabindex="0">{drawn}</div></div>{hint}'
 
 
 def _causes(summary: Summary) -> str:
-    """A waterfall: each cause begins where the ones before it end."""
+    """Return a waterfall: each cause begins where the previous one ends."""
     rows, at = [], 0.0
     sums: list[float] = [0.0]
     for cause in summary.causes:
@@ -153,9 +155,9 @@ def _causes(summary: Summary) -> str:
                 )
             )
     rows.append(_cause_row("measured", "", -low, summary.measured_idle, scale, "sum"))
-    head = "<tr><th>idle time a step</th><th></th><th>barrier</th><th>chained</th></tr>"
+    head = "<tr><th>idle time per step</th><th></th><th>barrier</th><th>chained</th></tr>"
     foot = (
-        '<p class="soft">Milliseconds. One cause after the other is added to the simulated step, so that they sum up exactly; '
+        '<p class="soft">Milliseconds. The causes are added to the simulated step one at a time, so they sum up exactly; '
         "barrier: mean of the ranks, chained: the idlest rank. Plan and measurement do the same work.</p>"
     )
     assert len(rows) == len(CAUSES) + 2
@@ -176,7 +178,7 @@ def _signed(seconds: float, kind: str) -> str:
 
 
 def _stages(summary: Summary) -> str:
-    """Mean and deviation of every op, a row a stage."""
+    """Return a table of mean and standard deviation of every op, one row per stage."""
     ops = [op for op in OPS if any(each.op is op for each in summary.op_times)]
     stages = list(dict.fromkeys(each.stage for each in summary.op_times))
     placement = summary.typical.measured.schedule.placement

@@ -1,4 +1,4 @@
-"""What a configuration sets, read from its YAML text with the comments that say where each value came from."""
+"""The settings of a configuration that differ from the defaults, read from its YAML text and its comments."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ _LINE = re.compile(r"  (\w+): .*?# (.*)$")
 
 
 class Setting(NamedTuple):
-    """A field that is not at its default."""
+    """A field whose value differs from the default."""
 
     section: str
     name: str
     flag: str
     value: str
     default: str
-    origin: str  # 'flag --x', 'yaml FILE line N', or '' where nothing says
+    origin: str  # 'flag --x', 'yaml FILE line N', or '' if unknown
 
 
 def changed_settings(text: str) -> tuple[list[Setting], str]:
-    """(the fields whose value differs from the default, why there are none). Reads what to_yaml wrote, in this or an older version."""
+    """Return the fields that differ from their defaults, and if there are none the reason.
+
+    Reads what to_yaml wrote, in this or an older version.
+    """
     if not text:
         return [], "the run recorded no configuration"
     try:
@@ -43,7 +46,7 @@ def changed_settings(text: str) -> tuple[list[Setting], str]:
             found.append(
                 Setting(field.section, field.name, field.main_flag, value_text(value), default, origins.get(key, ""))
             )
-    return found, "" if found else "everything is at its default"
+    return found, "" if found else "all settings have their defaults"
 
 
 def _origins(text: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""A timeline as SVG: one lane a rank, one box an action with its microbatch number, coloured by op and shaded by chunk.
+"""A timeline as SVG: one lane per rank, one box per action with its microbatch, coloured by op and shaded by chunk.
 
-An overlapped pair shares its box, the forward above. Under each lane runs the number of live chunks, filled, and as a line the inputs that
-have come and wait. Beyond LARGE actions the boxes of one colour are one path a lane, thinner and without tooltips, so that a browser
-can still show 64 ranks with 512 microbatches.
+An overlapped pair shares its box, the forward above. Under each lane the number of live chunks is drawn filled, and
+the inputs that have arrived and wait as a line. Above LARGE actions the boxes of one colour are one path per lane,
+thinner and without tooltips, so that a browser can still show 64 ranks with 512 microbatches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIVE, WAITING = "#c9ccd6", "#7a4a1e"
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things lie, in px."""
+    """The layout in px."""
 
     width: int
     lane: int
@@ -67,7 +67,7 @@ class _Layout:
 
 
 def svg(timeline: Timeline, width: int | None = None) -> str:
-    """The drawing as text, `width` px wide (None: wide enough for the numbers). Messages are lines if they take time.
+    """Return the drawing, `width` px wide (None: wide enough for the numbers). Messages are lines if they take time.
 
     Unless the schedule is large, every box has a tooltip with action, start and end.
     """
@@ -139,13 +139,13 @@ def _lane(timeline: Timeline, rank: int, layout: _Layout) -> list[str]:
 
 
 def _pair_halves(timeline: Timeline, rank: int) -> dict[Action, int]:
-    """action -> 0 for the forward of an overlapped pair, 1 for its backward."""
+    """Return 0 for the forward of each overlapped pair, 1 for its backward."""
     row = timeline.schedule.rows[rank]
     return {row[slot + half + 1]: half for slot, action in enumerate(row) if action.op is Op.OVERLAP for half in (0, 1)}
 
 
 def _place(action: Action, top: int, lane: int, pairs: dict[Action, int]) -> tuple[float, float]:
-    """y and height of a box."""
+    """Return y and height of a box."""
     if action.op is Op.REDUCE_GRAD:
         return top + lane, STRIP
     if action in pairs:
@@ -172,39 +172,39 @@ def _box(action: Action, start: float, end: float, y: float, height: float, fill
 def _curves(
     timeline: Timeline, rank: int, waiting: Sequence[tuple[float, float]], layout: _Layout, most: int
 ) -> list[str]:
-    """Live chunks as a filled curve, all ranks on one scale, with the rank's peak beside it; waiting inputs as a line on the same scale."""
+    """Return live chunks as a filled curve with its peak, and waiting inputs as a line; one scale for all ranks."""
     live = live_curve(timeline, rank)
     if not live or not most:
         return []
-    floor = (
+    base = (
         layout.top(rank)
         + layout.lane
         + layout.curve
         + (STRIP if _has_reductions(timeline) and not layout.is_large else 0)
     )
     unit = (layout.curve - 1) / max(most, *(count for _, count in waiting), 1)
-    parts = [f'<path fill="{LIVE}" d="{_steps(live, floor, unit, layout)}V{floor}Z"/>']
+    parts = [f'<path fill="{LIVE}" d="{_steps(live, base, unit, layout)}V{base}Z"/>']
     if any(count for _, count in waiting):
         parts.append(
-            f'<path fill="none" stroke="{WAITING}" stroke-width="0.8" d="{_steps(waiting, floor, unit, layout)}"/>'
+            f'<path fill="none" stroke="{WAITING}" stroke-width="0.8" d="{_steps(waiting, base, unit, layout)}"/>'
         )
     peak = max(count for _, count in live)
     x, size = LEFT + timeline.makespan_seconds * layout.scale + 5, 8 if layout.is_large else 10
-    return [*parts, f'<text x="{x:.1f}" y="{floor}" font-size="{size}" fill="#555555">peak {peak:g}</text>']
+    return [*parts, f'<text x="{x:.1f}" y="{base}" font-size="{size}" fill="#555555">peak {peak:g}</text>']
 
 
 def _has_reductions(timeline: Timeline) -> bool:
     return any(timeline.costs.seconds.get((stage, Op.REDUCE_GRAD)) for stage in range(timeline.schedule.num_stages))
 
 
-def _steps(curve: Sequence[tuple[float, float]], floor: int, unit: float, layout: _Layout) -> str:
-    """A step curve as a path that starts on the floor; steps narrower than half a pixel keep their highest point."""
-    parts = [f"M{layout.x(curve[0][0]):.1f} {floor}"]
+def _steps(curve: Sequence[tuple[float, float]], base: int, unit: float, layout: _Layout) -> str:
+    """Return a step curve as a path; steps narrower than half a pixel keep their highest point."""
+    parts = [f"M{layout.x(curve[0][0]):.1f} {base}"]
     highest, drawn = 0.0, layout.x(curve[0][0])
     for (time, level), (following, _) in pairwise([*curve, (curve[-1][0] + 1.0 / layout.scale, 0.0)]):
         highest = max(highest, level)
         if layout.x(following) - drawn >= 0.5 or following > curve[-1][0]:
-            parts.append(f"H{max(drawn, min(layout.x(time), layout.x(following))):.1f}V{floor - highest * unit:.1f}")
+            parts.append(f"H{max(drawn, min(layout.x(time), layout.x(following))):.1f}V{base - highest * unit:.1f}")
             drawn, highest = layout.x(following), 0.0
     return "".join([*parts, f"H{layout.x(curve[-1][0]):.1f}"])
 
@@ -215,7 +215,7 @@ def _between(first: str, last: str, part: float) -> str:
 
 
 def _messages(timeline: Timeline, layout: _Layout) -> list[str]:
-    """A line from the sender's lane to the receiver's for every message that takes time."""
+    """Return a line from the sender's lane to the receiver's for every message that takes time."""
     lines = []
     placement = timeline.schedule.placement
     for rank, row in enumerate(timeline.schedule.rows):
@@ -243,7 +243,7 @@ def _axis(timeline: Timeline, layout: _Layout, y: int) -> list[str]:
 
 
 def _round_step(seconds: float) -> float:
-    """The smallest of 1, 2, 5 x 10^n that is not below `seconds`."""
+    """Return the smallest of 1, 2, 5 x 10^n that is at least `seconds`."""
     if seconds <= 0:
         return 0.0
     power = 10.0 ** (len(f"{seconds:.0f}") - 1 if seconds >= 1 else -len(f"{1 / seconds:.0f}"))

@@ -1,4 +1,4 @@
-"""Numbers, times and states as the page writes them."""
+"""Numbers, times and states as the report shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATES = {  # of a segment's ending
 
 
 def number(value: float) -> str:
-    """A number short and readable: 12,300; 0.0042; 1.2M."""
+    """Return a number in short form: 12,300; 0.0042; 1.2M."""
     size = abs(value)
     if size >= 1e9:
         return f"{value / 1e9:.3g}G"
@@ -29,17 +29,17 @@ def number(value: float) -> str:
 
 
 def loss_text(value: float | None) -> str:
-    """A loss; metrics hold null where it was not finite."""
-    return "not a number" if value is None else f"{value:.4f}"
+    """Return a loss; None stands for one that was not finite."""
+    return "NaN or infinite" if value is None else f"{value:.4f}"
 
 
 def bytes_text(count: float) -> str:
-    """1.50 GiB, 512 MiB."""
+    """Return a size such as 1.50 GiB or 512 MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """90 s, 5 min 3 s, 2 h 10 min, 3 d 4 h."""
+    """Return a time such as 90 s, 5 min 3 s, 2 h 10 min or 3 d 4 h."""
     whole = round(seconds)
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if whole < 120:
@@ -50,5 +50,5 @@ def duration(seconds: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Unix seconds as local date and time."""
+    """Return Unix seconds as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
