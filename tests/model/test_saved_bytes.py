@@ -1,4 +1,4 @@
-"""The table in megapipe/model/__init__.py, counted: bytes that one layer keeps for its backward, for each recompute option."""
+"""The table in megapipe/model/block.py, counted: bytes that one layer keeps for its backward, for each recompute option."""
 
 from __future__ import annotations
 
