@@ -1,4 +1,4 @@
-"""Op and Action: the words a pipeline schedule is written in, and their text form."""
+"""Op and Action, the elements of a pipeline schedule, and their text form."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from megapipe.errors import ScheduleError
 
 
 class Op(enum.Enum):
-    """What a rank does with one stage. Read "output" and "input" as those of the action's own stage s.
+    """An operation of a rank on one stage s; "output" and "input" below are those of stage s.
 
     A RECV posts the receive and does not wait; the action that consumes the message waits for it.
     """
 
     F = "F"  # forward
-    B = "B"  # full backward: I and W at once
+    B = "B"  # full backward: I and W together
     I = "I"  # input gradient; leaves the weight gradient to a later W (some papers call this "B")  # noqa: E741
     W = "W"  # weight gradient
     SEND_F = "SEND_F"  # the output goes to stage s + 1
     RECV_F = "RECV_F"  # the input comes from stage s - 1
     SEND_B = "SEND_B"  # the input gradient goes to stage s - 1
     RECV_B = "RECV_B"  # the output gradient comes from stage s + 1
-    REDUCE_GRAD = (
-        "REDUCE_GRAD"  # the stage's weight gradients are complete on this rank: its data-parallel reduction may start
-    )
-    OVERLAP = "OVERLAP"  # the F of this stage and microbatch, which follows, and the backward after that one run side by side (DualPipe)
-    UPDATE = "UPDATE"  # asynchronous schedules: the weights take one optimizer step with the gradients of all microbatches so far
+    # the stage's weight gradients are complete on this rank: start their data-parallel reduction
+    REDUCE_GRAD = "REDUCE_GRAD"
+    # the next two actions, the F of this stage and microbatch and a backward, run side by side (DualPipe)
+    OVERLAP = "OVERLAP"
+    # asynchronous schedules: one optimizer step with the gradients since the last one, up to this microbatch's
+    UPDATE = "UPDATE"
 
-    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, which a million actions feel
+    __hash__ = object.__hash__  # faster than Enum's own hash, a Python call; members are singletons
 
 
 COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
-BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # what occupies a rank
-PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # what a schedule holds before messages and reductions are put in
+BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # ops that occupy a rank
+PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # the ops of a schedule that is not lowered
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
-COMPLETES_OPS = frozenset({Op.B, Op.W})  # after them the weight gradient is there
+COMPLETES_OPS = frozenset({Op.B, Op.W})  # ops that complete the weight gradient
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})
 RECV_OPS = frozenset({Op.RECV_F, Op.RECV_B})
 
 
 class Action(NamedTuple):
-    """One entry of a row. `microbatch` is None for ops that concern the whole step (REDUCE_GRAD)."""
+    """One entry of a row. REDUCE_GRAD concerns the whole step: its microbatch is None."""
 
     stage: int
     op: Op
@@ -56,7 +57,7 @@ _PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)", re.ASCII)
 
 
 def parse_action(text: str) -> Action:
-    """The inverse of str(action): "2F0", "2SEND_F0", "2REDUCE_GRAD". ScheduleError for anything else."""
+    """Parse "2F0", "2SEND_F0", "2REDUCE_GRAD": the inverse of str(action). Raises ScheduleError for anything else."""
     match = _PATTERN.fullmatch(text.strip())
     names = {op.value: op for op in Op}
     if match is None or match[2] not in names:

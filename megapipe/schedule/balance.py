@@ -1,6 +1,6 @@
-"""Layers -> stages where a rank holds several of them: cuts whose busiest rank is least busy, with a limit on each rank's memory.
+"""Cuts of the layers into stages that balance the load of ranks with several stages, within a memory limit per rank.
 
-The planner simulates what is proposed here and takes the best. Used by planner.cut.
+`plan.balance` simulates the proposed cuts and takes the best.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from functools import partial
 from megapipe.schedule.partition import Partition, StageCost, cut_by_stage_cost, from_counts
 from megapipe.schedule.placement import Placement
 
-Fits = Callable[
-    [int, tuple[int, ...]], bool
-]  # (pp_rank, layers of each of its stages in model order) -> they fit into its memory
+# (pp_rank, layers of each of its stages in model order) -> they fit into its memory
+Fits = Callable[[int, tuple[int, ...]], bool]
 INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
 class CutQuestion:
-    """What is to be cut, and for whom.
+    """A model to be cut, and the ranks that it is cut for.
 
-    cost: of one microbatch on a rank of speed 1. rank_speeds: of each pp_rank, above 0. layers_alike: the cost of a stage depends on the
-    number of its layers alone. fits: growing with the layers of each stage.
+    cost: of one microbatch on a rank of speed 1. rank_speeds: of each pp_rank, above 0.
+    layers_alike: the cost of a stage depends only on the number of its layers.
+    fits: whether the layers of a rank fit into its memory; fewer layers must fit too.
     """
 
     placement: Placement
@@ -36,18 +36,19 @@ class CutQuestion:
 
     @property
     def fewest(self) -> int:
-        """Layers that every stage has at least."""
+        """The least number of layers of a stage."""
         return 1 if self.num_layers >= self.placement.num_stages else 0
 
 
 def balanced_cuts(question: CutQuestion) -> list[Partition]:
-    """Cuts worth simulating, no two alike; [] if none fits.
+    """Return distinct cuts worth simulating; [] if none fits.
 
-    The first balances stages one by one (exact by dynamic programming, and with one stage a rank all there is to do); with ranks of
-    unequal speed there is also the one for equal speeds. With several stages a rank the others balance the sums of ranks: with layers
-    that are alike the largest sum is the least possible, as a layer goes each time to the rank that is then least busy, except where the
-    memory limit decides how a rank's layers lie over its chunks; otherwise single layers are moved between neighbours as long as that
-    helps, which need not end at the optimum. With two directions the ranks that share their stages count as one.
+    The first balances single stages, exactly by dynamic programming, which is all that one stage per rank needs. If
+    rank speeds differ, another one assumes equal speeds. With several stages per rank the others balance the sums of
+    ranks. If layers are alike, each layer goes to the rank that is then least busy, so the largest sum is minimal,
+    unless the memory limit restricts how a rank's layers are spread over its chunks. Otherwise single layers move
+    between neighbouring stages as long as that helps, which may miss the optimum. With two directions, ranks that share
+    their stages count as one.
     """
     found = [_by_stage(question)]
     if len(set(question.rank_speeds)) > 1:
@@ -65,7 +66,7 @@ def balanced_cuts(question: CutQuestion) -> list[Partition]:
 def rank_loads(
     placement: Placement, cost: StageCost, rank_speeds: Sequence[float], cut: Partition
 ) -> tuple[float, ...]:
-    """Seconds that each pp_rank computes for one microbatch (with two directions: for one of each)."""
+    """Return the seconds that each pp_rank computes for one microbatch (with two directions: for one of each)."""
     of_stage = [cost(index, stage.first_layer, stage.last_layer_exclusive) for index, stage in enumerate(cut.stages)]
     return tuple(
         sum(of_stage[stage] for stage in placement.stages_of(rank)) / speed for rank, speed in enumerate(rank_speeds)
@@ -77,7 +78,7 @@ def _shares_ranks(placement: Placement) -> bool:
 
 
 def _by_stage(question: CutQuestion) -> Partition | None:
-    """Least maximum over stages, each at the speed of its slowest rank."""
+    """Minimize the maximum over stages, each at the speed of its slowest rank."""
     placement, alone = question.placement, not _shares_ranks(question.placement)
     slowest = [
         min(question.rank_speeds[rank] for rank in placement.ranks_of(stage)) for stage in range(placement.num_stages)
@@ -101,14 +102,13 @@ def _all_fit(question: CutQuestion, counts: Sequence[int]) -> bool:
 
 # filling ranks with layers that are alike
 
-Choose = Callable[
-    [CutQuestion, "_Share", Sequence[int]], list[int]
-]  # which of its stages a share would give a layer to, best first
+# the stages of a share in the order in which they should get a layer
+Choose = Callable[[CutQuestion, "_Share", Sequence[int]], list[int]]
 
 
 @dataclass(frozen=True)
 class _Share:
-    """Stages that are held together: by one rank, or with two directions by the two that hold the same."""
+    """Stages held by the same rank, or with two directions by the same two ranks."""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -122,11 +122,13 @@ def _shares(placement: Placement) -> list[_Share]:
 
 
 def _filled(question: CutQuestion, choose: Choose) -> Partition | None:
-    """Every stage gets its fewest layers, then layer by layer the share that is least busy with one more. None if not all layers fit."""
+    """Give every stage its fewest layers, then each layer to the share that is least busy with it; None if not all
+    layers fit.
+    """
     counts = [question.fewest] * question.placement.num_stages
     if not _all_fit(question, counts):
         return None
-    waiting: list[tuple[float, int, int]] = []  # (load with one more layer, share, stage it would go to)
+    waiting: list[tuple[float, int, int]] = []  # (load with one more layer, share, its stage)
     shares = _shares(question.placement)
 
     def offer(index: int) -> None:
@@ -153,17 +155,17 @@ def _filled(question: CutQuestion, choose: Choose) -> Partition | None:
 
 
 def _earliest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
-    """The stage that costs least with one more; of equal ones the first in the model."""
+    """Order stages by their cost with one more layer; equal ones first in the model first."""
     return sorted(share.stages, key=partial(_one_more, question, counts))
 
 
 def _latest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
-    """The same; of equal ones the last in the model."""
+    """Order stages by their cost with one more layer; equal ones last in the model first."""
     return sorted(share.stages, key=lambda stage: (_one_more(question, counts, stage), -stage))
 
 
 def _leanest(question: CutQuestion, share: _Share, counts: Sequence[int]) -> list[int]:
-    """The last stages first: they keep their activations for the shortest time."""
+    """Order the last stages first: they keep their activations for the shortest time."""
     return sorted(share.stages, reverse=True)
 
 
@@ -175,7 +177,7 @@ def _one_more(question: CutQuestion, counts: Sequence[int], stage: int) -> float
 
 
 def _descended(question: CutQuestion, start: Partition) -> Partition:
-    """The cut where no single layer moved over one border makes the busiest ranks less busy."""
+    """Move single layers over stage borders until that no longer makes the busiest ranks less busy."""
     best, best_loads = start, _sorted_loads(question, start)
     while True:
         for counts in _neighbours(best.layer_counts, question.fewest):

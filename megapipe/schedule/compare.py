@@ -1,4 +1,4 @@
-"""Schedules side by side: what each family costs for the same model on the same ranks."""
+"""All schedule families side by side: time and memory for the same model on the same ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megapipe.schedule.validate import validate
 
 
 class Seconds(NamedTuple):
-    """Of one slice of the model."""
+    """Seconds of one slice of the model."""
 
     forward: float
     input_gradient: float
@@ -27,12 +27,16 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What is cut into stages, whatever their number.
+    """A model that can be cut into any number of stages.
 
-    slices: seconds of equally many layers each, in model order. transfer_seconds: a message occupies its channel; latency_seconds: from
-    then to its use. pair_share: how long an overlapped forward and backward take, to their sum. optimizer_seconds: norm, update and
-    gather after the last action. activation_bytes: of one microbatch in the slices of one rank (the whole model's over the ranks);
-    kept_for_weights: the part of it that stays from I to W. overlap: messages run beside the computation, else on the clock of the sender.
+    slices: seconds of equally many layers each, in model order.
+    transfer_seconds: the time that a message occupies its channel. latency_seconds: from then to its use.
+    pair_share: the time of an overlapped forward and backward relative to their sum.
+    optimizer_seconds: norm, update and gather after the last action.
+    activation_bytes: of one microbatch in the slices of one rank (those of the whole model divided by the ranks).
+    kept_for_weights: the fraction of it that stays from I to W.
+    overlap: messages overlap with the computation; otherwise they block the sender.
+    rank_speeds: relative speed of each rank, 1: the given seconds.
     """
 
     slices: tuple[Seconds, ...]
@@ -43,15 +47,18 @@ class Model:
     activation_bytes: float = 0.0
     kept_for_weights: float = 1.0
     overlap: bool = True
-    rank_speeds: tuple[float, ...] = ()  # of each rank, 1: as the seconds say
+    rank_speeds: tuple[float, ...] = ()
 
     @staticmethod
     def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
-        """A model of which every rank holds the same; seconds are those of all the layers of one rank."""
+        """Return a model of equal slices, one per rank; seconds are those of all the layers of one rank."""
         return Model((Seconds(forward, input_gradient, weight_gradient),) * num_ranks, **rest)
 
     def costs(self, num_stages: int) -> Costs:
-        """The costs of num_stages contiguous stages. ConfigError if the slices cannot be cut (or, all equal, divided) into them."""
+        """Return the costs of num_stages contiguous stages.
+
+        Raises ConfigError if uneven slices cannot be divided into them.
+        """
         per_stage = self._stages(num_stages)
         seconds: dict[tuple[int, Op], float] = {}
         for stage, (forward, input_gradient, weight_gradient) in enumerate(per_stage):
@@ -76,13 +83,17 @@ class Model:
         if len(set(self.slices)) == 1:
             return [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
         raise ConfigError(
-            f"{count} uneven slices of the model cannot be cut into {num_stages} equal stages: give a multiple of {num_stages}"
+            f"{count} uneven slices of the model cannot be cut into {num_stages} equal stages: give a multiple of "
+            f"{num_stages}"
         )
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What a step of one schedule costs. Peaks and idle are those of the worst rank; peak_bytes is 0 without activation_bytes."""
+    """Time and memory of a step.
+
+    Peaks and idle are those of the worst rank; peak_bytes is 0 without activation_bytes.
+    """
 
     schedule: str
     num_ranks: int
@@ -96,7 +107,7 @@ class Measures:
     barrier_ratio: float
     chained_share: float
     chained_ratio: float
-    peak_microbatches: float  # each of 1 / num_ranks of the model, until W
+    peak_microbatches: float  # until W; a microbatch of 1 / num_ranks of the model
     peak_until_input_gradient: float
     peak_bytes: float
     inputs_held: int
@@ -109,7 +120,7 @@ class Measures:
 
 
 class Refusal(NamedTuple):
-    """A family that cannot do what was asked, and why."""
+    """A family that cannot run the given shape, and the reason."""
 
     schedule: str
     reason: str
@@ -119,7 +130,7 @@ class Refusal(NamedTuple):
 
 
 def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[Measures, Timeline]:
-    """Validate, lower and simulate a compute-only schedule. Messages that overlap take a channel each; see Costs."""
+    """Validate, lower and simulate a compute-only schedule."""
     lowered = lower(schedule, receive_depth)
     proof = validate(lowered)
     timeline = simulate(lowered, model.costs(schedule.num_stages))
@@ -160,9 +171,10 @@ def compare(
     memory_limits: Sequence[float] = (),
     names: Sequence[str] = (),
 ) -> list[Measures | Refusal]:
-    """All families of the table (or `names`) for the same model, in the order of the table.
+    """Measure all families of the table (or `names`) for the same model, in the order of the table.
 
-    num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, a row each (p and 2 p if none is given).
+    num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, one row each
+    (default: p and 2 p).
     """
     rows: list[Measures | Refusal] = []
     for name in names or SCHEDULES:

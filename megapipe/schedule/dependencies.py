@@ -1,8 +1,9 @@
-"""What an action needs and what it makes: the one rule from which order, communication, proof, time and memory are derived.
+"""The inputs and outputs of every op, from which order, communication, proof, times and memory are derived.
 
-NEEDS and MAKES state it as a table of (kind of value, stage offset); `needs` and `makes` read it for one action, the walk over a whole
-schedule (machine.py) and the lowering read the same table with integers. A need has to be met on the rank that runs the action: by an
-earlier action there or by a message. Two kinds of value travel between stages, and a hop within one rank needs no message.
+NEEDS and MAKES are tables of (kind of value, stage offset). `needs` and `makes` read them for one action; the walk over
+a whole schedule (machine.py) and the lowering read them with integers. An input must be on the rank that runs the
+action, from an earlier action there or from a message. Two kinds of values travel between stages; between two stages of
+one rank no message is needed.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from megapipe.schedule.action import Action, Op
 
 
 class ValueKind(enum.Enum):
-    """What can exist for a (stage, microbatch)."""
+    """A kind of value of a (stage, microbatch)."""
 
     ACT = "activation"  # the stage's output; ACT of stage -1 is the data
-    GRAD = "gradient"  # of the loss by the stage's input; GRAD of stage num_stages is the loss's own, always there
-    LEFT = "saved inputs and output gradients"  # what I leaves behind for W
+    # of the loss by the stage's input; GRAD of stage num_stages is that of the loss, always available
+    GRAD = "gradient"
+    LEFT = "saved inputs and output gradients"  # kept by I for W
     WGRAD = "weight gradient"
 
     __hash__ = object.__hash__
 
 
 class Value(NamedTuple):
-    """A value of the step; microbatch None means: of every microbatch that this rank runs."""
+    """A value of the step; microbatch None stands for every microbatch that the rank runs."""
 
     kind: ValueKind
     stage: int
@@ -46,7 +48,7 @@ NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RECV_F: (),
     Op.RECV_B: (),
     Op.REDUCE_GRAD: ((ValueKind.WGRAD, 0),),
-    Op.OVERLAP: (),  # waits for what its two halves need, and makes what they make
+    Op.OVERLAP: (),  # its two halves, which follow, have the inputs and outputs
     Op.UPDATE: ((ValueKind.WGRAD, 0),),
 }
 MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
@@ -63,7 +65,8 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.UPDATE: (),
 }
 
-# the two kinds that travel: the op that sends the value, the op that posts its receive, the step from its maker's stage to its user's
+# kinds that travel -> (op that sends the value, op that posts its receive, offset from the stage that makes it to the
+# one that uses it)
 TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {
     ValueKind.ACT: (Op.SEND_F, Op.RECV_F, +1),
     ValueKind.GRAD: (Op.SEND_B, Op.RECV_B, -1),
@@ -71,27 +74,28 @@ TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {
 
 
 def needs(action: Action) -> tuple[Value, ...]:
-    """The values that must be on the rank before `action` can run."""
+    """Return the values that must be on the rank before `action` can run."""
     return tuple(Value(kind, action.stage + offset, action.microbatch) for kind, offset in NEEDS[action.op])
 
 
 def makes(action: Action) -> tuple[Value, ...]:
-    """The values that are on the rank once `action` has run (for a receive: once its message has come)."""
+    """Return the values that are on the rank once `action` has run (for a receive: once its message has arrived)."""
     return tuple(Value(kind, action.stage + offset, action.microbatch) for kind, offset in MAKES[action.op])
 
 
 def is_given(value: Value, num_stages: int) -> bool:
-    """True for what nobody has to make: the data before stage 0 and the loss's gradient after the last stage."""
+    """Return True for values that no action makes: the data before stage 0 and the gradient after the last stage."""
     return (value.kind is ValueKind.ACT and value.stage < 0) or (
         value.kind is ValueKind.GRAD and value.stage >= num_stages
     )
 
 
 class Channel(NamedTuple):
-    """One in-order path for messages: over the boundary between stage `boundary` and `boundary` + 1, activations or gradients.
+    """An in-order path of activations or gradients over the boundary between stage `boundary` and `boundary` + 1.
 
-    Never keyed by a pair of ranks: with two ranks and several chunks previous and next are the same rank, and one path for all of it
-    would hand the wrong tensor over silently. `direction` tells the two paths of a two-direction placement apart.
+    Never keyed by a pair of ranks: with two ranks and several chunks the previous and the next rank are the same, and a
+    shared path would silently deliver the wrong tensor. `direction` separates the two paths of a two-direction
+    placement.
     """
 
     kind: ValueKind
@@ -108,7 +112,7 @@ class Channel(NamedTuple):
 
 
 def channel_of(action: Action, num_directions: int = 1) -> Channel:
-    """The channel of a SEND or RECV action."""
+    """Return the channel of a SEND or RECV action."""
     if action.microbatch is None or action.op not in _BOUNDARY:
         raise ValueError(f"{action} is not a message")
     kind, offset = _BOUNDARY[action.op]

@@ -1,4 +1,5 @@
-"""The table of schedule families, the only list of pipeline-schedule names, and the functions that build a schedule from a name.
+"""The table of schedule families, the only list of pipeline-schedule names, and the functions that build a schedule
+from a name.
 
 `build_schedule` returns computation only, `build_lowered` the schedule that the engine runs.
 """
@@ -63,13 +64,14 @@ class ScheduleFamily:
     takes_chunks: bool = False  # several chunks per rank, that is stages in each direction
     chunks: int | None = None  # the number of chunks, if the family works with only one number
     without_chunks: str = ""  # the family that this one equals with one chunk
-    group_rule: str = ""  # why a microbatch group may not be smaller than the ranks; empty if the family has no groups
+    group_rule: str = ""  # why groups must be at least as large as the ranks; empty: no groups
     splits_backward: bool = False  # has I and W (some of its backwards may be whole)
     overlaps_pairs: bool = False  # runs a forward and a backward side by side (OVERLAP)
     is_automatic: bool = False  # searched for given times and a memory limit (AutoGoal)
     is_candidate: bool = False  # the layout search tries it: no other family is as fast with less memory
     check: Callable[[Shape], None] | None = None  # raises ConfigError for other limits
-    # (ranks, microbatches) -> (why it cannot run so many microbatches, '' if it can; the nearest numbers that it can run)
+    # (ranks, microbatches) -> (why it cannot run so many microbatches, '' if it can; the nearest numbers that it can
+    # run)
     counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
     versions: VersionRule | None = None  # the weights that a microbatch uses where they change within the schedule
 
@@ -85,7 +87,7 @@ class ScheduleFamily:
 
     @property
     def has_two_directions(self) -> bool:
-        """True if microbatches enter at both ends and every stage lies on two ranks."""
+        """True if microbatches enter at both ends and every stage is on two ranks."""
         return self.place is _two_directions
 
     @property
@@ -249,10 +251,10 @@ def build_schedule(
 ) -> Schedule:
     """Return the compute-only schedule `name`, validated.
 
-    group_size: microbatches that run through one chunk before the next (default and least: num_ranks). num_microbatches or more gives
-    breadth-first with pipelined chunk changes; between the two lies Llama 3's mix (arXiv:2407.21783).
-    goal: times and memory limit for the automatic scheduler.
-    Raises ConfigError if the family cannot do what is asked, with the nearest value that works.
+    group_size: microbatches that run through one chunk before the next (default and least: num_ranks). num_microbatches
+    or more gives breadth-first with pipelined chunk changes, values between give Llama 3's mix (arXiv:2407.21783).
+    goal: times and memory limit for the automatic scheduler. Raises ConfigError if the family cannot run this shape,
+    with the nearest one that works.
     """
     family = schedule_family(name)
     shape = _checked_shape(family, num_ranks, num_chunks, num_microbatches, group_size)
@@ -283,8 +285,8 @@ def build_lowered(
 def build_forward_only(placement: Placement, num_microbatches: int, receive_depth: int = 2) -> Schedule:
     """Return the lowered, validated schedule of evaluation and generation: forwards only, for any placement.
 
-    Groups of num_ranks microbatches pass chunk by chunk through every rank. All rows are sorted by one key (group, stage, microbatch)
-    that also orders the dependencies, so no placement can deadlock.
+    Groups of num_ranks microbatches pass chunk by chunk through every rank. All rows are sorted by one key (group,
+    stage, microbatch) that also orders the dependencies, so no placement can deadlock.
     """
     if num_microbatches < 1:
         raise ConfigError(f"a forward-only schedule of {num_microbatches} microbatches; use 1 or more")
@@ -316,7 +318,8 @@ def _checked_shape(
     if num_chunks > 1 and not family.takes_chunks:
         several = ", ".join(other for other, row in SCHEDULES.items() if row.takes_chunks)
         raise ConfigError(
-            f"schedule {name} holds one chunk per rank{' in each direction' if family.has_two_directions else ''}, but {num_chunks} "
+            f"schedule {name} holds one chunk per rank{' in each direction' if family.has_two_directions else ''}, "
+            f"but {num_chunks} "
             f"were given; use 1 chunk, or a schedule with chunks: {several}"
         )
     if group_size is not None and not family.takes_group_size:

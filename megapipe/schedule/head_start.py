@@ -1,9 +1,10 @@
-"""The head start: the forwards of a step that run before the verdict on the step before (norm and overflow check) is known.
+"""The head start: the forwards of a step that run before the norm and overflow check of the previous step is known.
 
-Without a barrier between steps rank 0 begins while the last rank still works on the step before: on equal stages p - 1 forwards earlier,
-rank r p - 1 - r. These forwards, F of stage s and microbatch k with s + k < p - 1, are the triangle that ZB-H2 and ZB-V keep busy
-(Qi et al. 2023, arXiv:2401.10241, figures 3 and 9). If the verdict changes the weights they are run again, so no message of theirs may be
-under way at that moment: what crosses the border waits behind it.
+Without a barrier between steps rank 0 begins while the last rank still works on the previous step: with equal stages
+rank r starts p - 1 - r forwards earlier. These forwards, F of stage s and microbatch k with s + k < p - 1, are the
+triangle that ZB-H2 and ZB-V keep busy (Qi et al. 2023, arXiv:2401.10241, figures 3 and 9). If the check changes the
+weights they run again, so none of their messages may be in flight at that moment: a message that would leave the head
+start is sent or posted after it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ Forwards = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 
 @dataclass(frozen=True)
 class HeadStart:
-    """A lowered schedule and, of each row, how many of its first actions need no verdict: forwards and the messages among them alone.
+    """A lowered schedule and, for each row, the number of first actions that may run before the check.
 
-    The computation and the order of every channel are those of the schedule it was made from.
+    These are forwards and messages between them. Computation and the order of every channel are those of the original
+    schedule.
     """
 
     schedule: Schedule
@@ -28,10 +30,10 @@ class HeadStart:
 
 
 def give_head_start(schedule: Schedule) -> HeadStart:
-    """Move the messages of a valid lowered schedule so that the head start of every rank is closed.
+    """Move the messages of a valid lowered schedule so that the head starts of all ranks are closed.
 
-    Closed: what one rank sends in its head start another receives and uses in its own. A send whose receiver stands behind the border, and
-    a receive posted ahead for later, come first after it.
+    Closed means that a message sent in one head start is received and used in another. A send to a later forward and a
+    receive posted ahead for a later action move to right after the head start.
     """
     heads = _forwards(schedule)
     rows, lengths = [], []
@@ -46,7 +48,9 @@ def give_head_start(schedule: Schedule) -> HeadStart:
 
 
 def _forwards(schedule: Schedule) -> Forwards:
-    """The largest set of forwards of the triangle that stand first in their rows and whose inputs are made in it."""
+    """Return the largest set of forwards of the triangle that come first in their rows and whose inputs are made in the
+    set.
+    """
     border = schedule.num_ranks - 1
     found: Forwards = frozenset(
         (stage, microbatch)

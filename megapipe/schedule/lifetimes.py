@@ -1,6 +1,6 @@
-"""What a rank holds while it runs its row: the one walk that says what each action creates and frees.
+"""The lifetimes of activations and messages on a rank: the only walk that knows what each action creates and frees.
 
-Peaks, memory curves, CUDA-graph slots, weight versions, the planner's memory and the dry run are folds over `lifetimes`.
+Peaks, memory curves, CUDA-graph slots, weight versions and memory estimates fold over `lifetimes`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
 class Changes(NamedTuple):
-    """What one action creates and frees. While it runs, the rank holds what it held before, less `takes`, plus `creates`."""
+    """The items that one action creates and frees.
+
+    While it runs, the rank holds the items from before, minus `takes`, plus `creates`.
+    """
 
     takes: tuple[Item, ...] = ()  # freed as the action starts
     creates: tuple[Item, ...] = ()  # there from the start of the action
@@ -62,7 +65,8 @@ def lifetimes(
 ) -> Iterator[tuple[Action, Changes]]:
     """Yield every action of a training row with what it creates and frees.
 
-    placement, pp_rank: tell which neighbours of a stage are on the same rank; without them messages are left out.
+    placement, pp_rank: they determine which neighbours of a stage are on the same rank; without them messages are left
+    out.
     send_depth: sends of one channel that may be in flight: a send frees the message sent `send_depth` sends before it.
     """
     resolved: dict[tuple[int, Op, int], Changes] = {}
@@ -155,10 +159,10 @@ Slots = dict[tuple[int, int], int]  # (stage, microbatch) -> slot
 
 
 def assign_slots(row: Iterable[Action]) -> Slots:
-    """Give every microbatch in flight a slot of its stage: buffers of its own, which CUDA graphs need.
+    """Give every microbatch in flight a slot of its stage: the separate buffers that CUDA graphs need.
 
-    The lowest free slot is taken, so that a stage has no more slots than microbatches in flight, and a row with fewer microbatches
-    uses no others.
+    The lowest free slot is taken, so that a stage has no more slots than microbatches in flight, and a row with fewer
+    microbatches uses no others.
     """
     free: defaultdict[int, list[int]] = defaultdict(list)
     slots: Slots = {}

@@ -1,4 +1,4 @@
-"""From a compute-only schedule to the one that the engine runs: messages and gradient reductions put in their places."""
+"""Lowering: from a compute-only schedule to the one that the engine runs, with messages and gradient reductions."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from megapipe.schedule.schedule import Row, Schedule
 def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
     """Add SEND, RECV and REDUCE_GRAD to a valid compute-only schedule.
 
-    A SEND follows the action that made its value. A RECV is posted `receive_depth` compute actions ahead of the action that waits for it
-    (0: immediately before it; earlier than the row's start is the row's start): far enough for the message to come under computation,
-    and bounded, because a posted receive occupies a GPU until its peer comes. At most receive_depth + 1 receives are therefore posted on
-    a channel when messages are used in the order they were made; where they are not, a receive is posted no later than one made after it,
-    so that every channel stays first-in first-out. REDUCE_GRAD follows the last B or W of each stage. A hop between two stages of one
-    rank gets no message. The two halves of an overlapped pair stay together: receives are posted before it, sends follow it.
-    A schedule that updates weights on its way gets no REDUCE_GRAD: its UPDATEs hold the reduction.
+    - A SEND follows the action that made its value. Between two stages of one rank there is no message.
+    - A RECV is posted `receive_depth` compute actions before the action that waits for it (0: immediately before it),
+      at the earliest at the start of the row: early enough to overlap with computation, and bounded, because a posted
+      receive occupies a GPU until its peer sends. So at most receive_depth + 1 receives are posted per channel if
+      messages are used in the order they were made. Otherwise a receive is posted no later than those made after it, so
+      that every channel stays first-in first-out.
+    - The two halves of an overlapped pair stay together: receives are posted before the pair, sends follow it.
+    - REDUCE_GRAD follows the last B or W of each stage. Schedules with UPDATE get none: an UPDATE includes the
+      reduction.
     """
     if receive_depth < 0:
         raise ConfigError(
-            f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or more"
+            f"receive depth {receive_depth}: a receive cannot be posted after the action that waits for it; use 0 or "
+            "more"
         )
     if schedule.is_lowered:
         raise ScheduleError(
-            f"schedule {schedule} already holds messages or reductions; lower a compute-only schedule (schedule.compute_only())"
+            f"schedule {schedule} already holds messages or reductions; lower a compute-only schedule "
+            "(schedule.compute_only())"
         )
     receives = _plan_receives(schedule, receive_depth)
     return Schedule(
@@ -41,7 +45,7 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
 
 
 def sends_of(schedule: Schedule) -> dict[Op, list[list[Op | None]]]:
-    """[op][direction][stage] -> the SEND that follows a compute op there, or None: its value stays on the rank or nobody wants it."""
+    """Return [op][direction][stage] -> the SEND that follows the compute op, or None if its value stays on the rank."""
     directions, last = schedule.placement.directions, schedule.num_stages - 1
     table: dict[Op, list[list[Op | None]]] = {op: [[None] * (last + 1) for _ in directions] for op in PLANNED_OPS}
     for op in COMPUTE_OPS:
@@ -56,7 +60,7 @@ def sends_of(schedule: Schedule) -> dict[Op, list[list[Op | None]]]:
 
 
 def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, list[Action]]]:
-    """[rank][index of a compute action] -> receives to post right before it."""
+    """Return [rank][index of a compute action] -> receives to post right before it."""
     consumed_at = _consumption(schedule)
     heads = [_pair_heads(row) for row in schedule.rows] if Op.OVERLAP in schedule.ops else None
     count, directions = schedule.num_microbatches, schedule.placement.directions
@@ -66,7 +70,7 @@ def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, lis
         to_stage = stage + step
         rank = directions[direction][to_stage]
         plan, posts, bound = plans[rank], [], len(schedule.rows[rank])
-        for microbatch in reversed(made):  # a receive is posted no later than those that come after it on the channel
+        for microbatch in reversed(made):  # a receive is posted no later than its successors
             bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
             slot = max(0, bound - receive_depth)
             posts.append(
@@ -78,7 +82,9 @@ def _plan_receives(schedule: Schedule, receive_depth: int) -> list[dict[int, lis
 
 
 def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
-    """[kind][stage of the consumer x microbatches + microbatch] -> index in its row of the action that needs the value from afar."""
+    """Return [kind][consumer's stage x microbatches + microbatch] -> index in its row of the action that needs the
+    message.
+    """
     count = schedule.num_microbatches
     far = {
         op: [kind for kind, offset in NEEDS[op] if kind in TRAVELS and offset == -TRAVELS[kind][2]]
@@ -94,12 +100,14 @@ def _consumption(schedule: Schedule) -> dict[ValueKind, list[int]]:
 
 
 def _pair_heads(row: Row) -> dict[int, int]:
-    """slot of each half of an overlapped pair -> slot of its OVERLAP."""
+    """Return slot of each half of an overlapped pair -> slot of its OVERLAP."""
     return {slot + half: slot for slot, action in enumerate(row) if action[1] is Op.OVERLAP for half in (1, 2)}
 
 
 def _messages(schedule: Schedule) -> dict[tuple[ValueKind, int, int], list[int]]:
-    """(kind, stage that makes it, direction) -> microbatches in the order in which they are made, for all values that change rank."""
+    """Return (kind, stage that makes it, direction) -> microbatches in the order they are made, for values that change
+    rank.
+    """
     sends = sends_of(schedule)
     kind_of = {send: kind for kind, (send, _, _) in TRAVELS.items()}
     num_directions = len(schedule.placement.directions)
@@ -121,7 +129,7 @@ def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]])
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
     reductions = _plan_reductions(schedule, rank)
     lowered: list[Action] = []
-    held: list[Action] = []  # the send of a pair's first half, until the second is there
+    held: list[Action] = []  # the send of a pair's first half, until the second half
     pair_end, overlap = -1, Op.OVERLAP
     for index, action in enumerate(row):
         if index in receives:
@@ -142,10 +150,10 @@ def _lower_row(schedule: Schedule, rank: int, receives: dict[int, list[Action]])
 
 
 def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
-    """[index of a compute action] -> reductions to start right after it: those of the stages whose last B or W it is.
+    """Return index of a compute action -> reductions to start right after it: of the stages whose last B or W it is.
 
-    Stages that lie on two ranks are reduced in one order by both, the last of the model first, although each rank completes them in its
-    own order; a rank takes part even if it ran no microbatch of the stage.
+    Both holders of a stage on two ranks must issue its reductions in the same order: the last stage of the model first,
+    although each rank completes them in its own order. A rank takes part even if it ran no microbatch of the stage.
     """
     plan: dict[int, list[Action]] = {}
     if not schedule.has_backward or not schedule.is_synchronous:

@@ -1,8 +1,10 @@
-"""The walk over all rows of a schedule: each rank in its own order, every action as soon as what it needs is on the rank.
+"""The walk over all rows of a schedule: each rank in its own order, every action as soon as what it needs is on the
+rank.
 
-Times come out exact although ranks are walked one after another: a row is sequential and a value has one maker, so the start of an action
-is a function of earlier starts alone. `simulate` reads the times; `validate` reads whether the walk came to its end, and with how many
-unfinished sends per channel. The walk takes a schedule whose actions have been checked one by one (range, rank, no duplicates).
+Times come out exact although ranks are walked one after another: a row is sequential and a value has one maker, so the
+start of an action is a function of earlier starts alone. `simulate` reads the times; `validate` reads whether the walk
+came to its end, and with how many unfinished sends per channel. The walk takes a schedule whose actions have been
+checked one by one (range, rank, no duplicates).
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ class _Hop(NamedTuple):
 
 
 class Machine:
-    """The state of one walk. After `run`: starts and ends of every executed action, positions, and the depths that sends needed.
+    """The state of one walk.
 
-    send_depth: the most sends of a channel that may be in flight without a posted receive; None: no limit. With `raise_depth` a walk that
-    is stuck continues with one more send on the blocked channels of least depth, so that the greatest depth in the end is the least that
-    suffices if every channel gets the same.
+    After `run`: starts and ends of every executed action, positions, and the depths that sends needed.
+
+    send_depth: the most sends of a channel that may be in flight without a posted receive; None: no limit. With
+    `raise_depth` a walk that is stuck continues with one more send on the blocked channels of least depth, so that the
+    greatest depth in the end is the least that suffices if every channel gets the same.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Machine:
         self.starts = [[NEVER] * len(row) for row in schedule.rows]
         self.ends = [[NEVER] * len(row) for row in schedule.rows]
         self.clocks = [0.0] * schedule.num_ranks
-        self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions run one after another, beside the computation
+        self.reduce_clocks = [0.0] * schedule.num_ranks  # reductions run one after another, overlapped with computation
         # per channel
         self.channels: list[Channel] = []
         self.hops = self._resolve_hops()
@@ -101,7 +105,7 @@ class Machine:
         return (region * (self.schedule.num_stages + 2) + offset + 1) * self.count
 
     def value_of(self, identity: int) -> Value:
-        """Return the value that an id stands for."""
+        """Return the value of an id."""
         rest, microbatch = divmod(identity, self.count)
         region, stage = divmod(rest, self.schedule.num_stages + 2)
         return Value(_KINDS[region % len(_KINDS)], stage - 1, microbatch)
@@ -145,7 +149,10 @@ class Machine:
         return self._base(kind, 0, True), self.seconds.get((stage, send), 0.0) + self.latency_seconds
 
     def _resolve_hops(self) -> dict[Op, list[list[_Hop]]]:
-        """Number the channels and return [op][direction][stage]. The first and last stages have entries that no checked schedule uses."""
+        """Number the channels and return [op][direction][stage].
+
+        The first and last stages have entries that no checked schedule uses.
+        """
         index: dict[Channel, int] = {}
         hops: dict[Op, list[list[_Hop]]] = {op: [[] for _ in range(self._num_directions)] for op in SEND_OPS | RECV_OPS}
         for kind, (send, receive, _) in TRAVELS.items():
@@ -174,9 +181,8 @@ class Machine:
         return all(position == len(row) for position, row in zip(self.positions, self.schedule.rows, strict=True))
 
     def _advance(self, rank: int) -> None:
-        """Execute the row of `rank` up to its end or to an action that cannot run yet.
-
-        A long loop over local names: a schedule of a million actions spends its time here.
+        """Execute the row of `rank` up to its end or to an action that cannot run yet; most time of a walk is
+        spent here.
         """
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, ready, count = self.times, self.waiting_for, self.ready, self.count
@@ -208,7 +214,8 @@ class Machine:
                     continue
                 break
             if op in hops:
-                value, message, channel, wire_seconds = hops[op][microbatch % directions][stage]  # type: ignore[operator]
+                hop = hops[op][microbatch % directions][stage]  # type: ignore[operator]
+                value, message, channel, wire_seconds = hop
                 if op in sends:
                     if times[value + key] < 0 or (is_bounded and sent[channel] - posted[channel] >= depths[channel]):
                         self._block(rank, value + key, channel)
@@ -266,13 +273,17 @@ class Machine:
             self.ready.append(self.waiting_for.pop(message))
         return end
 
-    # ops that are neither a plain computation nor a message: each returns how many slots it executed, 0 if it cannot run yet
+    # ops that are neither a plain computation nor a message: each returns how many slots it executed, 0 if it cannot
+    # run yet
 
     def _overlap(self, rank: int, action: Action, clock: float) -> int:
-        """Run a forward and a backward side by side: both start when both have what they need, both end with the pair."""
+        """Run a forward and a backward side by side: both start when both have what they need, both end with
+        the pair.
+        """
         slot = self.positions[rank]
         halves = self.schedule.rows[rank][slot + 1 : slot + 3]
-        works = [self.work[op][microbatch % self._num_directions][stage] for stage, op, microbatch in halves]  # type: ignore[operator]
+        directions = self._num_directions
+        works = [self.work[op][microbatch % directions][stage] for stage, op, microbatch in halves]  # type: ignore[operator]
         keys = [stage * self.count + microbatch for stage, _, microbatch in halves]  # type: ignore[operator]
         start = clock
         for work, key in zip(works, keys, strict=True):
@@ -297,7 +308,8 @@ class Machine:
     def _update(self, rank: int, action: Action, clock: float) -> int:
         """Run an optimizer step of one stage, on the clock of the rank."""
         stage, op, microbatch = action
-        slot, value = self.positions[rank], self._base(ValueKind.WGRAD, 0, False) + stage * self.count + microbatch  # type: ignore[operator]
+        slot, base = self.positions[rank], self._base(ValueKind.WGRAD, 0, False)
+        value = base + stage * self.count + microbatch  # type: ignore[operator]
         if self.times[value] < 0:
             self.waiting_for[value] = rank
             return 0
@@ -311,7 +323,7 @@ class Machine:
             self.ready.append(self.waiting_for.pop(value))
 
     def _reduce(self, rank: int, action: Action, clock: float) -> int:
-        """Run a reduction beside the computation, or on the clock of the rank if nothing overlaps."""
+        """Run a reduction, overlapped with the computation or on the clock of the rank."""
         stage, op, _ = action
         base = self._base(ValueKind.WGRAD, 0, False) + stage * self.count
         for microbatch in range(self.count):

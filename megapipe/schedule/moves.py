@@ -1,9 +1,11 @@
-"""When the activations of a rank's layers leave the device and come back: planned from its row, before anything runs.
+"""The plan of activation offloading: when each layer's activations leave the device and return, derived from a rank's
+row.
 
-A unit is what one group of layers (one layer; with full recompute those of one checkpoint) keeps for the backward of one microbatch. A
-moment is when a computation of one group begins: forwards run a stage's groups in their order, backwards in the opposite one, after the
-head's. A unit is copied to the host after its own forward and its device memory is free a whole moment later; its way back begins one
-moment before its own backward. A unit whose backward comes too soon for that to free anything stays.
+A unit is what one group of layers (one layer; with full recompute the layers of one checkpoint) keeps for the backward
+of one microbatch. A moment is the start of the computation of one group: forwards run a stage's groups in order,
+backwards run the head and then the groups in reverse. A unit is copied to the host after its forward, and its device
+memory is free one whole moment later; the copy back starts one moment before its backward. A unit whose backward
+follows too soon to free anything stays on the device.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import NamedTuple
 
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 
-AHEAD = 1  # moments before its use that a unit comes back
-COPYING = 2  # moments after the one that makes it that a unit's device memory is free
+AHEAD = 1  # moments before its use that the copy back of a unit starts
+COPYING = 2  # moments from the forward of a unit until its device memory is free
 
 
 class Unit(NamedTuple):
-    """What one group of a stage's layers keeps for one microbatch."""
+    """The activations that one group of a stage's layers keeps for one microbatch."""
 
     stage: int
     microbatch: int
@@ -27,7 +29,10 @@ class Unit(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A computation of one group begins. The head's is that of the group after the last one; a W is one moment, of group 0."""
+    """The start of the computation of one group.
+
+    The head is the group after the last one; a W is one moment, of group 0.
+    """
 
     stage: int
     op: Op
@@ -37,7 +42,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class StageGroups:
-    """How a stage's layers run: num_groups, of which the first num_moved are offloaded."""
+    """The groups of a stage's layers: num_groups, of which the first num_moved are offloaded."""
 
     num_groups: int
     num_moved: int
@@ -46,8 +51,11 @@ class StageGroups:
 
 @dataclass(frozen=True)
 class Moves:
-    """Of one row. moments: in their order; moved: units that leave the device; released, loaded: at a moment the units whose device memory
-    is given back, and those whose way back begins."""
+    """The plan of one row.
+
+    moments: in order. moved: units that leave the device. released, loaded: index of a moment -> units whose device
+    memory is freed, and units whose copy back starts.
+    """
 
     moments: tuple[Moment, ...]
     moved: frozenset[Unit]
@@ -56,15 +64,17 @@ class Moves:
 
 
 def host_pieces(num_bytes: int) -> tuple[int, ...]:
-    """Sizes of the allocations that a unit's host buffer is made of: powers of two, for pinned memory is handed out in no others. At most
-    one 32nd more than is needed."""
+    """Return the sizes of the allocations that make up a unit's host buffer.
+
+    Pinned memory is allocated in powers of two; the sum is at most one 32nd more than num_bytes.
+    """
     unit = max(1, (1 << max(num_bytes.bit_length() - 1, 0)) // 32)
     rest = -(-num_bytes // unit) * unit
     return tuple(1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1)
 
 
 def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Moves:
-    """row: of one rank, messages and reductions may be in it. stages: those of the rank."""
+    """Plan the offloading of one rank's row, lowered or not. stages: those of the rank."""
     moments = tuple(moment for action in row for moment in moments_of(action, stages))
     made: dict[Unit, int] = {}
     moved: list[Unit] = []
@@ -84,7 +94,7 @@ def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Move
 
 
 def moments_of(action: Action, stages: Mapping[int, StageGroups]) -> Iterator[Moment]:
-    """In the order in which they come; none for actions that compute nothing, and for stages without layers."""
+    """Yield the moments of an action in order; none if it computes nothing or its stage has no layers."""
     stage, op, microbatch = action
     if op not in COMPUTE_OPS:
         return

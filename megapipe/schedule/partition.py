@@ -1,7 +1,7 @@
-"""Layers -> stages: contiguous cuts by cost, by count (Megatron's rules), or written by hand as Megatron's layout string.
+"""Partitions of the layers into stages: by cost, by count (Megatron's rules), or given as Megatron's layout string.
 
-Every function returns a Partition that holds each layer exactly once, checked, or raises ConfigError. Stages are in model order; which
-rank holds a stage says `placement`.
+Every function returns a Partition that holds each layer exactly once, or raises ConfigError. Stages are in model order;
+`placement` maps them to ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from megapipe.errors import ConfigError
 
 
 class StageLayers(NamedTuple):
-    """Layers first_layer .. last_layer_exclusive - 1 of the model, with the embedding before or the head and loss after them."""
+    """Layers first_layer .. last_layer_exclusive - 1 of the model, with the embedding before or the head and loss after
+    them.
+    """
 
     first_layer: int
     last_layer_exclusive: int
@@ -31,7 +33,7 @@ class StageLayers(NamedTuple):
 
 @dataclass(frozen=True)
 class Partition:
-    """stages[s] is what stage s holds; together all layers once, the embedding on stage 0, the head on the last stage."""
+    """The layers of every stage: each layer once, the embedding on stage 0, the head on the last stage."""
 
     stages: tuple[StageLayers, ...]
 
@@ -44,7 +46,8 @@ class Partition:
                 )
             if stage.has_embedding != (index == 0) or stage.has_head != (index == last):
                 raise ConfigError(
-                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, each once"
+                    f"stage {index} of {last + 1}: the embedding belongs on the first stage, the head on the last, "
+                    "each once"
                 )
             end = stage.last_layer_exclusive
         if not self.stages:
@@ -59,7 +62,7 @@ class Partition:
         return tuple(stage.num_layers for stage in self.stages)
 
     def stage_costs(self, layer_costs: Sequence[float], embedding_cost: float, head_cost: float) -> tuple[float, ...]:
-        """The cost of each stage, in the unit of the arguments."""
+        """Return the cost of each stage, in the unit of the arguments."""
         return tuple(
             sum(layer_costs[s.first_layer : s.last_layer_exclusive], 0.0)
             + embedding_cost * s.has_embedding
@@ -68,7 +71,7 @@ class Partition:
         )
 
     def layout(self) -> str:
-        """Megatron's layout string of this partition: the inverse of parse_layout."""
+        """Return Megatron's layout string of this partition: the inverse of parse_layout."""
         return "|".join("E" * s.has_embedding + "t" * s.num_layers + "L" * s.has_head for s in self.stages)
 
     def __str__(self) -> str:
@@ -85,7 +88,7 @@ def _range_text(stage: StageLayers) -> str:
 
 
 def from_counts(layer_counts: Sequence[int], num_layers: int) -> Partition:
-    """The partition with these numbers of layers; ConfigError unless they sum to num_layers."""
+    """Return the partition with these numbers of layers. Raises ConfigError unless they sum to num_layers."""
     ends = list(accumulate(layer_counts))
     if sum(layer_counts) != num_layers or any(count < 0 for count in layer_counts):
         raise ConfigError(
@@ -111,11 +114,12 @@ def cut_by_cost(
     stage_bytes: Callable[[int, StageLayers], float] | None = None,
     limit_bytes: float = float("inf"),
 ) -> Partition:
-    """The contiguous cut whose most expensive stage is cheapest; among these the one whose layer counts are most nearly equal.
+    """Return the contiguous cut whose most expensive stage is cheapest; among equals the one with the most equal layer
+    counts.
 
-    Costs are of any one unit (seconds, FLOPs); embedding_cost counts on the first stage, head_cost (with the loss) on the last.
-    stage_bytes(stage, layers) and limit_bytes: a second limit, on the memory of each stage; it has to grow with the layers of a stage.
-    No stage stays without layers unless there are fewer layers than stages. ConfigError if no cut fits.
+    Costs are in any unit (seconds, FLOPs); embedding_cost counts on the first stage, head_cost (with the loss) on the
+    last. stage_bytes(stage, layers), limit_bytes: an optional memory limit; the bytes must grow with the layers of a
+    stage. Every stage has a layer unless there are fewer layers than stages. Raises ConfigError if no cut fits.
     """
     num_layers = len(layer_costs)
     if num_stages < 1 or min((*layer_costs, embedding_cost, head_cost), default=0) < 0:
@@ -124,7 +128,7 @@ def cut_by_cost(
         )
     prefix = [0.0, *accumulate(layer_costs)]
 
-    beside = [0.0] * num_stages  # what a stage costs beside its layers
+    beside = [0.0] * num_stages  # cost of embedding and head
     beside[0] += embedding_cost
     beside[-1] += head_cost
 
@@ -138,22 +142,24 @@ def cut_by_cost(
     cut = cut_by_stage_cost(cost, num_layers, num_stages)
     if cut is None:
         raise ConfigError(
-            f"no contiguous cut of {num_layers} layers into {num_stages} stages keeps every stage within {limit_bytes:.0f} bytes; "
+            f"no contiguous cut of {num_layers} layers into {num_stages} stages keeps every stage within "
+            f"{limit_bytes:.0f} bytes; "
             "use more pipeline stages, more tensor parallelism or recompute"
         )
     return cut
 
 
-StageCost = Callable[
-    [int, int, int], float
-]  # (stage, first layer, last layer exclusive) -> cost, infinite where that is not allowed
+# (stage, first layer, last layer exclusive) -> cost, infinite if not allowed
+StageCost = Callable[[int, int, int], float]
 
 
 def cut_by_stage_cost(
     cost: StageCost, num_layers: int, num_stages: int, layers_alike: bool = False
 ) -> Partition | None:
-    """The cut of `cut_by_cost` for any cost that grows with the layers of a stage. layers_alike: it depends on their number alone, which
-    makes it quicker. None if no cut is allowed."""
+    """Return the cut of `cut_by_cost` for any cost that grows with the layers of a stage; None if no cut is allowed.
+
+    layers_alike: the cost depends only on the number of layers, which is faster.
+    """
     fewest = 1 if num_layers >= num_stages else 0
     least = _least_maximum_of_alike if layers_alike else _least_maximum
     bound = least(cost, num_layers, num_stages, fewest)
@@ -163,7 +169,7 @@ def cut_by_stage_cost(
 
 
 def _least_maximum_of_alike(cost: StageCost, num_layers: int, num_stages: int, fewest: int) -> float:
-    """Min-max where layers are alike: each layer in turn goes to the stage that then costs least."""
+    """Return the min-max cost if layers are alike: each layer in turn goes to the stage that is then cheapest."""
     counts = [fewest] * num_stages
     waiting = [(cost(stage, 0, fewest + 1), stage) for stage in range(num_stages)]
     heapify(waiting)
@@ -177,7 +183,10 @@ def _least_maximum_of_alike(cost: StageCost, num_layers: int, num_stages: int, f
 
 
 def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_stages: int, fewest: int) -> float:
-    """Min-max over contiguous cuts. best[end]: the least maximum of the stages so far if they hold the first `end` layers."""
+    """Return the min-max cost over contiguous cuts, by dynamic programming.
+
+    best[end]: the least maximum of the stages so far if they hold the first `end` layers.
+    """
     infinite = float("inf")
     best = [cost(0, 0, end) if end >= fewest else infinite for end in range(num_layers + 1)]
     for stage in range(1, num_stages):
@@ -194,7 +203,7 @@ def _least_maximum(cost: Callable[[int, int, int], float], num_layers: int, num_
 def _most_equal_counts(
     cost: Callable[[int, int, int], float], bound: float, num_layers: int, num_stages: int, fewest: int
 ) -> list[int]:
-    """Of the cuts with no stage above `bound` the counts with the least sum of squares."""
+    """Return the counts with the least sum of squares among the cuts with no stage above `bound`."""
     least: list[dict[int, tuple[int, int]]] = [
         {0: (0, 0)}
     ]  # [stages so far][layers so far] -> (sum of squares, cut before)
@@ -228,12 +237,12 @@ def cut_evenly(
     count_embedding: bool = False,
     count_head: bool = False,
 ) -> Partition:
-    """Megatron's rules of equal counts: the same number of layers on every rank, split evenly over its chunks.
+    """Cut by Megatron's rules: the same number of layers on every rank, split evenly over its chunks.
 
     rank_of_stage: the pp_rank of each stage; every rank has equally many. first_rank_layers, last_rank_layers
-    (--decoder-first/last-pipeline-num-layers): of all chunks of the first and last pp_rank; the others share the rest.
-    count_embedding, count_head (--account-for-embedding/loss-in-pipeline-split): the embedding, the loss takes the place
-    of one layer. ConfigError if something does not divide; `cut_by_cost` takes any number of layers.
+    (--decoder-first/last-pipeline-num-layers): layers of all chunks of the first and last pp_rank; the other ranks
+    share the rest. count_embedding, count_head (--account-for-embedding/loss-in-pipeline-split): the embedding or the
+    loss counts as one layer. Raises ConfigError if something does not divide; `cut_by_cost` takes any number of layers.
     """
     num_ranks = len(set(rank_of_stage))
     num_chunks = len(rank_of_stage) // max(num_ranks, 1)
@@ -241,7 +250,8 @@ def cut_evenly(
         raise ConfigError(f"cannot cut {num_layers} layers over {num_ranks} pipeline ranks of {num_chunks} chunks")
     if (first_rank_layers is not None or last_rank_layers is not None) and (count_embedding or count_head):
         raise ConfigError(
-            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split exclude each other; use one"
+            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split exclude "
+            "each other; use one"
         )
     slots = num_layers + count_embedding + count_head
     fixed = {}
@@ -250,7 +260,8 @@ def cut_evenly(
     if last_rank_layers is not None:
         if num_ranks == 1 and first_rank_layers is not None:
             raise ConfigError(
-                "with one pipeline rank the first rank is the last: give only one of --decoder-first/last-pipeline-num-layers"
+                "with one pipeline rank the first rank is the last: give only one of "
+                "--decoder-first/last-pipeline-num-layers"
             )
         fixed[num_ranks - 1] = last_rank_layers
     per_rank = _per_rank(slots, num_ranks, num_chunks, fixed)
@@ -259,22 +270,25 @@ def cut_evenly(
     counts[-1] -= count_head
     if min(counts) < 0:
         raise ConfigError(
-            f"{num_layers} layers are too few for {len(counts)} stages that also count embedding or loss; use fewer stages"
+            f"{num_layers} layers are too few for {len(counts)} stages that also count embedding or loss; use fewer "
+            "stages"
         )
     return from_counts(counts, num_layers)
 
 
 def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]) -> list[int]:
-    """Layer slots of each rank: those fixed at the ends, the rest in equal parts."""
+    """Return the layer slots of each rank: fixed ones at the ends, the rest in equal parts."""
     rest, others = slots - sum(fixed.values()), num_ranks - len(fixed)
     ways_out = "choose counts that divide, write --pipeline-model-parallel-layout, or let the layers be cut by cost"
     if rest < 0 or (others == 0 and rest):
         raise ConfigError(
-            f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}; {ways_out}"
+            f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}; "
+            f"{ways_out}"
         )
     if others and rest % (others * num_chunks):
         raise ConfigError(
-            f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x {num_chunks} chunks; "
+            f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x "
+            f"{num_chunks} chunks; "
             f"{ways_out}"
         )
     uneven = [count for count in fixed.values() if count % num_chunks or count < 0]
@@ -289,10 +303,11 @@ def _per_rank(slots: int, num_ranks: int, num_chunks: int, fixed: dict[int, int]
 
 
 def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
-    """Megatron's --pipeline-model-parallel-layout: E embedding, t layer, L loss, | stage border, *n and (...)*n repeat, commas do nothing.
+    """Parse Megatron's --pipeline-model-parallel-layout.
 
-    `Et*3|(tt|)*29,L` has 31 stages of 3, 2, .., 2, 0 layers, in model order. A stage may be written empty.
-    ConfigError names the piece that is wrong.
+    E is the embedding, t a layer, L the loss, | a stage border; *n and (...)*n repeat, commas are ignored.
+    `Et*3|(tt|)*29,L` has 31 stages of 3, 2, .., 2, 0 layers, in model order. A stage may be empty. Raises ConfigError
+    with the invalid part.
     """
     stages = _expand(text).split("|")
     if len(stages) != num_stages:
@@ -304,7 +319,7 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
         if stage != expected:
             raise ConfigError(
                 f"pipeline layout {text!r}: stage {index} is {stage!r}, expected {expected!r}; "
-                "E stands once, at the start of the first stage, and L once, at the end of the last"
+                "E must appear once, at the start of the first stage, and L once, at the end of the last"
             )
     counts = [stage.count("t") for stage in stages]
     if sum(counts) != num_layers:
@@ -313,7 +328,7 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> Partition:
 
 
 def layout_stages(text: str) -> int:
-    """The number of stages a layout string writes down. ConfigError if it cannot be read."""
+    """Return the number of stages of a layout string. Raises ConfigError if it is invalid."""
     return _expand(text).count("|") + 1
 
 
@@ -327,7 +342,7 @@ def _expand(text: str) -> str:
 
 
 def _expand_sequence(plain: str, at: int, text: str) -> tuple[str, int]:
-    """Expand up to the end or an unmatched ')'. Returns the expansion and where it stopped."""
+    """Expand up to the end or an unmatched ')'. Returns the expansion and the index where it stopped."""
     expanded = ""
     while at < len(plain) and plain[at] != ")":
         start = at
@@ -339,7 +354,8 @@ def _expand_sequence(plain: str, at: int, text: str) -> tuple[str, int]:
             piece = plain[at]
         elif plain[at] == "m":
             raise ConfigError(
-                f"pipeline layout {text!r}: 'm' is a multi-token prediction layer, which these models do not have; leave it out"
+                f"pipeline layout {text!r}: 'm' is a multi-token prediction layer, which these models do not have; "
+                "leave it out"
             )
         else:
             raise ConfigError(

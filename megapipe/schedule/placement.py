@@ -10,10 +10,10 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Placement:
-    """Stage s lies on pp_rank rank_of_stage[s].
+    """A map of stages to pp_ranks: stage s is on pp_rank rank_of_stage[s].
 
-    With a second direction (DualPipe) every stage lies on two ranks: even microbatches travel over `rank_of_stage`, odd ones over
-    `second_direction`, and both ranks hold the stage's parameters.
+    With a second direction (DualPipe) every stage is on two ranks: even microbatches travel over `rank_of_stage`, odd
+    ones over `second_direction`, and both ranks hold the stage's parameters.
     """
 
     num_ranks: int
@@ -24,7 +24,8 @@ class Placement:
         for ranks in self.directions:
             if len(ranks) != len(self.rank_of_stage):
                 raise ConfigError(
-                    f"the two directions of a placement name {len(self.rank_of_stage)} and {len(ranks)} stages; they must agree"
+                    f"the two directions of a placement name {len(self.rank_of_stage)} and {len(ranks)} stages; they "
+                    "must agree"
                 )
             if any(not 0 <= rank < self.num_ranks for rank in ranks):
                 raise ConfigError(f"the placement {ranks} names a pp_rank outside 0..{self.num_ranks - 1}")
@@ -36,7 +37,7 @@ class Placement:
 
     @cached_property
     def directions(self) -> tuple[tuple[int, ...], ...]:
-        """rank_of_stage for each direction; microbatch m takes direction m % len(directions)."""
+        """`rank_of_stage` of each direction; microbatch m takes direction m % len(directions)."""
         return (self.rank_of_stage,) if self.second_direction is None else (self.rank_of_stage, self.second_direction)
 
     @property
@@ -52,24 +53,26 @@ class Placement:
         return tuple(tuple(sorted(stages)) for stages in held)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages that pp_rank holds, in model order."""
+        """Return the stages that pp_rank holds, in model order."""
         return self._stages[pp_rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The pp_rank that runs `stage` for `microbatch`."""
+        """Return the pp_rank that runs `stage` for `microbatch`."""
         return self.directions[microbatch % len(self.directions)][stage]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """All pp_ranks that hold `stage`: one, or with two directions up to two."""
+        """Return all pp_ranks that hold `stage`: one, or up to two with two directions."""
         return tuple(sorted({ranks[stage] for ranks in self.directions}))
 
     def chunk_of(self, stage: int) -> int:
-        """The index of `stage` among the stages of its rank, in model order (of its first-direction rank, where there are two)."""
+        """Return the index of `stage` among the stages of its rank, in model order (of its first-direction rank, if it
+        has two).
+        """
         return self.stages_of(self.rank_of_stage[stage]).index(stage)
 
     @property
     def num_chunks(self) -> int:
-        """The most stages any rank holds."""
+        """The most stages that any rank holds."""
         return max(len(stages) for stages in self._stages)
 
 
@@ -90,6 +93,8 @@ def v_shape(num_ranks: int) -> Placement:
 
 
 def two_directions(num_ranks: int) -> Placement:
-    """Even microbatches enter at rank 0, odd ones at the last; rank r holds stages r and num_ranks - 1 - r (DualPipe, arXiv:2412.19437)."""
+    """Even microbatches enter at rank 0, odd ones at the last; rank r holds stages r and num_ranks - 1 - r (DualPipe,
+    arXiv:2412.19437).
+    """
     down = tuple(range(num_ranks))
     return Placement(num_ranks, down, down[::-1])

@@ -18,7 +18,10 @@ _FSDP = re.compile(r"\d+(UNSHARD|RESHARD)")
 
 @dataclass(frozen=True)
 class Schedule:
-    """rows[pp_rank] is what that rank does, in order. Bubbles are not stored: an action starts when what it needs is there."""
+    """The actions of every pp_rank in order.
+
+    Bubbles are not stored: an action starts as soon as its inputs are available.
+    """
 
     name: str
     placement: Placement
@@ -51,7 +54,7 @@ class Schedule:
 
     @property
     def is_synchronous(self) -> bool:
-        """False if weights change within the schedule (PipeDream): it then computes something else than one process would."""
+        """False if weights change within the schedule (PipeDream): results then differ from a single process."""
         return Op.UPDATE not in self.ops
 
     @property
@@ -60,7 +63,7 @@ class Schedule:
         return bool(self.ops & BACKWARD_OPS)
 
     def compute_only(self) -> Schedule:
-        """The same schedule without messages and reductions."""
+        """Return the same schedule without messages and reductions."""
         rows = tuple(tuple(action for action in row if action[1] in PLANNED_OPS) for row in self.rows)
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
@@ -69,9 +72,9 @@ class Schedule:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One line a pp_rank, one action a cell: the form that torch.distributed.pipelining exchanges.
+    """Write one line per pp_rank, one action per cell: the format of torch.distributed.pipelining.
 
-    An overlapped pair is one cell in torch's words: "(2F0;1B3)OVERLAP_F_B".
+    An overlapped pair is one cell: "(2F0;1B3)OVERLAP_F_B".
     """
     return "".join(",".join(_cells(row)) + "\n" for row in schedule.rows)
 
@@ -88,17 +91,16 @@ def _cells(row: Row) -> Iterator[str]:
 def from_csv(
     text: str, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None
 ) -> Schedule:
-    """Read rows of actions; empty cells (bubbles, as torch.distributed.pipelining writes them) are skipped.
+    """Read rows of actions. The result is not validated: call `validate`.
 
-    So are torch's UNSHARD and RESHARD, which say when FSDP gathers a stage's parameters: here that is not the schedule's business.
-
-    Placement and number of microbatches are taken from the forwards unless given. A placement in two directions must be given.
-    ScheduleError names the line and cell that cannot be read. The result is not validated: call `validate`.
+    Skips empty cells, which torch.distributed.pipelining writes for bubbles, and torch's UNSHARD and RESHARD of FSDP
+    parameters. Placement and number of microbatches are taken from the forwards unless given; a placement in two
+    directions must be given. Raises ScheduleError with the line and cell that cannot be read.
     """
     rows = tuple(tuple(_read_row(line, pp_rank)) for pp_rank, line in enumerate(text.splitlines()))
     num_actions = sum(map(len, rows))
     for action in (action for row in rows for action in row):
-        if (action.microbatch or 0) >= num_actions:  # before anything is laid out by that number
+        if (action.microbatch or 0) >= num_actions:  # checked before anything is allocated by that number
             raise ScheduleError(
                 f"schedule {name}: {action} among {num_actions} actions: microbatches are numbered from 0 without gaps"
             )
@@ -127,8 +129,9 @@ def _placement_of(rows: tuple[Row, ...], name: str) -> Placement:
         for action in row:
             if action.op is Op.F and rank_of_stage.setdefault(action.stage, pp_rank) != pp_rank:
                 raise ScheduleError(
-                    f"schedule {name}: {action} is on rank {pp_rank}, its stage also runs on rank {rank_of_stage[action.stage]}; "
-                    "give the placement if every stage lies on two ranks"
+                    f"schedule {name}: {action} is on rank {pp_rank}, its stage also runs on rank "
+                    f"{rank_of_stage[action.stage]}; "
+                    "give the placement if every stage is on two ranks"
                 )
     missing = next((stage for stage in range(len(rank_of_stage) or 1) if stage not in rank_of_stage), None)
     if missing is not None:
@@ -139,10 +142,10 @@ def _placement_of(rows: tuple[Row, ...], name: str) -> Placement:
 def rows_text(
     rows: Sequence[Row], marks: Collection[tuple[int, int]] = (), slots_around: int = 5, ranks_around: int = 8
 ) -> str:
-    """The rows, slot by slot in the order of execution. `marks` are (rank, slot) pairs to set in >angle brackets<.
+    """Return the rows as text, one line per rank; `marks` are (rank, slot) pairs to set in >angle brackets<.
 
-    With marks each row is cut to the slots around its own mark (or around the first one), and ranks far from every mark are left out: a
-    schedule of a thousand ranks still shows its fault on one screen.
+    With marks, each row is cut to the slots around its own mark (or around the first one) and ranks far from every mark
+    are left out, so that the error of a schedule of a thousand ranks fits on one screen.
     """
     marked = dict(marks)
     first = next(iter(marks), (0, 0))[1]

@@ -1,8 +1,8 @@
-"""The time of a schedule before it runs: Costs in, Timeline out.
+"""The predicted time of a schedule: Costs in, Timeline out.
 
-The words for "bubble" and the two clocks, chained and barrier, are those of docs and reports alike:
-    chained   the idle per step when steps follow one another without a barrier
-    barrier   one wall for the whole job: from the first action of any rank to the last of any
+Idle time ("bubble") is measured in two ways and reported in two forms, in docs and reports alike:
+    chained   idle time per step when steps follow one another without a barrier
+    barrier   idle time from the first action of any rank to the last action of any rank
     share     idle / (idle + work)
     ratio     idle / work
 """
@@ -30,12 +30,15 @@ from megapipe.schedule.schedule import Schedule
 class Costs:
     """Seconds of each op of each stage.
 
-    seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage occupies its
-    channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions that are not named take no time.
+    seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
+    occupies its channel; for (stage, REDUCE_GRAD) the reduction. Messages and reductions that are not named take no
+    time.
     latency_seconds: from the end of a message's transfer to its use.
-    overlap: messages and reductions run beside the computation; otherwise a rank stands still while it sends or reduces.
-    pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; as long as its halves in sequence if not named.
-    rank_speeds: how fast each pp_rank computes, 1: in the seconds given; empty: all do. Messages and reductions are not slowed.
+    overlap: messages and reductions overlap with the computation; otherwise a rank blocks while it sends or reduces.
+    pair_seconds: for (stage of the forward, stage of the backward) an overlapped pair; if missing, the sum of its
+    halves.
+    rank_speeds: relative compute speed of each pp_rank (1: the given seconds); empty: all 1. Messages and reductions
+    are not scaled.
     """
 
     seconds: Mapping[tuple[int, Op], float]
@@ -45,7 +48,9 @@ class Costs:
     rank_speeds: tuple[float, ...] = ()
 
     def on_linear_ranks(self) -> Costs:
-        """The same for stage s on rank s, with the speeds of the ranks in the seconds of the stages."""
+        """Return the same costs for stage s on rank s, with the speeds of the ranks folded into the seconds of the
+        stages.
+        """
         if not self.rank_speeds:
             return self
         seconds = {
@@ -65,7 +70,7 @@ class Costs:
         overlap: bool = True,
         pair_seconds: float | None = None,
     ) -> Costs:
-        """The same costs for every stage; a full backward takes as long as its two halves, and so does an overlapped pair if not given."""
+        """Return equal costs for every stage; a full backward takes as long as its two halves."""
         of_op = {
             Op.F: forward_seconds,
             Op.B: input_gradient_seconds + weight_gradient_seconds,
@@ -93,23 +98,22 @@ class Bubble(NamedTuple):
 
     @property
     def share(self) -> float:
-        """idle / (idle + work), of total."""
+        """idle / (idle + work)."""
         return self.idle_seconds / (self.idle_seconds + self.work_seconds)
 
     @property
     def ratio(self) -> float:
-        """idle / work, to ideal."""
+        """idle / work."""
         return self.idle_seconds / self.work_seconds
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action of `schedule` starts and ends: starts[rank][slot], ends[rank][slot], in seconds from the step's first action.
+    """The start and end of every action: starts[rank][slot], ends[rank][slot], in seconds from the step's first action.
 
-    Both halves of an overlapped pair take the whole time of the pair.
-
-    A SEND starts when it is issued and a RECV when it is posted; both end when the message can be used. Neither they nor a reduction
-    occupy the rank, unless the costs say that nothing overlaps.
+    Both halves of an overlapped pair take the whole time of the pair. A SEND starts when it is issued and a RECV when
+    it is posted; both end when the message can be used. Neither messages nor reductions occupy the rank, unless the
+    costs say that nothing overlaps.
     """
 
     schedule: Schedule
@@ -119,12 +123,12 @@ class Timeline:
 
     @cached_property
     def makespan_seconds(self) -> float:
-        """From the first action of any rank to the last end of any."""
+        """Seconds from the first action of any rank to the last end of any."""
         return max((max(ends) for ends in self.ends if ends), default=0.0)
 
     @cached_property
     def work_seconds(self) -> tuple[float, ...]:
-        """Of each rank: the time it computes."""
+        """Seconds that each rank computes."""
         totals = []
         for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
             total = last = 0.0
@@ -137,7 +141,7 @@ class Timeline:
 
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
-        """Of each rank: last end - first start of its computation, less its work."""
+        """Seconds from the first start to the last end of each rank's computation, minus its work."""
         spans = []
         for row, starts, ends in zip(self.schedule.rows, self.starts, self.ends, strict=True):
             slots = [slot for slot, action in enumerate(row) if action[1] in BUSY_OPS]
@@ -146,54 +150,57 @@ class Timeline:
 
     @cached_property
     def barrier_idle_seconds(self) -> tuple[float, ...]:
-        """Of each rank: the makespan of the job less the rank's work."""
+        """The makespan minus the work of each rank."""
         return tuple(self.makespan_seconds - work for work in self.work_seconds)
 
     @property
     def chained_bubble(self) -> Bubble:
-        """That of the rank with the largest chained idle: what papers print."""
+        """The bubble of the rank with the largest chained idle time, as papers report it."""
         rank = max(range(self.schedule.num_ranks), key=self.chained_idle_seconds.__getitem__)
         return Bubble(self.chained_idle_seconds[rank], self.work_seconds[rank])
 
     @property
     def barrier_bubble(self) -> Bubble:
-        """The mean over ranks: what a step with one global norm has. Uneven stages count as idle here, as they do on the clock."""
+        """The mean over ranks: the bubble of a step with a global norm.
+
+        Uneven stages count as idle time, as they do in a run.
+        """
         ranks = self.schedule.num_ranks
         return Bubble(sum(self.barrier_idle_seconds) / ranks, sum(self.work_seconds) / ranks)
 
     @cached_property
     def peak_live_chunks(self) -> tuple[int, ...]:
-        """Of each rank: the most (stage, microbatch) pairs live at once, from the start of F to the end of B or W."""
+        """The most (stage, microbatch) pairs that each rank keeps at once, from the start of F to the end of B or W."""
         return peak_live_chunks(self.schedule)
 
     @property
     def peak_live_microbatches(self) -> tuple[float, ...]:
-        """peak_live_chunks in microbatches of all the layers of the rank."""
+        """`peak_live_chunks` in microbatches of all the layers of the rank."""
         stages_of = self.schedule.placement.stages_of
         return tuple(peak / len(stages_of(rank)) for rank, peak in enumerate(self.peak_live_chunks))
 
     @cached_property
     def messages_sent(self) -> tuple[int, ...]:
-        """Of each rank, in a compute-only schedule those that lowering will add."""
+        """The SENDs of each rank; in a compute-only schedule those that lowering adds."""
         return messages_sent(self.schedule)
 
 
 @gc_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run a valid schedule on paper. At zero latency and transfer time a lowered schedule takes exactly as long as its compute-only one.
+    """Predict the timeline of a valid schedule.
 
-    In a compute-only schedule every value travels the moment it is made. ScheduleError if a cost is missing, if the schedule deadlocks,
-    or if costs without overlap are asked of a schedule that has no messages to put on the clock.
+    In a compute-only schedule every value is sent as soon as it is made; a lowered schedule takes exactly as long at
+    zero latency and transfer time. Raises ScheduleError if a cost is missing, if the schedule deadlocks, or for costs
+    without overlap and a schedule without messages.
     """
     missing = _missing_cost(schedule, costs)
     if missing:
         raise ScheduleError(
-            f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1].value}); give the seconds of every stage and op"
+            f"the costs of schedule {schedule} lack (stage {missing[0]}, {missing[1].value}); give the seconds of "
+            "every stage and op"
         )
     if not costs.overlap and not schedule.is_lowered:
-        raise ScheduleError(
-            f"schedule {schedule} has no messages that could stand beside or on the clock of a rank: lower it first"
-        )
+        raise ScheduleError(f"costs without overlap need messages, schedule {schedule} has none: lower it first")
     if costs.rank_speeds and len(costs.rank_speeds) != schedule.num_ranks:
         raise ScheduleError(
             f"the costs name the speeds of {len(costs.rank_speeds)} ranks, schedule {schedule} has {schedule.num_ranks}"
@@ -207,16 +214,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         rank_speeds=costs.rank_speeds,
     )
     if not machine.run():
-        raise ScheduleError(f"schedule {schedule} comes to a standstill; validate(schedule) says where")
+        raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))
 
 
 def messages_sent(schedule: Schedule) -> tuple[int, ...]:
-    """Of each rank: its SENDs, or in a compute-only schedule those that lowering will add."""
+    """Return the number of SENDs of each rank; in a compute-only schedule of those that lowering adds."""
     if schedule.is_lowered:
         return tuple(sum(op in SEND_OPS for _, op, _ in row) for row in schedule.rows)
     sends, directions = sends_of(schedule), len(schedule.placement.directions)
-    return tuple(sum(sends[op][m % directions][stage] is not None for stage, op, m in row) for row in schedule.rows)  # type: ignore[operator]
+    return tuple(
+        sum(sends[op][m % directions][stage] is not None for stage, op, m in row)  # type: ignore[operator]
+        for row in schedule.rows
+    )
 
 
 def _missing_cost(schedule: Schedule, costs: Costs) -> tuple[int, Op] | None:
@@ -242,7 +252,9 @@ def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> 
 
 
 def waiting_message_curves(timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """Return for each rank (seconds, activations and gradients received from other ranks and not yet used from then on)."""
+    """Return for each rank (seconds, activations and gradients received from other ranks and not yet used from then
+    on).
+    """
     schedule, costs = timeline.schedule, timeline.costs
     sent_at: dict[tuple[Op, int, int | None], float] = {}  # by the SEND, whether or not the schedule holds it
     for row, ends in zip(schedule.rows, timeline.ends, strict=True):
@@ -288,10 +300,12 @@ def _accumulated(steps: list[tuple[float, int, float]]) -> list[tuple[float, flo
 
 
 def unhindered_send_depth(schedule: Schedule) -> int:
-    """Return the most messages of one channel that are in flight when no sender waits, in a lowered schedule where F = I = W.
+    """Return the most messages of one channel that are in flight when no sender waits, in a lowered schedule where F =
+    I = W.
 
-    With as many sends in flight the schedule runs to its end (any depth that lets one order of events through lets all through) and
-    no sender blocks. Breadth-first needs nearly all its messages: a rank runs ahead of the one that uses its last chunk but one.
+    With as many sends in flight the schedule runs to its end (any depth that lets one order of events through lets all
+    through) and no sender blocks. Breadth-first needs nearly all its messages: a rank runs ahead of the one that uses
+    its last chunk but one.
     """
     timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
     changes: dict[Channel, list[tuple[float, int, int]]] = defaultdict(
@@ -299,6 +313,6 @@ def unhindered_send_depth(schedule: Schedule) -> int:
     )  # (seconds, order at the same time, change)
     for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
         for action, start, end in zip(row, starts, ends, strict=True):
-            if action.op in SEND_OPS:  # one that starts as another ends counts as beside it
+            if action.op in SEND_OPS:  # a send that starts as another ends counts as concurrent
                 changes[channel_of(action, len(schedule.placement.directions))] += [(start, 0, 1), (end, 1, -1)]
     return max((max(accumulate(change for *_, change in sorted(each))) for each in changes.values()), default=0)

@@ -1,4 +1,6 @@
-"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, free of deadlock, collectives in one order."""
+"""The proof that a schedule can be run: complete, placed, ordered, first-in first-out, free of deadlock, collectives in
+one order.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ _Orders = dict[Op, list[list[list[int]]]]  # [SEND or RECV][direction][stage] ->
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """What the proof found out on its way.
+    """The result of the proof.
 
-    least_send_depth: for each channel of a lowered schedule, how many sends must be allowed under way without a posted receive; 0: even a
-    blocking send would do. The largest of them is the least depth that suffices when all channels get the same.
+    least_send_depth: for each channel of a lowered schedule, the number of sends that must be allowed in flight without
+    a posted receive; 0 means that blocking sends suffice. The largest is the least depth that suffices if all channels
+    get the same.
     """
 
     schedule: Schedule
@@ -37,12 +40,12 @@ class ValidationReport:
 
     @cached_property
     def most_posted(self) -> Mapping[Channel, int]:
-        """For each channel, the most receives posted and not yet used."""
+        """The most receives of each channel that are posted and not yet used."""
         return _most_posted(self.schedule)
 
     @property
     def send_depth(self) -> int:
-        """The least depth that suffices on every channel."""
+        """The least send depth that suffices on every channel."""
         return max(self.least_send_depth.values(), default=0)
 
     def __str__(self) -> str:
@@ -50,17 +53,22 @@ class ValidationReport:
         if not self.schedule.is_lowered:
             return text
         posted = max(self.most_posted.values(), default=0)
-        return f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, at most {posted} receives posted on one"
+        return (
+            f"{text}; {len(self.least_send_depth)} channels, send depth {self.send_depth} suffices, "
+            f"at most {posted} receives posted on one"
+        )
 
 
 @gc_paused()
 def validate(schedule: Schedule, send_depth: int | None = None) -> ValidationReport:
-    """Prove `schedule` sound, or raise ScheduleError with the rank x slot grid and the culprit marked.
+    """Prove that `schedule` can run, or raise ScheduleError with the rank x slot grid and the faulty action marked.
 
-    Every stage and microbatch has one forward and either none (in a forward-only schedule) or one full or one split backward, on the rank
-    that the placement names; every action finds what it needs, made earlier on its rank or sent there; every channel receives in the
-    order in which it sends; all ranks come to their ends with asynchronous sends, of depth `send_depth` if given; and all ranks that
-    hold a stage issue their reductions in one order.
+    - Every stage and microbatch has one forward and one full or split backward (none in a forward-only schedule), on
+      the right rank.
+    - The inputs of every action are made earlier on its rank or sent there.
+    - Every channel receives in the order in which it sends.
+    - All ranks finish with asynchronous sends, with at most `send_depth` in flight per channel if given.
+    - All ranks that hold a stage issue its reductions in the same order.
     """
     seen, orders = _check_each_action(schedule)
     _check_computation(schedule, seen)
@@ -89,7 +97,9 @@ def _fail(schedule: Schedule, message: str, marks: Sequence[Place] = ()) -> NoRe
 
 
 def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders]:
-    """Range, rank and duplicates. Returns a flag for each op, stage x num_microbatches + microbatch, and the messages in order."""
+    """Check range, rank and duplicates; return [op][stage x num_microbatches + microbatch] -> done, and the order of
+    messages.
+    """
     stages, count, directions = schedule.num_stages, schedule.num_microbatches, schedule.placement.directions
     seen = {op: bytearray(stages * count) for op in Op}
     num_directions, reduction = len(directions), Op.REDUCE_GRAD
@@ -136,7 +146,9 @@ def _check_whole_step(schedule: Schedule, rank: int, slot: int, reduced: set[int
 
 
 def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
-    """After an OVERLAP its forward and then a backward; an UPDATE after the weight gradients of all microbatches up to its own."""
+    """Check that a forward and a backward follow each OVERLAP, and that each UPDATE follows the weight gradients it
+    needs.
+    """
     row, directions = schedule.rows[rank], len(schedule.placement.directions)
     done: dict[int, set[int | None]] = {}
     for slot, (stage, op, microbatch) in enumerate(row):
@@ -146,7 +158,7 @@ def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
                 _fail(
                     schedule, f"{row[slot]} must be followed by {stage}F{microbatch} and then a B or I", [(rank, slot)]
                 )
-            if not 0 <= halves[1][0] < schedule.num_stages:  # named like any other fault, but before it is looked up
+            if not 0 <= halves[1][0] < schedule.num_stages:  # checked here because the stage is used as an index below
                 _fail(schedule, f"{halves[1]} is outside stages 0..{schedule.num_stages - 1}", [(rank, slot + 2)])
         elif op is Op.B or op is Op.W:
             done.setdefault(stage, set()).add(microbatch)
@@ -162,7 +174,7 @@ def _check_pairs_and_updates(schedule: Schedule, rank: int) -> None:
 
 
 def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None:
-    """One F each; no backward at all, or B or else I and W each."""
+    """Check that every stage and microbatch has one F, and no backward, B, or I and W."""
     everything = bytearray(b"\1") * (schedule.num_stages * schedule.num_microbatches)
     whole, inputs, weights = (seen[op] for op in (Op.B, Op.I, Op.W))
     wanted = everything if schedule.has_backward else bytes(len(everything))
@@ -180,7 +192,7 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
         if not f:
             _fail(schedule, f"the forward of {name} is missing on rank {rank}", marks)
         if b and (i or w):
-            _fail(schedule, f"{name} has a full backward and a split one", marks)
+            _fail(schedule, f"{name} has both a full and a split backward", marks)
         if i != w:
             _fail(
                 schedule,
@@ -192,7 +204,9 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
 
 
 def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _Orders) -> None:
-    """Every hop between ranks has one SEND and one RECV, no other hop has any, and each channel receives in the order of its sends."""
+    """Check that every value that changes rank has one SEND and one RECV, no other has any, and channels are first-in
+    first-out.
+    """
     for op, expected in _expected_messages(schedule, seen).items():
         if seen[op] == expected:
             continue
@@ -218,7 +232,7 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _O
 
 
 def _fail_fifo(schedule: Schedule, send: Action, sent: list[int], received: list[int]) -> NoReturn:
-    """Name the first message that does not come in the order of the sends; `send` is any send of the channel."""
+    """Report the first message received out of order; `send` is any send of the channel."""
     channel = channel_of(send, len(schedule.placement.directions))
     _, receive_op, step = TRAVELS[channel.kind]
     first, other = next(pair for pair in zip(sent, received, strict=True) if pair[0] != pair[1])
@@ -247,7 +261,7 @@ def _expected_messages(schedule: Schedule, seen: Mapping[Op, bytearray]) -> dict
 
 
 def _most_posted(schedule: Schedule) -> dict[Channel, int]:
-    """Of each channel the most receives posted and not yet used."""
+    """Return for each channel the most receives posted and not yet used."""
     if not schedule.is_lowered:
         return {}
     num_directions = len(schedule.placement.directions)
@@ -275,7 +289,10 @@ def _most_posted(schedule: Schedule) -> dict[Channel, int]:
 
 
 def _check_reductions(schedule: Schedule) -> None:
-    """Every rank reduces each of its stages once, after its last weight gradient (the walk proves that), in an order all holders share."""
+    """Check that every rank reduces each of its stages once, in an order that all its holders share.
+
+    The walk proves that a reduction follows the last weight gradient.
+    """
     if not schedule.has_backward or not schedule.is_synchronous:
         return
     reduction = Op.REDUCE_GRAD
@@ -294,7 +311,9 @@ def _check_reductions(schedule: Schedule) -> None:
 
 
 def _check_no_cycle(schedule: Schedule, follows: Mapping[int, Mapping[int, Place]]) -> None:
-    """The orders of all ranks together must be one order: else two members of a group wait in different collectives."""
+    """Check that the orders of all ranks are compatible: otherwise two members of a group wait in different
+    collectives.
+    """
     state: dict[int, bool] = {}  # False: on the path being walked, True: done
     for root in follows:
         path = [(root, iter(follows[root].items()))] if root not in state else []
@@ -309,12 +328,14 @@ def _check_no_cycle(schedule: Schedule, follows: Mapping[int, Mapping[int, Place
                 state[step[0]] = False
                 path.append((step[0], iter(follows.get(step[0], {}).items())))
             elif not state[step[0]]:
-                message = f"stages {stage} and {step[0]} are reduced in this order here and in another order on another rank of their groups"
+                message = (
+                    f"stages {stage} and {step[0]} are reduced in this order here and in another order on another rank"
+                )
                 _fail(schedule, f"{message}; members of a group must issue its collectives in one order", [step[1]])
 
 
 def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | None) -> NoReturn:
-    """Some ranks are not at their ends: name an action whose need no rank can meet, or else the ring of ranks that wait for one another."""
+    """Report an action whose input no rank can provide, or else the ring of ranks that wait for one another."""
     waits: dict[int, Value] = {rank: machine.value_of(identity) for identity, rank in machine.waiting_for.items()}
     maker = _makers(schedule, set(waits.values()))
     for rank, value in sorted(waits.items()):
@@ -328,7 +349,8 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
         action = schedule.rows[rank][machine.positions[rank]]
         waits_for[rank] = _receiver(schedule, action)
         reasons[rank] = (
-            f"{action} may not be sent before an earlier message is received ({machine.channels[channel]}, send depth {send_depth})"
+            f"{action} waits until an earlier message is received ({machine.channels[channel]}, send depth "
+            f"{send_depth})"
         )
     ring = _ring(waits_for)
     message = "deadlock: " + "; ".join(f"rank {rank}, slot {machine.positions[rank]}: {reasons[rank]}" for rank in ring)
@@ -336,7 +358,9 @@ def _explain_standstill(schedule: Schedule, machine: Machine, send_depth: int | 
 
 
 def _own_fault(schedule: Schedule, rank: int, slot: int, value: Value, makers: Mapping[int, int]) -> str:
-    """Why `value` cannot come before `slot`, whatever the other ranks do; empty if it is for another rank to bring it."""
+    """Return why `value` cannot be available at `slot` whatever the other ranks do; empty if another rank has to
+    provide it.
+    """
     if not makers:
         return "no rank makes"
     if rank in makers:
@@ -348,7 +372,7 @@ def _own_fault(schedule: Schedule, rank: int, slot: int, value: Value, makers: M
 
 
 def _makers(schedule: Schedule, values: set[Value]) -> dict[Value, dict[int, int]]:
-    """value -> rank that computes it -> slot."""
+    """Return value -> rank that computes it -> slot."""
     found: dict[Value, dict[int, int]] = {}
     for rank, row in enumerate(schedule.rows):
         for slot, action in enumerate(row):
@@ -366,7 +390,7 @@ def _receiver(schedule: Schedule, send: Action) -> int:
 
 
 def _ring(waits_for: Mapping[int, int]) -> list[int]:
-    """Ranks that wait for one another in a ring."""
+    """Return ranks that wait for one another in a ring."""
     rank = next(iter(waits_for))
     seen: list[int] = []
     while rank not in seen:

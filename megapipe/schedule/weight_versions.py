@@ -1,8 +1,8 @@
-"""Which version of its weights each microbatch of an asynchronous schedule uses, and in which of a rank's buffers the versions lie.
+"""The weight version that each microbatch of an asynchronous schedule uses, and the buffer of each version.
 
-Version t of a stage is there after its t-th update; version 0 is what the schedule starts with. The backward of a microbatch uses the
-version of its forward. A schedule drains, so all ranks end with the same number of updates and nothing but the newest version is needed
-afterwards.
+Version t of a stage is the result of its t-th update; version 0 is the one that the schedule starts with. The backward
+of a microbatch uses the version of its forward. A schedule drains, so all ranks end with the same number of updates and
+need only the newest version afterwards.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import Held, lifetimes
 from megapipe.schedule.schedule import Schedule
 
-VersionRule = Callable[
-    [int, int, int], int
-]  # (microbatch, group size, newest version at its forward) -> version it uses
+# (microbatch, group size, newest version at its forward) -> version it uses
+VersionRule = Callable[[int, int, int], int]
 
 
 def stashed(microbatch: int, group_size: int, newest: int) -> int:
-    """PipeDream's weight stashing: the newest version that its rank has; in 1F1B max(0, microbatch - (p - 1 - rank))."""
+    """Return the newest version of the rank (PipeDream's weight stashing); in 1F1B max(0, microbatch - (p - 1 -
+    rank)).
+    """
     return newest
 
 
 def one_group_stale(microbatch: int, group_size: int, newest: int) -> int:
-    """PipeDream-2BW: the same version on every rank, that of the group before."""
+    """Return the version before the previous group's update, the same on every rank (PipeDream-2BW)."""
     return max(0, microbatch // group_size - 1)
 
 
 @dataclass(frozen=True)
 class WeightVersions:
-    """Of one rank's stage, over one run of its row.
+    """The weight versions of one rank's stage during a run of its row.
 
-    version_of: microbatch -> version of its forward and backward. buffer_of: version -> buffer; version 0 lies in buffer 0.
-    group_sizes: microbatches whose gradients each update takes.
+    version_of: microbatch -> version of its forward and backward.
+    buffer_of: version -> buffer; version 0 is in buffer 0.
+    group_sizes: the number of microbatches whose gradients each update takes.
     """
 
     version_of: tuple[int, ...]
@@ -45,7 +47,7 @@ class WeightVersions:
 
     @property
     def num_buffers(self) -> int:
-        """The most versions that are needed at once: those of microbatches under way or to come, and the newest."""
+        """The most versions needed at once: those of microbatches in flight or still to come, and the newest."""
         return 1 + max(self.buffer_of)
 
     @property
@@ -54,9 +56,11 @@ class WeightVersions:
 
 
 def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> WeightVersions:
-    """Walk over the row of a rank that holds one stage. An update writes into a buffer whose version no microbatch needs any more.
+    """Assign versions and buffers on a rank that holds one stage.
 
-    Raises ScheduleError if a forward comes before the version it uses.
+    An update writes into a buffer whose version is no longer needed.
+
+    Raises ScheduleError if a forward runs before the version that it uses.
     """
     version_of = _versions_used(schedule, pp_rank, rule, group_size)
     users = Counter(version_of)  # version -> microbatches that still need it, those to come included
@@ -75,7 +79,7 @@ def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_s
 
 
 def _versions_used(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> tuple[int, ...]:
-    """By microbatch."""
+    """Return the version of each microbatch."""
     versions, newest = [0] * schedule.num_microbatches, 0
     for stage, op, microbatch in schedule.rows[pp_rank]:
         newest += op is Op.UPDATE
@@ -83,6 +87,7 @@ def _versions_used(schedule: Schedule, pp_rank: int, rule: VersionRule, group_si
             version = versions[microbatch] = rule(microbatch, group_size, newest)  # type: ignore[index,arg-type]
             if version > newest:
                 raise ScheduleError(
-                    f"schedule {schedule}: {stage}F{microbatch} on rank {pp_rank} uses weight version {version}, the newest is {newest}"
+                    f"schedule {schedule}: {stage}F{microbatch} on rank {pp_rank} uses weight version {version}, the "
+                    f"newest is {newest}"
                 )
     return tuple(versions)

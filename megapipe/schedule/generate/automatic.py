@@ -1,10 +1,12 @@
 """The automatic scheduler: a zero-bubble schedule on linear stages for given times and a memory limit.
 
-It solves the problem of Qi et al. 2023, section 3 (arXiv:2401.10241), whose ZB-1p and ZB-2p are the answers for p and 2 p microbatches.
+It solves the problem of Qi et al. 2023, section 3 (arXiv:2401.10241), whose ZB-1p and ZB-2p are the answers for p and 2
+p microbatches.
 
-Each candidate simulates ranks that follow one rule: the number of microbatches in flight that a rank aims for, the shortest gap that it
-fills with a W although that delays what comes next, and the idle time after which it fills every gap. The parameters of the rule are
-searched, first on a coarse grid, then around the best; the hand-made schedules that fit into memory compete too.
+Each candidate simulates ranks that follow one rule: the number of microbatches in flight that a rank aims for, the
+shortest gap that it fills with a W although that delays what comes next, and the idle time after which it fills every
+gap. The parameters of the rule are searched, first on a coarse grid, then around the best; the hand-made schedules that
+fit into memory compete too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _UNKNOWN = math.inf
 
 
 class _Rule(NamedTuple):
-    """What ranks do: see the module's docstring."""
+    """A rule that ranks follow: see the module's docstring."""
 
     in_flight: tuple[int, ...]  # of each rank
     least_gap: float  # as a fraction of the time of W
@@ -40,14 +42,15 @@ class _Rule(NamedTuple):
 def automatic(shape: Shape) -> tuple[Row, ...]:
     """Return the best rows found for shape.goal (default: F = I = W, p microbatches).
 
-    The search runs on at most 4 p microbatches, beyond which only the steady phase grows; the best rules are then compared on all.
-    Raises ConfigError for a limit of less than one microbatch.
+    The search runs on at most 4 p microbatches, beyond which only the steady phase grows; the best rules are then
+    compared on all. Raises ConfigError for a limit of less than one microbatch.
     """
     goal = shape.goal or AutoGoal(Costs.equal(shape.num_ranks, 1.0, 1.0, 1.0), shape.num_ranks)
     goal = replace(goal, costs=goal.costs.on_linear_ranks())
     if goal.max_microbatches < 1:
         raise ConfigError(
-            f"a memory limit of {goal.max_microbatches} microbatches per rank does not hold the first one; use 1 or more"
+            f"a memory limit of {goal.max_microbatches} microbatches per rank does not hold the first one; use 1 or "
+            "more"
         )
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), goal)
     candidates = [_follow(rule, shape, goal)[0] for rule in found]
@@ -60,7 +63,8 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     return min(candidates, key=lambda rows: _score(rows, shape, goal))
 
 
-# the coarse grid: microbatches in flight grow by `slope` per rank towards the first; `offset` are those of the last rank
+# the coarse grid: microbatches in flight grow by `slope` per rank towards the first; `offset` are those of the last
+# rank
 _SLOPES = (1.0, 1.5, 2.0, 2.125, 2.25, 2.5, 3.0)
 _OFFSETS = (1.5, 1.99)
 # (least gap in W, fraction of the time to fill the pipeline that a rank may idle before it fills every gap)
@@ -94,7 +98,9 @@ def _search(shape: Shape, goal: AutoGoal) -> list[_Rule]:
 
 
 def _until_first_gradient(num_ranks: int, costs: Costs) -> list[float]:
-    """Return for each rank how many forwards fit between the first microbatch's arrival and the arrival of its gradient."""
+    """Return for each rank how many forwards fit between the first microbatch's arrival and the arrival of its
+    gradient.
+    """
     seconds, counts, away = costs.seconds, [1.0] * num_ranks, 0.0
     for stage in reversed(range(num_ranks)):
         forward = seconds[stage, Op.F]
@@ -138,7 +144,9 @@ def _ordered(own_seconds: float, makespan_seconds: float, goal: AutoGoal) -> tup
 
 
 class _Rank:
-    """The state of one rank: counts of F, I and W done, its clock, the microbatches it holds, and when its next inputs arrive."""
+    """The state of one rank: counts of F, I and W done, its clock, the microbatches it holds, and when its next inputs
+    arrive.
+    """
 
     def __init__(self, stage: int, num_microbatches: int, seconds: Sequence[float]) -> None:
         self.stage, self.seconds = stage, seconds  # of F, I, W

@@ -1,10 +1,10 @@
-"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards overlapped with backwards, so that the communication of one (above
-all the all-to-all of expert parallelism) hides under the computation of the other.
+"""DualPipe and DualPipeV (DeepSeek-V3, arXiv:2412.19437): forwards overlapped with backwards, so that the communication
+of one (above all the all-to-all of expert parallelism) hides under the computation of the other.
 
-Both run the same rows. In DualPipe microbatches enter at both ends of the pipeline: rank r holds stages r and p - 1 - r, even microbatches
-travel up the ranks, odd ones down, and the ranks r and p - 1 - r hold the same parameters. DualPipeV is one half of it, folded: rank r
-holds stages r and 2 p - 1 - r, a microbatch comes down as one of the first direction and returns as one of the second, and every parameter
-is held once.
+Both run the same rows. In DualPipe microbatches enter at both ends of the pipeline: rank r holds stages r and p - 1 -
+r, even microbatches travel up the ranks, odd ones down, and the ranks r and p - 1 - r hold the same parameters.
+DualPipeV is one half of it, folded: rank r holds stages r and 2 p - 1 - r, a microbatch comes down as one of the first
+direction and returns as one of the second, and every parameter is held once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ def check_even_ranks(shape: Shape) -> None:
     p = shape.num_ranks
     if p % 2:
         raise ConfigError(
-            f"schedule dualpipe pairs every rank with the one opposite; {p} pipeline ranks are odd: use {max(2, p - 1)} or {p + 1}"
+            f"schedule dualpipe pairs every rank with the one opposite; {p} pipeline ranks are odd: use "
+            f"{max(2, p - 1)} or {p + 1}"
         )
 
 
 def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
-    """Return what is wrong with a number of microbatches ('' if nothing), and the nearest numbers that work."""
+    """Return why so many microbatches cannot run ('' if they can), and the nearest numbers that can."""
     least = 2 * num_ranks
     if num_microbatches < least:
         return f"fills the pipeline from both ends and needs at least 2 x {num_ranks} ranks = {least} microbatches", (
@@ -41,7 +42,7 @@ def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[i
 
 
 def dualpipe_v_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
-    """Return what is wrong with a number of microbatches ('' if nothing), and the nearest numbers that work."""
+    """Return why so many microbatches cannot run ('' if they can), and the nearest numbers that can."""
     least = 2 * num_ranks
     if num_microbatches < least:
         return f"needs at least as many microbatches as its {least} stages", (least,)
@@ -86,7 +87,9 @@ class _Writer:
         self.pending: list[Action] = []  # W of every I so far, oldest first
 
     def write(self, rank: int, num_ranks: int, count: int) -> Row:
-        """Return the row of `rank` for `count` >= 2 num_ranks microbatches per lane; rank num_ranks - 1 lies at the turn."""
+        """Return the row of `rank` for `count` >= 2 num_ranks microbatches per lane; rank num_ranks - 1 is at
+        the turn.
+        """
         to_turn = num_ranks - 1 - rank
         for _ in range(2 * to_turn):
             self.forward(NEAR)

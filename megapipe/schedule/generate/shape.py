@@ -14,8 +14,10 @@ class AutoGoal:
 
     costs: seconds of F, I, W and of messages, by stage.
     max_microbatches: the most that any rank may keep alive at once.
-    kept_for_weights: the fraction of a microbatch's activations that stays between I and W (1: all, as peak_live_chunks counts).
-    has_barrier: minimize the makespan of all ranks; otherwise the time of the slowest rank, which is what chained steps take.
+    kept_for_weights: the fraction of a microbatch's activations that stays between I and W (1: all, as peak_live_chunks
+    counts).
+    has_barrier: minimize the makespan of all ranks; otherwise the time of the slowest rank, which is what chained steps
+    take.
     tries: how many rules are tried beyond the coarse grid (None: a number that takes a few seconds).
     """
 
@@ -27,7 +29,9 @@ class AutoGoal:
 
 
 class Shape(NamedTuple):
-    """The size of a schedule: num_chunks stages per rank; group_size microbatches run through one chunk before the next chunk."""
+    """The size of a schedule: num_chunks stages per rank; group_size microbatches run through one chunk before the next
+    chunk.
+    """
 
     num_ranks: int
     num_chunks: int

@@ -1,4 +1,6 @@
-"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first and the two PipeDreams."""
+"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first and the two
+PipeDreams.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from megapipe.schedule.schedule import Row
 
 
 def naive(shape: Shape) -> tuple[Row, ...]:
-    """One microbatch at a time through all stages, forward and back: the baseline that every other schedule improves on."""
+    """One microbatch at a time through all stages, forward and back: the baseline that every other schedule improves
+    on.
+    """
     return tuple(
         tuple(Action(stage, op, microbatch) for microbatch in range(shape.num_microbatches) for op in (Op.F, Op.B))
         for stage in range(shape.num_ranks)
@@ -18,7 +22,9 @@ def naive(shape: Shape) -> tuple[Row, ...]:
 
 
 def gpipe(shape: Shape) -> tuple[Row, ...]:
-    """GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every microbatch is live at once."""
+    """GPipe (Huang et al. 2018, arXiv:1811.06965): all forwards, then all backwards; every microbatch is live
+    at once.
+    """
     microbatches = range(shape.num_microbatches)
     return tuple(
         tuple(Action(stage, Op.F, m) for m in microbatches) + tuple(Action(stage, Op.B, m) for m in microbatches)
@@ -27,7 +33,8 @@ def gpipe(shape: Shape) -> tuple[Row, ...]:
 
 
 def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
-    """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): after a warm-up, one forward and one backward in turn.
+    """1F1B, PipeDream-Flush (Narayanan et al. 2021, arXiv:2104.04473): after a warm-up, one forward and one backward in
+    turn.
 
     GPipe's bubble, but rank r keeps at most min(num_ranks - r, num_microbatches) microbatches.
     """
@@ -40,10 +47,12 @@ def one_f_one_b(shape: Shape) -> tuple[Row, ...]:
 
 
 def interleaved(shape: Shape) -> tuple[Row, ...]:
-    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): several chunks per rank, the bubble divided by their number.
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473): several chunks per rank, the bubble divided by their
+    number.
 
-    Microbatches go in groups: all of a group through one chunk, then through the next; backwards take the chunks in reverse.
-    Rank r runs min(2 (p - r - 1) + (v - 1) x largest group, v m) warm-up forwards, then F and B in turn, then the rest.
+    Microbatches go in groups: all of a group through one chunk, then through the next; backwards take the chunks in
+    reverse. Rank r runs min(2 (p - r - 1) + (v - 1) x largest group, v m) warm-up forwards, then F and B in turn, then
+    the rest.
     """
     p, chunks = shape.num_ranks, range(shape.num_chunks)
     groups = microbatch_groups(shape.num_microbatches, shape.group_size, p)
@@ -59,8 +68,8 @@ def interleaved(shape: Shape) -> tuple[Row, ...]:
 def microbatch_groups(num_microbatches: int, group_size: int, num_ranks: int) -> list[range]:
     """Cut 0 .. num_microbatches - 1 into groups of group_size.
 
-    A remainder smaller than num_ranks joins the last full group: by itself it would starve the pipeline. Since the warm-up counts
-    the largest group, no number of microbatches deadlocks.
+    A remainder smaller than num_ranks joins the last full group: a group of its size would starve the pipeline. The
+    warm-up counts the largest group, so that any number of microbatches runs without deadlock.
     """
     full, remainder = divmod(num_microbatches, group_size)
     starts = [group_size * index for index in range(full)]
@@ -70,10 +79,11 @@ def microbatch_groups(num_microbatches: int, group_size: int, num_ranks: int) ->
 
 
 def breadth_first(shape: Shape) -> tuple[Row, ...]:
-    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): chunk by chunk over all microbatches, then back in reverse.
+    """Breadth-first, looped BFS (Lamy-Poirier 2022, arXiv:2211.05953): chunk by chunk over all microbatches, then back
+    in reverse.
 
-    The bubble of interleaved 1F1B at the memory of GPipe. In return a chunk's parameters are needed in one stretch and its gradients
-    are complete early, so that their communication overlaps with the other chunks.
+    The bubble of interleaved 1F1B at the memory of GPipe. In return a chunk's parameters are needed in one stretch and
+    its gradients are complete early, so that their communication overlaps with the other chunks.
     """
     p, chunks, microbatches = shape.num_ranks, range(shape.num_chunks), range(shape.num_microbatches)
     return tuple(
@@ -86,14 +96,16 @@ def breadth_first(shape: Shape) -> tuple[Row, ...]:
 def pipedream(shape: Shape) -> tuple[Row, ...]:
     """PipeDream (Harlap et al. 2018, arXiv:1806.03377): 1F1B without a flush, an optimizer step after every backward.
 
-    NOT synchronous: weights change while microbatches are in flight (see weight_versions), so training differs from a single
-    process. The original fills the pipeline once and never drains it; here the rows are a stretch of that stream.
+    NOT synchronous: weights change while microbatches are in flight (see weight_versions), so training differs from a
+    single process. The original fills the pipeline once and never drains it; here the rows are a stretch of that
+    stream.
     """
     return _with_updates(shape, every=1)
 
 
 def pipedream_2bw(shape: Shape) -> tuple[Row, ...]:
-    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): an optimizer step after every group of group_size >= p microbatches.
+    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): an optimizer step after every group of group_size >= p
+    microbatches.
 
     NOT synchronous: the microbatches of group t use version t - 1 of the weights on every stage,
     W(t + 1) = W(t) - lr x gradient at W(t - 1).

@@ -1,15 +1,17 @@
 """Schedules that split the backward into input gradients (I) and weight gradients (W) and put W where the bubble was.
 
 - ZB-H1 and ZB-H2 (Qi et al. 2023, arXiv:2401.10241): 1F1B on linear stages, W delayed.
-- ZB-V (Qi et al. 2024, arXiv:2405.15362): rank r holds stages r and 2 p - 1 - r. Input and loss lie on rank 0, so the first backward
-  starts as soon as the first microbatch has come down and up again: nearly no bubble where F = I = W, at the memory of 1F1B.
+- ZB-V (Qi et al. 2024, arXiv:2405.15362): rank r holds stages r and 2 p - 1 - r. Input and loss are on rank 0, so the
+  first backward starts as soon as the first microbatch has come down and up again: nearly no bubble where F = I = W, at
+  the memory of 1F1B.
 - V-Half and V-Min (the same paper): half and a third of 1F1B's activations, for a bubble that stays below 1F1B's.
 
-V-Half and V-Min repeat one building block on the V every six slots of one stage's F, I or W: the slots at which the four passes F down,
-F up, I down and I up of a microbatch reach each rank. A rank holds as many microbatches as a block keeps its activations alive, in slots,
-over six. V-Min moves on in every slot; in V-Half the two passes up take two slots per rank, which balances the ranks. The waits at the
-three turns are the shortest for which no two passes of any microbatches meet on a rank. Then F and I keep that order, and each W goes
-where the rank would be idle, or where memory is full.
+V-Half and V-Min repeat one building block on the V every six slots of one stage's F, I or W: the slots at which the
+four passes F down, F up, I down and I up of a microbatch reach each rank. A rank holds as many microbatches as a block
+keeps its activations alive, in slots, over six. V-Min moves on in every slot; in V-Half the two passes up take two
+slots per rank, which balances the ranks. The waits at the three turns are the shortest for which no two passes of any
+microbatches meet on a rank. Then F and I keep that order, and each W goes where the rank would be idle, or where memory
+is full.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from megapipe.schedule.schedule import Row
 
 
 def zb_h1(shape: Shape) -> tuple[Row, ...]:
-    """1F1B's warm-up of p - 1 - r forwards; rank r runs W r microbatches behind I. Every rank keeps p microbatches until W."""
+    """1F1B's warm-up of p - 1 - r forwards; rank r runs W r microbatches behind I.
+
+    Every rank keeps p microbatches until W.
+    """
     p = shape.num_ranks
     return tuple(_delayed_weights(rank, shape.num_microbatches, warm_up=p - 1 - rank, delay=rank) for rank in range(p))
 
 
 def zb_h2(shape: Shape) -> tuple[Row, ...]:
-    """Twice ZB-H1's warm-up and delay: 2 p - 1 microbatches fill what is left of the bubble where F = I = W."""
+    """Twice ZB-H1's warm-up and delay: 2 p - 1 microbatches fill the rest of the bubble where F = I = W."""
     p = shape.num_ranks
     return tuple(
         _delayed_weights(rank, shape.num_microbatches, warm_up=2 * (p - 1 - rank), delay=2 * rank) for rank in range(p)
@@ -37,7 +42,9 @@ def zb_h2(shape: Shape) -> tuple[Row, ...]:
 
 
 def _delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int) -> Row:
-    """Run `warm_up` forwards, then F and I in turn; from the `delay`-th I on, each is followed by the W of `delay` microbatches before."""
+    """Run `warm_up` forwards, then F and I in turn; from the `delay`-th I on, each is followed by the W of `delay`
+    microbatches before.
+    """
     row = [Action(stage, Op.F, m) for m in range(min(warm_up, num_microbatches))]
     for microbatch in range(num_microbatches):
         if microbatch + warm_up < num_microbatches:
@@ -50,7 +57,9 @@ def _delayed_weights(stage: int, num_microbatches: int, warm_up: int, delay: int
 
 
 def zb_v(shape: Shape) -> tuple[Row, ...]:
-    """The rows for max(m, 2 p - 1) microbatches without those beyond m: with few microbatches their slots stay empty."""
+    """The rows for max(m, 2 p - 1) microbatches without those beyond m: with few microbatches their slots stay
+    empty.
+    """
     count = max(shape.num_microbatches, 2 * shape.num_ranks - 1)
     return tuple(
         tuple(a for a in _zb_v_row(rank, shape.num_ranks, count) if (a.microbatch or 0) < shape.num_microbatches)
@@ -59,7 +68,7 @@ def zb_v(shape: Shape) -> tuple[Row, ...]:
 
 
 def _zb_v_row(rank: int, num_ranks: int, count: int) -> Row:
-    """2 (p - r) - 1 forwards of the way down; then, until all forwards are done, one up for one down; then what is left.
+    """2 (p - r) - 1 forwards of the way down; then, until all forwards are done, one up for one down; then the rest.
 
     A W follows its I, except in the last r rounds of the way down and up, where I alone lets the ranks before continue.
     """
@@ -158,7 +167,8 @@ def _from_block(shape: Shape, block: list[_Passes], limit: int) -> tuple[Row, ..
 
 
 def _fill_with_weights(orders: list[list[Action]], limit: int) -> tuple[Row, ...]:
-    """Put every W, oldest first, where its rank would be idle if all ops took one slot, or where `limit` chunks are alive.
+    """Put every W, oldest first, where its rank would be idle if all ops took one slot, or where `limit` chunks are
+    alive.
 
     orders: the F and I of each rank of a V.
     """
