@@ -15,12 +15,12 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from megapipe.extras.search.published import PublishedRun, published_runs
 from megapipe.plan.hardware import Hardware, hardware_named, saturating
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op
+from tests.extras.search.published import PublishedRun, published_runs
 
 Point = tuple[float, float]  # highest, half_at
 START: Point = (0.8, 200.0)

@@ -8,13 +8,13 @@ import pytest
 
 from megapipe.config.precision import PrecisionConfig
 from megapipe.config.recompute import RecomputeConfig
-from megapipe.extras.search.published import gpt
 from megapipe.layers.model import model_spec
 from megapipe.layers.shape import WHOLE, CommChunks, RankShape
 from megapipe.plan.hardware import Link, hardware_named
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op
+from tests.extras.search.published import gpt
 
 TP, LATENCY = 8, 1e-6
 FULL = RecomputeConfig("full", "uniform", 1)

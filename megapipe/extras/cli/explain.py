@@ -15,7 +15,7 @@ from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, me
 from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
-from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers, readers
+from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers
 from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named, read_hardware
 
@@ -69,7 +69,6 @@ def _words(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
     for difference in DELIBERATE_DIFFERENCES:
         if difference.flag in (name, field.main_flag):
             yield f"  Megatron: {difference.megatron}; here: {difference.here}, because {difference.reason}"
-    yield f"  read by: {', '.join(readers(field)) or 'no module'}"
     paper = papers().get(name) or papers().get(field.main_flag)
     if paper:
         yield f"  paper: {paper}"

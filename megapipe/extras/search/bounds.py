@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -23,12 +22,12 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.plan.resolve import resolve_model
 from megapipe.plan.step_time import NORM_BYTES, OPTIMIZER_BYTES
-from megapipe.schedule.action import Action, Op
+from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.generate.shape import Shape
+from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.partition import StageLayers
 
-SPLIT_SCHEDULES = ("zb-h1", "zb-v", "v-half", "v-min")
 FILLS = 2  # of the pipeline: after as many microbatches a schedule keeps about all that it ever keeps
 
 
@@ -109,7 +108,7 @@ class Bounds:
         batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
         assert batch is not None
         count = batch // dp // layout.micro_batch_size
-        is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, layout.schedule in SPLIT_SCHEDULES
+        is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
         times = self._times(layout.tp, is_sliced, is_split, layout.micro_batch_size, layout.recompute)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, min(count, FILLS * layout.pp))
         least, optimizer = self._bytes(model, layout, holds, times)
@@ -117,7 +116,10 @@ class Bounds:
 
     def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
         """Until the last backward."""
-        is_split, waits = layout.schedule in SPLIT_SCHEDULES, not self._config.optimizer.optimizer_post_validation
+        is_split, waits = (
+            SCHEDULES[layout.schedule].splits_backward,
+            not self._config.optimizer.optimizer_post_validation,
+        )
         longest = 0.0
         for rank in ranks:
             forward = rank.layers * times.forward + rank.heads * times.head_forward
@@ -226,7 +228,12 @@ def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
     rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp))
     return _undominated(
         [
-            _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), _live_layers(row, counts))
+            _Holds(
+                _layers(cut, rank),
+                int(ranks[-1] == rank),
+                int(ranks[0] == rank),
+                int(peak_held(row, {Held.ACTIVATIONS: 1}, counts)),
+            )
             for rank, row in enumerate(rows)
         ]
     )
@@ -234,18 +241,6 @@ def _holds(cut: Cut, schedule: str, count: int) -> tuple[_Holds, ...]:
 
 def _layers(cut: Cut, rank: int) -> int:
     return sum(layers for holder, layers in zip(cut[1], cut[2], strict=True) if holder == rank)
-
-
-def _live_layers(row: Sequence[Action], layers: tuple[int, ...]) -> int:
-    """The most that a row keeps between forwards and input gradients."""
-    live = peak = 0
-    for stage, op, _ in row:
-        if op is Op.F:
-            live += layers[stage]
-            peak = max(peak, live)
-        elif op in (Op.B, Op.I):
-            live -= layers[stage]
-    return peak
 
 
 def _undominated(ranks: list[Numbers]) -> tuple[Numbers, ...]:

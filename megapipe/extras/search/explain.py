@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,26 +96,3 @@ def papers() -> dict[str, str]:
     """Flag -> where what it does was published."""
     with Path(__file__).with_name("papers.csv").open(encoding="utf-8", newline="") as file:
         return {row["flag"]: row["paper"] for row in csv.DictReader(file)}
-
-
-def readers(field: ConfigField) -> list[str]:
-    """The rooms whose source reads the field; a name of one word, which other things may have, only together with its section."""
-    package = Path(__file__).resolve().parents[2]
-    named, alone = rf"{field.section}\.{field.name}\b", rf"\.{field.name}\b"
-    for pattern in (alone,) if "_" in field.name else (named, alone):
-        rooms = sorted({room for room, source in _sources(package) if re.search(pattern, source)})
-        if rooms:
-            return rooms
-    return []
-
-
-@cache
-def _sources(package: Path) -> list[tuple[str, str]]:
-    return list(_read_sources(package))
-
-
-def _read_sources(package: Path) -> Iterator[tuple[str, str]]:
-    for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).parts[0].removesuffix(".py")
-        if room not in ("config", "cli", "reference"):
-            yield room, path.read_text(encoding="utf-8")

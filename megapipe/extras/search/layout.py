@@ -16,9 +16,8 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.hardware import Hardware
+from megapipe.schedule.families import SCHEDULES, default_schedule
 
-# schedules a search tries: (name, chunks a rank); chunks of 0: every number that divides the layers among all stages
-SCHEDULES_TRIED = (("1f1b", 1), ("interleaved", 0), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2), ("v-min", 2))
 MOST_CHUNKS = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTES = (
@@ -55,7 +54,7 @@ class Layout:
             config.parallel,
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
-            num_virtual_stages_per_pipeline_rank=self.chunks if self.schedule == "interleaved" else None,
+            num_virtual_stages_per_pipeline_rank=self.chunks if takes_any_chunks(self.schedule) else None,
             num_layers_per_virtual_pipeline_stage=None,
             pipeline_model_parallel_layout=None,
             decoder_first_pipeline_num_layers=None,
@@ -131,17 +130,23 @@ def _is_of_attention(recompute: RecomputeConfig) -> bool:
 
 
 def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
+    """Yield (name, chunks per rank): of families that take any number, those that divide the layers among all stages."""
     if pp == 1:
-        yield "1f1b", 1
+        yield default_schedule(1), 1
         return
-    for name, chunks in SCHEDULES_TRIED:
-        if chunks:
-            if pp * chunks <= num_layers:
-                yield name, chunks
-            continue
-        for count in range(2, MOST_CHUNKS + 1):
-            if pp * count <= num_layers + 2 and any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2)):
-                yield name, count
+    for family in SCHEDULES.values():
+        if family.is_candidate and takes_any_chunks(family.name):
+            for count in range(2, MOST_CHUNKS + 1):
+                if pp * count <= num_layers + 2 and any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2)):
+                    yield family.name, count
+        elif family.is_candidate and pp * family.num_chunks(1) <= num_layers:
+            yield family.name, family.num_chunks(1)
+
+
+def takes_any_chunks(schedule: str) -> bool:
+    """Return True if the number of chunks per rank is a choice."""
+    family = SCHEDULES[schedule]
+    return family.takes_chunks and family.chunks is None
 
 
 def recompute_text(recompute: RecomputeConfig) -> str:

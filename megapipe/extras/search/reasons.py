@@ -16,6 +16,7 @@ from megapipe.extras.search.search import Candidate, Found, predict_plan
 from megapipe.plan.hardware import GIB, Hardware
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.families import default_schedule
 
 BUBBLE_WORTH_A_WORD = 0.10  # of the step
 MESSAGES_WORTH_A_WORD = 0.10
@@ -103,7 +104,7 @@ def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
     count = batch.full // batch.samples_per_microbatch
     wanted = math.ceil(count * (bubble / (1 - bubble)) / (BUBBLE_WANTED / (1 - BUBBLE_WANTED)) / layout.pp) * layout.pp
     chunked = next((n for n in range(layout.chunks + 1, 9) if model.num_layers % (layout.pp * n) == 0), None)
-    chunks = f", or use {chunked} chunks" if chunked and layout.schedule in ("1f1b", "interleaved") else ""
+    chunks = f", or use {chunked} chunks" if chunked and layout.schedule == default_schedule(layout.chunks) else ""
     yield (
         f"{bubble:.1%} of the step is bubble: {count} microbatches feed {layout.pp} pipeline ranks; raise the microbatches to {wanted} "
         f"(--global-batch-size {wanted * batch.samples_per_microbatch}){chunks}"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable
 
 from megapipe.config.config import Config
-from megapipe.extras.search.layout import Layout
+from megapipe.extras.search.layout import Layout, takes_any_chunks
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.resolve import resolve, vary
@@ -67,5 +67,5 @@ def _period(time: StepTime, pp: int) -> float:
     ends = [
         timeline.ends[rank][slot] for slot, (stage, op, _) in enumerate(row) if stage == last and op in (Op.B, Op.I)
     ]
-    middle = len(ends) - 1 - pp - (pp // 2 if time.timeline.schedule.name == "interleaved" else 0)
+    middle = len(ends) - 1 - pp - (pp // 2 if takes_any_chunks(timeline.schedule.name) else 0)
     return ends[middle] - ends[middle - pp] if middle >= pp else max(timeline.work_seconds) * pp / len(ends)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megapipe.extras.search.megatron_memory import block_parameters, megatron_memory
-from megapipe.extras.search.published import published_runs
 from megapipe.plan.hardware import GIB
 from megapipe.plan.resolve import resolve
+from tests.extras.search.published import published_runs
 from tests.plan.test_resolve import wish
 
 RUNS = {run.name: run for run in published_runs()}

@@ -8,7 +8,12 @@ import pytest
 
 from megapipe.config.precision import PrecisionConfig
 from megapipe.extras.search.layout import RECOMPUTES
-from megapipe.extras.search.published import (
+from megapipe.layers.model import layer_table, model_spec
+from megapipe.layers.shape import RankShape
+from megapipe.plan.hardware import TERA, hardware_named
+from megapipe.plan.resolve import resolve_model
+from megapipe.schedule.action import Op
+from tests.extras.search.published import (
     LAYER_OF_22B,
     NARAYANAN,
     PublishedRun,
@@ -17,11 +22,6 @@ from megapipe.extras.search.published import (
     narayanan_flops,
     published_runs,
 )
-from megapipe.layers.model import layer_table, model_spec
-from megapipe.layers.shape import RankShape
-from megapipe.plan.hardware import TERA, hardware_named
-from megapipe.plan.resolve import resolve_model
-from megapipe.schedule.action import Op
 
 QUICK = (
     "1.7B",
