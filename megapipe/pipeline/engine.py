@@ -1,7 +1,7 @@
 """The pipeline engine: one loop over one rank's row of a lowered schedule.
 
-Everything that could be decided beforehand is in the row: the order of actions, where receives are posted, when gradients are reduced.
-The engine waits only where an action needs what a peer makes.
+The row fixes the order of actions, where receives are posted and when gradients are reduced. The engine waits only
+where an action needs a message from a peer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """What one run of the schedule works on.
+    """The inputs of one run of the schedule.
 
-    microbatches: payloads by microbatch number, the same on every rank (a stage reads of them what it needs). message: shapes and dtypes
-    that cross the boundary behind a stage, one entry a tensor; the gradients of the floating-point ones come back. loss: on the last
-    stage, (output, payload) -> (scalar to differentiate, loss scale included; report).
+    microbatches: payloads by microbatch number, the same on every rank (each stage reads what it needs).
+    message: shapes and dtypes of the tensors that cross the boundary after a stage; gradients of the floating-point
+    ones are sent back.
+    loss: on the last stage, (output, payload) -> (scalar to differentiate, loss scale included; report).
     """
 
     microbatches: Sequence[Any]
@@ -42,27 +43,27 @@ class Step:
 
 
 class StageWeights(Protocol):
-    """The weights of this rank's stages where they change while the row runs (asynchronous schedules)."""
+    """The weights of this rank's stages if they change while the row runs (asynchronous schedules)."""
 
     def use(self, stage: int, microbatch: int) -> None:
-        """Put the version that this microbatch uses into the stage's module: called before its forward and each part of its backward."""
+        """Load the microbatch's weight version into the stage's module; called before its forward and each part of its
+        backward.
+        """
 
     def update(self, stage: int, microbatch: int) -> None:
-        """One optimizer step with the gradients since the last one; this microbatch's were the last to come."""
+        """Run one optimizer step with the gradients since the last one; this microbatch's gradient is the latest."""
 
 
 @dataclass
 class BegunRun:
-    """A row being run: the values in flight. Made by `Engine.begin`, used up by `Engine.finish`."""
+    """The state of a running row: the values in flight. Created by `Engine.begin`, consumed by `Engine.finish`."""
 
     step: Step
-    activations: dict[Key, Tensors] = field(
-        default_factory=dict
-    )  # input of (stage, microbatch) from a stage on this rank
-    outputs: dict[Key, Tensors] = field(default_factory=dict)  # computed, not yet handed to a channel
-    gradients: dict[Key, Tensors] = field(
-        default_factory=dict
-    )  # output gradient of (stage, microbatch) from a stage on this rank
+    # inputs and output gradients that come from another stage of this rank
+    activations: dict[Key, Tensors] = field(default_factory=dict)
+    gradients: dict[Key, Tensors] = field(default_factory=dict)
+    # outputs and input gradients that are not sent yet
+    outputs: dict[Key, Tensors] = field(default_factory=dict)
     input_gradients: dict[Key, Tensors] = field(default_factory=dict)
     receives: dict[tuple[Op, int, int], PendingReceive] = field(default_factory=dict)
     reports: dict[int, Any] = field(default_factory=dict)
@@ -72,17 +73,21 @@ Handler = Callable[[BegunRun, Action], None]
 
 
 class Engine:
-    """Runs this rank's row of `schedule` (lowered: with sends, receives and reductions); with gradients if it holds backwards.
+    """The runner of this rank's row of a lowered schedule; it computes gradients if the row holds backwards.
 
-    stages: the runner of each stage on this rank. channels: by (boundary, 'activation' | 'gradient', direction); boundary s lies behind
-    stage s, microbatch m takes direction m % number of directions. They bound the sends under way, at no less than the depth the
-    schedule's proof asks for. reduce_gradients: called with a stage at REDUCE_GRAD, when all its weight gradients are there. tracer:
-    records start and end of every action under its text form, of every wait for a message inside one, and of the whole row. streams: on a
-    GPU, what lets the two halves of an OVERLAP run at one time; without it they run one after the other, each once its own input is there.
-    weights: needed by schedules with UPDATE. head_start: how many of the row's first actions `begin` runs; they are closed under messages
-    (schedule.head_start). heartbeat: told of every action as it begins. marks: opened around every action under its text form, for profilers.
-    offload: moves activations to the host and back as the row goes on.
-    Raises ValueError for stages that are not those of the row.
+    stages: the runner of each stage on this rank.
+    channels: by (boundary, 'activation' | 'gradient', direction); boundary s follows stage s, microbatch m takes
+    direction m % number of directions. They bound the sends in flight, at no less than the depth that the schedule's
+    proof requires.
+    reduce_gradients: called with a stage at REDUCE_GRAD, when all its weight gradients are complete.
+    tracer: records start and end of every action, of every wait for a message, and of the whole row.
+    streams: CUDA streams on which the two halves of an OVERLAP run concurrently; without them they run in sequence.
+    weights: needed by schedules with UPDATE.
+    head_start: the number of first actions that `begin` runs; they are closed under messages (schedule.head_start).
+    heartbeat: notified of every action as it begins.
+    marks: context managers opened around every action under its text form, for profilers.
+    offload: moves activations to the host and back during the row. Raises ValueError if the stages are not those of the
+    row.
     """
 
     def __init__(
@@ -103,10 +108,11 @@ class Engine:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
             raise ValueError(
-                f"pp_rank {pp_rank} was given stages {sorted(stages)}, its schedule places {placement.stages_of(pp_rank)} there"
+                f"pp_rank {pp_rank} was given stages {sorted(stages)}, but its schedule places stages "
+                f"{placement.stages_of(pp_rank)} there"
             )
         if placement.num_ranks > 1 and not schedule.is_lowered:
-            raise ValueError(f"schedule {schedule} holds no messages: the engine runs what schedule.lower made of it")
+            raise ValueError(f"schedule {schedule} has no messages: lower it first (schedule.lower)")
         if weights is None and not schedule.is_synchronous:
             raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
         self.row = tuple(
@@ -155,15 +161,15 @@ class Engine:
             self._handlers = {op: self._marked(marks, handler) for op, handler in self._handlers.items()}
 
     def run(self, step: Step) -> list[Any]:
-        """Run the row once. Returns the last stage's reports of this rank's microbatches, in their order; an empty list on other ranks.
+        """Run the row once and return the last stage's reports in microbatch order; an empty list on other ranks.
 
-        Raises ValueError for another number of microbatches than the schedule's. What a stage raises comes through as it is; the run is
-        then lost and leaves nothing behind in the stages (peers that wait for its messages time out).
+        Raises ValueError for another number of microbatches than the schedule's. Exceptions of a stage propagate; the
+        stages are then cleared, and peers that wait for messages time out.
         """
         return self.finish(self.begin(step))
 
     def begin(self, step: Step) -> BegunRun:
-        """Run the head start of the row: forwards, whose messages peers take in their own. `finish` runs the rest."""
+        """Run the head start of the row; `finish` runs the rest."""
         if len(step.microbatches) != self.num_microbatches:
             raise ValueError(
                 f"the schedule runs {self.num_microbatches} microbatches, {len(step.microbatches)} were given"
@@ -178,12 +184,12 @@ class Engine:
         return run
 
     def finish(self, run: BegunRun) -> list[Any]:
-        """Run what `begin` left of the row; returns what `run` returns."""
+        """Run the rest of the row and return the reports, as `run` does."""
         self._act(run, slice(self._head_start, None), run_ends=True)
         return [run.reports[m] for m in sorted(run.reports)]
 
     def discard(self) -> None:
-        """Forget what was begun. All ranks of the pipeline do; then each may begin again, with other weights."""
+        """Discard a begun run. If all ranks of the pipeline do so, each may begin again, with other weights."""
         for runner in self._stages.values():
             runner.clear()
         if self._offload is not None:
@@ -248,7 +254,7 @@ class Engine:
     def _traced(self, tracer: Tracer, run: BegunRun, action: Action) -> None:
         start = tracer.now()
         self._handlers[action.op](run, action)
-        # a half of a pair ends on its own stream; the current one waits for both
+        # each half of a pair ends on its own stream; the current stream waits for both
         ended = (
             tracer.now()
             if self._streams is None or action.op not in COMPUTE_OPS
@@ -333,7 +339,9 @@ class Engine:
         return tensors
 
     def _is_local(self, boundary: int, microbatch: int) -> bool:
-        """Whether both stages of the boundary lie on this rank for the microbatch: they hand over without a message."""
+        """Return True if both stages of the boundary are on this rank for the microbatch, so that no message
+        is needed.
+        """
         return (boundary, microbatch % self._num_directions) in self._local
 
     def _channel(self, boundary: int, kind: str, action: Action) -> Channel:

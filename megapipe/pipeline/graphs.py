@@ -1,15 +1,17 @@
-"""CUDA graphs of this rank's stages: the forward and the backward of every slot, recorded once and replayed with one launch each.
+"""CUDA graphs of this rank's stages: the forward and the backward of every slot, captured once and replayed with one
+launch each.
 
-A graph reads and writes at the addresses that it was recorded with, and what Python did meanwhile is not done again. Hence:
+A graph reads and writes the addresses that it was captured with, and Python code does not run in a replay. Hence:
 
-- Every microbatch in flight has a slot (`schedule.slots`) with graphs of its own, which read fixed buffers: messages, tokens and
-  gradients are copied into them. Input gradients and loss reports are copied out, for the next replay overwrites them while they travel.
-  A stage's output is not: its slot is used again after its own backward, whose gradient comes from where the output has arrived.
-- Every slot has a memory pool of its own. There a replay comes in the order of the recording, forward before backward, so that memory
-  which the backward frees may be used again in it. Between slots the order changes from microbatch to microbatch: in one pool, the
-  temporaries of a slot's backward would lie where another slot, free when it was recorded, keeps its activations.
-- Parameters and main gradients have fixed addresses, which is checked at every step; gradients are added in place.
-- Waiting for parameters, starting reductions, watching outputs and naming actions happen outside.
+- Every microbatch in flight has a slot (`schedule.lifetimes.assign_slots`) with its own graphs, which read fixed
+  buffers: messages, tokens and gradients are copied into them. Input gradients and loss reports are copied out, because
+  the next replay would overwrite them while they are being sent. A stage's output is not copied: its slot is reused
+  only after its own backward, whose gradient depends on the output having arrived.
+- Every slot has its own memory pool. Within a slot, replays follow the order of the capture, forward before backward,
+  so memory that the backward frees can be reused. Between slots the order varies: in a shared pool, the temporaries of
+  one slot's backward would overlap the activations of another slot that was free during the capture.
+- Parameters and main gradients have fixed addresses, checked at every step; gradients are added in place.
+- Waiting for parameters, starting reductions, observing outputs and naming actions happen outside of the graphs.
 
 It has not run on a GPU so far.
 """
@@ -38,24 +40,26 @@ Result = TypeVar("Result")
 
 
 class Recorder(Protocol):
-    """Records what a function launches on the device."""
+    """A recorder of the kernels that a function launches."""
 
     def pool(self) -> Any:
-        """A new memory pool."""
+        """Return a new memory pool."""
 
     def record(self, work: Callable[[], Result], pool: Any) -> tuple[Replay, Result]:
-        """Run `work` without executing what it launches; its tensors lie in the pool. Returns what launches it, and what it returned."""
+        """Run `work` without executing its kernels, its tensors allocated from `pool`; return (replay function, result
+        of `work`).
+        """
 
 
 class CudaRecorder:
-    """Records CUDA graphs, all on one stream, as autograd wants it: a backward runs on the stream of its forward."""
+    """A recorder of CUDA graphs, all on one stream, because autograd runs a backward on the stream of its forward."""
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Result], pool: Any) -> tuple[Replay, Result]:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog and writers of checkpoints may ask CUDA something meanwhile
+        # thread_local: NCCL's watchdog and checkpoint writers may call CUDA during the capture
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph.replay, result
@@ -63,8 +67,12 @@ class CudaRecorder:
 
 @dataclass(frozen=True)
 class Example:
-    """What a stage's graphs are recorded with: shapes and dtypes of the message from the stage before, a microbatch, and on the last stage
-    the engine's loss. Of the microbatch only tensors change from replay to replay; all else stays as it is here."""
+    """The inputs that a stage's graphs are captured with.
+
+    message: shapes and dtypes from the stage before. payload: a microbatch; only its tensors change from replay to
+    replay.
+    loss: the engine's loss, on the last stage.
+    """
 
     message: tuple[MessageSpec, ...]
     payload: Any
@@ -74,7 +82,7 @@ class Example:
 
 @dataclass
 class _Slot:
-    """The fixed tensors of one slot, and what replays its graphs. output: what the stage's module returned; result: what its runner did."""
+    """The fixed tensors of one slot and its replay functions. output: of the stage's module; result: of its runner."""
 
     inputs: Tensors
     payload: Tensors
@@ -83,15 +91,17 @@ class _Slot:
     result: Any
     gradients: tuple[Tensor | None, ...] = ()
     input_gradients: Tensors = ()
-    backward: Replay = lambda: None  # or its first half
+    backward: Replay = lambda: None  # B, or I if the backward is split
     backward_weight: Replay | None = None
 
 
 class StageGraphs:
     """The graphs of one stage.
 
-    fixed: the parameters and main gradients as they lie now. ready: called before each forward, for a graph waits for nobody; returns when
-    the stage's parameters, and what is made of them, are up to date. splits: backwards are recorded as I and W.
+    fixed: returns the parameters and main gradients, whose addresses must not change.
+    ready: called before each forward; waits until the stage's parameters and everything derived from them are up to
+    date.
+    splits: backwards are captured as I and W.
     """
 
     def __init__(
@@ -112,7 +122,10 @@ class StageGraphs:
         return bool(self._slots)
 
     def record(self, recorder: Recorder, num_slots: int, example: Example) -> None:
-        """Record all graphs of the stage. Nothing is computed. Raises TrainingError for what cannot be recorded."""
+        """Capture all graphs of the stage without computing anything.
+
+        Raises TrainingError if an operation cannot be captured.
+        """
         observe = self.runner.observe
         try:
             self._slots = [self._recorded(recorder, number, example) for number in range(num_slots)]
@@ -121,18 +134,16 @@ class StageGraphs:
         self._addresses = self._addresses_now()
 
     def release(self) -> None:
-        """Give graphs and memory back."""
+        """Free graphs and memory."""
         self._slots = []
 
     def check_addresses(self) -> None:
-        """Raises RuntimeError if parameters or gradients have moved since they were recorded."""
+        """Raise RuntimeError if parameters or gradients have moved since the capture."""
         if self._slots and self._addresses_now() != self._addresses:
-            raise RuntimeError(
-                f"stage {self.stage}: parameters or gradients lie elsewhere than when its graphs were recorded"
-            )
+            raise RuntimeError(f"stage {self.stage}: parameters or gradients have moved since its graphs were captured")
 
     def forward(self, slot: int, inputs: Tensors, payload: Any) -> tuple[Any, Any]:
-        """(the module's output, the runner's result), both at their fixed addresses."""
+        """Replay the forward; return (the module's output, the runner's result), both at their fixed addresses."""
         held = self._slots[slot]
         self._ready()
         self._fill(held.inputs, inputs, "message")
@@ -141,14 +152,14 @@ class StageGraphs:
         return held.output, held.result
 
     def backward(self, slot: int, gradients: tuple[Tensor | None, ...]) -> Tensors:
-        """B, or where backwards are split I; returns input gradients of their own."""
+        """Replay B, or I if backwards are split; return copies of the input gradients."""
         held = self._slots[slot]
         self._fill(present(held.gradients), present(gradients), "gradient")
         held.backward()
         return tuple(gradient.clone() for gradient in held.input_gradients)
 
     def backward_weight(self, slot: int) -> None:
-        """W, where backwards are split; nothing where they are whole."""
+        """Replay W if backwards are split; otherwise do nothing."""
         replay = self._slots[slot].backward_weight
         if replay is not None:
             replay()
@@ -164,17 +175,18 @@ class StageGraphs:
             try:
                 return recorder.record(work, pool)
             except RuntimeError as error:
-                cause = error.__context__ or error  # ending a broken recording raises once more
+                cause = error.__context__ or error  # ending a failed capture raises again
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
                 raise TrainingError(
-                    f"the {what} of stage {self.stage} cannot be recorded as a CUDA graph: {cause}. What waits for the device cannot be, "
-                    "nor what allocates past torch; leave --cuda-graph-impl out"
+                    f"the {what} of stage {self.stage} cannot be captured as a CUDA graph: {cause}. Synchronization "
+                    "with the device "
+                    "and allocations outside of torch cannot be captured; omit --cuda-graph-impl"
                 ) from error
 
         forward, result = record("forward", lambda: runner.forward(number, inputs, payload, example.loss))
         slot = _Slot(inputs, tensors_of(payload), forward, mapped(outputs[0], Tensor.detach), result)
-        # one a slot: what waits for W may hold the gradient as it came
+        # one per slot: operations deferred to W may keep a reference to the gradient
         coming = () if example.loss is not None else tuple(t for t in result if t.is_floating_point())
         slot.gradients = (
             (None,)
@@ -193,8 +205,8 @@ class StageGraphs:
     def _fill(self, fixed: Tensors, given: Tensors, what: str) -> None:
         if [(t.shape, t.dtype) for t in fixed] != [(t.shape, t.dtype) for t in given]:
             raise RuntimeError(
-                f"stage {self.stage}: its graphs were recorded for a {what} of {[tuple(t.shape) for t in fixed]}, but "
-                f"{[tuple(t.shape) for t in given]} came; leave --cuda-graph-impl out where sizes change"
+                f"stage {self.stage}: its graphs were captured for a {what} of {[tuple(t.shape) for t in fixed]}, but "
+                f"{[tuple(t.shape) for t in given]} was given; omit --cuda-graph-impl if sizes change"
             )
         for target, source in zip(fixed, given, strict=True):
             target.copy_(source)
@@ -204,9 +216,10 @@ class StageGraphs:
 
 
 class CapturedStage:
-    """A stage as the engine of one row takes it (`engine.Stage`): replayed once its graphs are there, by its runner before.
+    """A stage for the engine (`stage.Stage`) that replays graphs once they are captured; before that, its runner
+    computes.
 
-    slots: of each microbatch of the row. Without gradients it is always the runner who computes.
+    slots: microbatch of the row -> slot. Without gradients the runner always computes.
     """
 
     def __init__(self, graphs: StageGraphs, slots: Mapping[int, int]) -> None:
@@ -249,11 +262,13 @@ class CapturedStage:
 
 @dataclass
 class RankGraphs:
-    """When the graphs of a rank are recorded: between two steps, after the warm-up.
+    """The graphs of a rank, captured between two steps after the warm-up.
 
-    stages: by number. num_slots: of each. last_stage: of the pipeline. warmup_steps: steps that run before, in which kernels are chosen and
-    connections made. settle: called first, completes what still changes the parameters. example: what of a microbatch the graphs are
-    recorded with. during: opened around the recording, which takes a while.
+    stages, num_slots: by stage. last_stage: of the pipeline.
+    warmup_steps: steps before the capture, in which kernels are chosen and connections made.
+    settle: called before the capture; completes pending changes of the parameters.
+    example: maps a microbatch to the part that the graphs are captured with.
+    during: context manager around the capture, which takes a while.
     """
 
     stages: Mapping[int, StageGraphs]
@@ -268,17 +283,17 @@ class RankGraphs:
     _num_steps: int = 0
 
     def after_step(self, step: Step) -> None:
-        """The row of a training step has been run, with microbatches and messages like those of all later ones."""
+        """Count a training step and capture the graphs after the warm-up. Later steps must have the same shapes."""
         self._num_steps += 1
         if self._num_steps < self.warmup_steps or all(graphs.are_recorded for graphs in self.stages.values()):
             return
         self.settle()
-        # what cycles still hold of earlier backwards would bring the stream that those ran on into the recording
+        # tensors of earlier backwards that cycles keep alive would bring the streams that those ran on into the capture
         gc.collect()
         with self.during(), torch.enable_grad():
             self._record(step)
 
-    @gc_paused()  # a graph or an event that is freed meanwhile would break the recording
+    @gc_paused()  # a graph or an event freed during the capture would break it
     def _record(self, step: Step) -> None:
         payload = self.example(step.microbatches[0])
         for stage, graphs in self.stages.items():
@@ -287,13 +302,13 @@ class RankGraphs:
             graphs.record(self.recorder, self.num_slots[stage], Example(message, payload, loss, self.device))
 
     def release(self) -> None:
-        """Let everything run without graphs, the next step too; after it they are recorded again."""
+        """Free all graphs. The next step runs without them; after it they are captured again."""
         for graphs in self.stages.values():
             graphs.release()
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with its tensors changed: those of tuples, lists, dicts and dataclasses, at any depth."""
+    """Apply `change` to all tensors in a nested value of tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -308,7 +323,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(value: Any) -> Tensors:
-    """The tensors that `mapped` would change, in its order."""
+    """Return the tensors of a nested value, in the order of `mapped`."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -320,5 +335,5 @@ def tensors_of(value: Any) -> Tensors:
 
 
 def present(tensors: Iterable[Tensor | None]) -> Tensors:
-    """Without those that are None."""
+    """Return the tensors that are not None."""
     return tuple(tensor for tensor in tensors if tensor is not None)

@@ -1,4 +1,4 @@
-"""`Pipeline`: any modules as the stages of a pipeline over the ranks of one group, one rank included."""
+"""`Pipeline`: trains any modules as the stages of a pipeline over the ranks of a group (one rank or more)."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ Message = Sequence[MessageSpec]
 def pipeline_ranks(
     backend: str = "auto", device: str = "auto", timeout_seconds: float = 600.0
 ) -> Iterator[tuple[Group, torch.device]]:
-    """All ranks that the launcher started as one pipeline, a single one without a launcher: (pp group, this rank's device).
+    """Join all ranks that the launcher started (one without a launcher) in a pipeline; yields (pp group, this rank's
+    device).
 
-    With several ranks the process ends where the block ends, with code 0; what is raised inside comes through.
+    With several ranks the process exits with code 0 at the end of the block; exceptions inside propagate.
     """
     world = start(read_environment(), backend, timeout_seconds, device)
     yield (
@@ -48,13 +49,15 @@ def pipeline_ranks(
 
 
 class Pipeline:
-    """`num_stages` modules over the ranks of `pp`, trained as the one model that they are in a row.
+    """A model of `num_stages` modules, one after another, trained over the ranks of `pp`.
 
-    make_stage: stage -> module, called for this rank's stages only; a module is called with the tensors of the message from the stage
-    before (none for the first) and the microbatch. message: what crosses every boundary, one entry a tensor, or a function of the
-    boundary's number. loss: (last stage's output, microbatch) -> scalar. schedule: a family that runs plain modules, or 'auto'
-    (interleaved where a rank holds several stages, else 1f1b). Replicas of the pipeline are the caller's: average gradients before the optimizer steps.
-    Raises ConfigError if the ranks do not divide the stages or the schedule cannot run them.
+    make_stage: stage -> module, called for this rank's stages only. A module is called with the tensors of the message
+    from the stage before (none for the first) and the microbatch.
+    message: shapes and dtypes that cross every boundary, or a function of the boundary's number.
+    loss: (last stage's output, microbatch) -> scalar. schedule: a family that runs plain modules, or 'auto'
+    (interleaved where a rank holds several stages, else 1f1b). With data parallelism the caller averages gradients over
+    replicas before the optimizer step. Raises ConfigError if the ranks do not divide the stages or the schedule cannot
+    run them.
     """
 
     def __init__(
@@ -86,20 +89,21 @@ class Pipeline:
         self._engines: dict[tuple[int, bool], Engine] = {}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of this rank's stages: what its optimizer takes."""
+        """Yield the parameters of this rank's stages."""
         for module in self.modules.values():
             yield from module.parameters()
 
     def train_step(self, microbatches: Sequence[Any]) -> list[Tensor]:
-        """Forward and backward of all microbatches; .grad grows by the gradient of the mean of their losses.
+        """Run forward and backward of all microbatches and add the gradient of their mean loss to .grad.
 
-        Every rank passes the same microbatches. Returns their losses on the rank of the last stage, an empty list elsewhere.
+        Every rank passes the same microbatches. Returns their losses on the rank of the last stage, an empty list
+        elsewhere.
         """
         return self._run(microbatches, is_training=True)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> list[Tensor]:
-        """The losses alone, as train_step returns them."""
+        """Return the losses, as train_step does, without gradients."""
         return self._run(microbatches, is_training=False)
 
     def _run(self, microbatches: Sequence[Any], is_training: bool) -> list[Tensor]:
@@ -134,12 +138,14 @@ def _check_schedule(name: str) -> None:
     family = schedule_family(name)
     if not family.is_synchronous:
         raise ConfigError(
-            f"schedule {name} updates weights within a step, but train_step leaves that to you; use {default_schedule(1)}, or give "
+            f"schedule {name} updates weights within a step, but train_step leaves that to you; use "
+            f"{default_schedule(1)}, or give "
             "pipeline.engine.Engine `weights` of your own"
         )
     if not family.runs_plain_modules:
         plain = ", ".join(other.name for other in SCHEDULES.values() if other.runs_plain_modules)
         raise ConfigError(
-            f"schedule {name} splits the backward of a stage or places a stage on two ranks, which plain modules do not support; "
+            f"schedule {name} splits the backward of a stage or places a stage on two ranks, which plain modules do "
+            "not support; "
             f"use one of {plain}, or pipeline.engine.Engine with stages that queue their weight gradients"
         )

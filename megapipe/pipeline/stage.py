@@ -1,4 +1,4 @@
-"""One stage of a pipeline on its rank: what a forward leaves for its backward, and the two halves of a backward."""
+"""One stage of a pipeline on its rank: its forward, and its backward whole or in two halves."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class WeightGradients(Protocol):
-    """Where a stage's linears leave their weight gradients; see tensor_parallel.weight_gradient.WeightQueue."""
+    """The queue of weight gradients of a stage's linears; see tensor_parallel.weight_gradient.WeightQueue."""
 
     def defer(self, key: object) -> None:
-        """From now on queue weight gradients under `key` instead of computing them."""
+        """Start to queue weight gradients under `key` instead of computing them."""
 
     def immediate(self) -> None:
-        """From now on compute weight gradients at once."""
+        """Return to computing weight gradients immediately."""
 
     def run(self, key: object) -> None:
-        """Compute what was queued under `key`."""
+        """Compute the weight gradients queued under `key`."""
 
     def clear(self) -> None:
-        """Forget what is queued."""
+        """Discard the queue."""
 
 
 class Stage(Protocol):
-    """What the engine asks of a stage: a `StageRunner`, or `graphs.CapturedStage`. Methods as there."""
+    """The interface that the engine needs of a stage: `StageRunner` or `graphs.CapturedStage`."""
 
     @property
     def begin_row(self) -> Callable[[bool], None]: ...
@@ -52,8 +52,11 @@ class Stage(Protocol):
 
 @dataclass
 class _Kept:
-    """What lives from F to B of one microbatch: floating-point leaf inputs, and edges into the graph instead of outputs, so that sent
-    tensors can go. An output without a graph has no edge: its gradient comes and is not needed."""
+    """The state of one microbatch from F to B: floating-point leaf inputs, and graph edges.
+
+    Edges take the place of outputs, so that sent tensors can be freed. An output without a graph has no edge; its
+    gradient is ignored.
+    """
 
     inputs: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
@@ -62,11 +65,12 @@ class _Kept:
 class StageRunner:
     """Runs `module(*inputs, microbatch)` and its backward for one stage.
 
-    module: called with the tensors that came from the previous stage (none for the first) and the microbatch; returns a tensor or a
-    tuple of tensors: the message to the next stage, or, on the last stage, whatever `loss` of the engine takes. Tensors of a message that
-    are not floating-point travel forward only; a floating-point one that a stage does not use has gradient zero.
-    weight_gradients: needed only by schedules that split the backward (ops I and W). begin_row: called as a row begins, with whether it
-    trains. observe: if set, called with every output.
+    module: called with the tensors from the previous stage (none for the first) and the microbatch; returns a tensor or
+    a tuple of
+    tensors: the message to the next stage or, on the last stage, the input of `loss`. Tensors that are not
+    floating-point are only sent forward; a floating-point one that a stage does not use has gradient zero.
+    weight_gradients: needed only by schedules that split the backward (ops I and W).
+    begin_row: called at the start of a row with True if it trains. observe: if set, called with every output.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class StageRunner:
         payload: Any,
         loss: Callable[[Any, Any], tuple[Tensor, Any]] | None,
     ) -> Any:
-        """Run one forward; what its backward needs is kept under the microbatch's number.
+        """Run one forward and keep what its backward needs under the microbatch's number.
 
         loss: on the last stage, maps (output, payload) to (scalar to differentiate, report); the report is returned.
         Elsewhere the detached outputs are returned, a tuple. Without gradients (torch.no_grad) nothing is kept.
@@ -109,9 +113,9 @@ class StageRunner:
         return report if loss is not None else tuple(t.detach() for t in outputs)
 
     def backward(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """Input and weight gradients at once (op B). gradients: those of the floating-point outputs; None for a scalar means 1.
+        """Compute input and weight gradients together (op B) and return the gradients of the floating-point inputs.
 
-        Returns those of the floating-point inputs.
+        gradients: those of the floating-point outputs; None for a scalar means 1.
         """
         kept = self._kept.pop(microbatch)
         pairs = [(edge, gradient) for edge, gradient in zip(kept.edges, gradients, strict=True) if edge is not None]
@@ -120,7 +124,9 @@ class StageRunner:
         return tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in kept.inputs)
 
     def backward_input(self, microbatch: int, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """Input gradients only (op I); the weight gradients of linears, embedding and head are queued for `backward_weight`."""
+        """Compute only input gradients (op I); queue the weight gradients of linears, embedding and head for
+        `backward_weight`.
+        """
         queue = self._queue()
         queue.defer(microbatch)
         try:
@@ -129,11 +135,11 @@ class StageRunner:
             queue.immediate()
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that `backward_input` queued (op W)."""
+        """Compute the weight gradients that `backward_input` queued (op W)."""
         self._queue().run(microbatch)
 
     def clear(self) -> None:
-        """Forget microbatches whose backward will not come (after an error, say)."""
+        """Discard microbatches whose backward will not run, for example after an error."""
         self._kept.clear()
         if self.weight_gradients is not None:
             self.weight_gradients.clear()
@@ -146,6 +152,7 @@ class StageRunner:
     def _queue(self) -> WeightGradients:
         if self.weight_gradients is None:
             raise ValueError(
-                "this schedule splits the backward (I and W): the stage needs `weight_gradients`, the queue its linears use"
+                "this schedule splits the backward (I and W): the stage needs `weight_gradients`, the queue its "
+                "linears use"
             )
         return self.weight_gradients

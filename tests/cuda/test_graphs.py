@@ -107,4 +107,4 @@ def test_a_synchronization_inside_a_stage_ends_the_run_with_a_message(monkeypatc
     monkeypatch.setattr(MLP, "forward", waits)
     code, said = job(f"--device {CARD} --train-iters {STEPS} {EXACT} {GRAPHS}")
     assert code == 1
-    assert "the forward of stage 0 cannot be recorded as a CUDA graph" in said
+    assert "the forward of stage 0 cannot be captured as a CUDA graph" in said

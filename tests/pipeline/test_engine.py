@@ -296,12 +296,14 @@ def test_another_number_of_microbatches_than_the_schedules_is_refused() -> None:
 
 def test_stages_of_another_rank_are_refused() -> None:
     schedule = build_lowered("1f1b", 2, 1, 2)
-    with pytest.raises(ValueError, match=r"pp_rank 1 was given stages \[0\], its schedule places \(1,\) there"):
+    with pytest.raises(
+        ValueError, match=r"pp_rank 1 was given stages \[0\], but its schedule places stages \(1,\) there"
+    ):
         Engine(schedule, 1, {0: StageRunner(Plain(0, tuples=False))}, {})
 
 
 def test_a_schedule_without_messages_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds no messages"):
+    with pytest.raises(ValueError, match="has no messages"):
         Engine(build_schedule("1f1b", 2, 1, 2), 0, {0: StageRunner(Plain(0, tuples=False))}, {})
 
 

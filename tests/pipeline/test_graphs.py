@@ -133,10 +133,10 @@ def test_other_sizes_are_refused() -> None:
     stage = CapturedStage(graphs, {0: 0})
     with pytest.raises(
         RuntimeError,
-        match=r"stage 1.*message of \[\(3, 1, 4\)\], but \[\(2, 1, 4\)\] came; leave --cuda-graph-impl out",
+        match=r"stage 1.*message of \[\(3, 1, 4\)\], but \[\(2, 1, 4\)\] was given; omit --cuda-graph-impl",
     ):
         stage.forward(0, (values(1)[0][:2],), values(1)[1], None)
-    with pytest.raises(RuntimeError, match="recorded for a microbatch"):
+    with pytest.raises(RuntimeError, match="captured for a microbatch"):
         stage.forward(0, (values(1)[0],), values(1)[1] | {"mask": torch.ones(1)}, None)
 
 
@@ -145,7 +145,7 @@ def test_parameters_that_move_are_noticed_when_a_row_begins() -> None:
     graphs.record(TapeRecorder(), 1, example())
     CapturedStage(graphs, {}).begin_row(True)
     module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
-    with pytest.raises(RuntimeError, match="stage 1: parameters or gradients lie elsewhere"):
+    with pytest.raises(RuntimeError, match="stage 1: parameters or gradients have moved"):
         CapturedStage(graphs, {}).begin_row(True)
 
 
@@ -159,7 +159,7 @@ def test_what_waits_for_the_device_ends_the_run_in_words() -> None:
     runner.observe = observe = lambda _, output: None
     with pytest.raises(
         TrainingError,
-        match=r"the forward of stage 2 cannot be recorded as a CUDA graph: operation not permitted.*leave --cuda",
+        match=r"the forward of stage 2 cannot be captured as a CUDA graph: operation not permitted.*omit --cuda",
     ):
         StageGraphs(2, runner, list).record(TapeRecorder(), 1, example())
     assert runner.observe is observe

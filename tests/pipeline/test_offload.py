@@ -129,7 +129,7 @@ def test_another_order_than_the_planned_one_is_told() -> None:
     rank, x = Rank("0F0 0F1 0B0 0B1"), torch.randn(2, 3)
     rank.row.begin()
     rank.forward("0F0", x)
-    with pytest.raises(RuntimeError, match=r"comes next, but .*op=<Op.B: 'B'>"):
+    with pytest.raises(RuntimeError, match=r"expects .* next, but .*op=<Op.B: 'B'>"):
         rank.row.act(parse_action("0B0"))
 
 

@@ -90,7 +90,7 @@ def test_the_reported_send_depth_is_the_least_that_comes_through(schedule, recei
 def test_blocking_sends_and_receives_deadlock(name, v, m):
     lowered = build_lowered(name, 4, v, m, receive_depth=0)
     assert validate(lowered).send_depth == 1
-    with pytest.raises(ScheduleError, match=r"deadlock: rank .*may not be sent.*send depth 0") as caught:
+    with pytest.raises(ScheduleError, match=r"deadlock: rank .*waits until an earlier.*send depth 0") as caught:
         validate(lowered, send_depth=0)
     assert ">" in str(caught.value).split("\n", 1)[1]
 
@@ -126,7 +126,7 @@ def test_the_report_names_every_channel_by_boundary_and_kind():
             "0B0\n1F0,1B0\n", linear(2), "forward of stage 0, microbatch 0 is missing on rank 0", id="no forward"
         ),
         pytest.param("0F0,0I0\n1F0,1B0\n", linear(2), "split, but its W is missing", id="no weight gradient"),
-        pytest.param("0F0,0I0,0B0,0W0\n1F0,1B0\n", linear(2), "a full backward and a split one", id="both backwards"),
+        pytest.param("0F0,0I0,0B0,0W0\n1F0,1B0\n", linear(2), "both a full and a split backward", id="both backwards"),
         pytest.param(
             "0F0,0B0\n1F1,1B1\n", linear(2), "forward of stage 0, microbatch 1 is missing", id="other microbatch"
         ),
@@ -175,9 +175,7 @@ def test_two_holders_that_reduce_their_stages_in_different_orders_are_rejected(r
     rows = [list(row) for row in schedule.rows]
     first = next(slot for slot, a in enumerate(rows[rank]) if a.op is Op.REDUCE_GRAD)
     rows[rank].append(rows[rank].pop(first))
-    with pytest.raises(
-        ScheduleError, match="reduced in this order here and in another order on another rank of their groups"
-    ):
+    with pytest.raises(ScheduleError, match="reduced in this order here and in another order on another rank"):
         validate(Schedule("crossed", schedule.placement, 8, tuple(map(tuple, rows))))
 
 

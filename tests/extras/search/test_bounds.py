@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bounds
-from megapipe.extras.search.layout import CUTS, RECOMPUTES, SCHEDULES_TRIED, Layout
+from megapipe.extras.search.layout import CUTS, RECOMPUTES, Layout, takes_any_chunks
 from megapipe.extras.search.search import predict
 from megapipe.extras.search.short_step import ShortSteps
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import predict_step
+from megapipe.schedule.families import SCHEDULES
 from tests.plan.test_resolve import wish
 
 A100 = dataclasses.replace(hardware_named("a100-80"), ranks_per_node=4)
@@ -69,8 +70,11 @@ configs = st.builds(
     st.booleans(),
     st.sampled_from((None, 32)),
 )
-families = st.sampled_from(SCHEDULES_TRIED).flatmap(
-    lambda family: st.tuples(st.just(family[0]), st.just(family[1]) if family[1] else st.integers(2, 4))
+families = st.sampled_from([family for family in SCHEDULES.values() if family.is_candidate]).flatmap(
+    lambda family: st.tuples(
+        st.just(family.name),
+        st.integers(2, 4) if takes_any_chunks(family.name) else st.just(family.num_chunks(1)),
+    )
 )
 chosen = st.builds(
     lambda tp, pp, family, size, recompute, sliced, sharded, cut: Layout(
