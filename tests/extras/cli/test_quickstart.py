@@ -62,7 +62,7 @@ def test_flags_win_over_the_grid_that_was_chosen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_more_ranks_than_gpus_are_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="4 ranks need as many GPUs, there are 2; add --device cpu"):
+    with pytest.raises(ConfigError, match="4 ranks need 4 GPUs, but there are 2; add --device cpu"):
         grid(monkeypatch, 2, "--tensor-model-parallel-size", "2")
 
 
