@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,68 @@ from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
-from megapipe.plan.course import Course, Turn
+from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class SampleSlot:
+    """The step that takes a sample, counted from 1, and the microbatch of a data-parallel rank in it."""
+
+    step: int
+    microbatch: int
+    dp_rank: int
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The samples that the steps of a run take, and the step that takes a sample.
+
+    anchors: samples consumed after some steps, from the checkpoints of the run; between them the batch schedule gives the rest. A run that
+    changed its batch size on the way is thus described correctly wherever it has saved.
+    """
+
+    batch: BatchSchedule
+    micro_batch_size: int
+    skipped: SkippedSamples = field(default_factory=SkippedSamples)
+    anchors: tuple[tuple[int, int], ...] = ()
+
+    def consumed_before(self, step: int) -> int:
+        """Return the number of samples trained on before a step."""
+        at, consumed = max((anchor for anchor in ((0, 0), *self.anchors) if anchor[0] < step), default=(0, 0))
+        if consumed == self.batch.samples_after(at):
+            return self.batch.samples_after(step - 1)
+        for _ in range(at, step - 1):
+            consumed += self.batch.size_at(consumed)
+        return consumed
+
+    def samples(self, step: int) -> dict[SampleSlot, range]:
+        """Return the numbers of the samples of a step, by microbatch; `place` gives their places in the data set."""
+        first, micro = self.consumed_before(step), self.micro_batch_size
+        dp = self.batch.samples_per_microbatch // micro
+        starts = range(first, first + self.batch.size_at(first), micro)
+        return {
+            SampleSlot(step, part // dp, part % dp): range(start, start + micro) for part, start in enumerate(starts)
+        }
+
+    def place(self, number: int) -> int:
+        return self.skipped.index(number)
+
+    def turn(self, place: int) -> SampleSlot | None:
+        """Return the step and rank that take the sample at a place of the data set; None if it is skipped."""
+        number = self.skipped.number(place)
+        if number is None:
+            return None
+        low, high = 1, 2
+        while self.consumed_before(high + 1) <= number:
+            low, high = high, 2 * high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.consumed_before(middle + 1) > number else (middle + 1, high)
+        part = (number - self.consumed_before(low)) // self.micro_batch_size
+        dp = self.batch.samples_per_microbatch // self.micro_batch_size
+        return SampleSlot(low, part // dp, part % dp)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -136,7 +195,7 @@ class Run:
     """The data of a run, by its flags and checkpoints."""
 
     plan: RunPlan
-    course: Course
+    course: SampleOrder
     rollbacks: tuple[Rollback, ...]
 
     @cached_property
@@ -159,7 +218,7 @@ def read_run(flags: Sequence[str]) -> Run:
     root = next((root for root in roots if any(steps_in(root))), None)
     micro = plan.config.training.micro_batch_size
     if root is None:
-        return Run(plan, Course(plan.batch, micro), ())
+        return Run(plan, SampleOrder(plan.batch, micro), ())
     newest, rollbacks = find_checkpoint(root), read_rollbacks(root)
     assert newest is not None
     state = newest.manifest.state
@@ -167,7 +226,9 @@ def read_run(flags: Sequence[str]) -> Run:
     if rollbacks and rollbacks[-1].number > account["rollbacks"]:
         account = rollbacks[-1].account
     return Run(
-        plan, Course(plan.batch, micro, SkippedSamples.of(account["skipped_samples"]), tuple(anchors(root))), rollbacks
+        plan,
+        SampleOrder(plan.batch, micro, SkippedSamples.of(account["skipped_samples"]), tuple(anchors(root))),
+        rollbacks,
     )
 
 
@@ -218,7 +279,7 @@ def of_sample(run: Run, place: int) -> dict[str, Any]:
 
 def taken(run: Run, place: int) -> dict[str, Any]:
     """Return which step and rank take a sample, if it is skipped, or if it is behind the end of the run."""
-    turn: Turn | None = run.course.turn(place)
+    turn: SampleSlot | None = run.course.turn(place)
     last = run.plan.config.training.train_iters
     if turn is None:
         number = next((r.number for r in run.rollbacks if r.first_sample <= place < r.past_sample), None)

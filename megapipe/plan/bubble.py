@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megapipe.plan.costs import stage_costs
-from megapipe.plan.layer_costs import LayerCosts
+from megapipe.plan.layer_costs import LayerCosts, stage_costs
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.simulate import Bubble, Timeline, simulate

@@ -10,7 +10,8 @@ from megapipe.config.recompute import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
 from megapipe.plan.flops import head_flops, layer_flops, replayed_flops
 from megapipe.schedule.action import Op
-from megapipe.schedule.partition import StageLayers
+from megapipe.schedule.partition import Partition, StageLayers
+from megapipe.schedule.simulate import Costs
 
 
 @dataclass(frozen=True)
@@ -112,3 +113,15 @@ def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) ->
 
     of_kind = {kind: layer_cost(kind) for kind in model.kinds}
     return LayerCosts(PartCost(), tuple(of_kind[layer] for layer in model.layers), part(head_flops(model)), recompute)
+
+
+def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[float, ...]) -> Costs:
+    """Seconds of every op of every stage, relative where they come from FLOPs; messages take no time."""
+    stages = [layers.of_stage(stage) for stage in partition.stages]
+    smallest = max(stage.forward for stage in stages) * 1e-6  # a stage without layers still takes its turn
+    seconds = {
+        (index, op): max(stage.of(op), smallest)
+        for index, stage in enumerate(stages)
+        for op in (Op.F, Op.B, Op.I, Op.W)
+    }
+    return Costs(seconds, rank_speeds=rank_speeds)

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from megapipe.layers.fp8 import COPIES
 from megapipe.layers.shape import Documents
@@ -40,12 +41,21 @@ from megapipe.plan.activations import (
     replay_bytes,
     stage_bytes,
 )
-from megapipe.plan.graph_memory import graph_bytes
-from megapipe.plan.offload import GroupBytes, away_in_row, groups_of, row_moves, stage_group_bytes, stage_groups
-from megapipe.plan.residence import Inside, Residence, inside_of_backward
+from megapipe.plan.offload import (
+    BackwardBytes,
+    GroupBytes,
+    MemoryOverTime,
+    backward_bytes,
+    groups_of,
+    host_bytes_of_row,
+    row_moves,
+    stage_group_bytes,
+    stage_groups,
+)
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.temporaries import split, temporary_bytes
-from megapipe.schedule.action import RECV_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import Action, Op
+from megapipe.schedule.lifetimes import MESSAGES, Held, Item, lifetimes
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 
@@ -102,9 +112,9 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
         for stage in stages
         for op, size in temporary_bytes(model, shape, plan.partition.stages[stage]).items()
     }
-    residence, host = _offloaded(plan, pp_rank, num_microbatches, kept)
+    offloaded, host = _offloaded(plan, pp_rank, num_microbatches, kept)
     row = plan.schedule(num_microbatches).rows[pp_rank]
-    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, residence)
+    peak = peak_of_row(row, pp_rank, plan.placement, kept, waiting, message_bytes, plan.send_depth, inside, offloaded)
     graphs, reusable, beside = 0, peak.total, max(kept.values())
     if plan.config.gpu.cuda_graph_impl != "none":
         slots, last, splits = plan.num_slots(pp_rank), plan.placement.num_stages - 1, plan.splits_backward
@@ -131,6 +141,29 @@ def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
     return RankMemory(pp_rank, items, peak.live, host)
 
 
+def graph_bytes(
+    num_slots: Mapping[int, int],
+    last_stage: int,
+    kept: Mapping[int, int],  # of a stage from F to B or I
+    waiting: Mapping[int, int],  # from I to W
+    inside: Mapping[tuple[int, Op], int],  # what an op of a stage makes and frees again
+    message_bytes: int,
+    splits: bool,  # backwards are recorded as I and W
+) -> int:
+    """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot, for the whole run.
+
+    A pool is as large as one microbatch ever is: what its stage keeps, and what the backward makes and frees on top. Besides, a slot has
+    fixed messages: its input is counted with what the stage keeps; its output and the gradients that come and go are added here.
+    """
+    total = 0
+    for stage, slots in num_slots.items():
+        halves = kept[stage] + inside[stage, Op.I], waiting[stage] + inside[stage, Op.W]
+        pool = max(halves) if splits else kept[stage] + inside[stage, Op.B]
+        messages = 2 * (stage < last_stage) + (stage > 0)
+        total += slots * (pool + messages * message_bytes)
+    return total
+
+
 def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
     """`rank_memory` of every pp_rank."""
     return tuple(rank_memory(plan, pp_rank) for pp_rank in range(plan.topology.pp))
@@ -154,54 +187,41 @@ def peak_of_row(
     message_bytes: int,
     sends_in_flight: int,  # the most of one channel
     inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
-    residence: Residence | None = None,  # what is offloaded meanwhile
+    offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
 ) -> Peak:
-    """Walk over one row of a lowered training schedule.
+    """Return the peak of one row of a lowered training schedule, from what `lifetimes` says each action creates and frees."""
+    sizes: dict[Held, Mapping[int, int]] = {Held.ACTIVATIONS: activation_bytes, Held.DEFERRED: waiting_bytes}
 
-    A message that comes is there from the moment its receive is posted: an activation until F, where it becomes the kept input of its
-    stage; a gradient until its B or I is done. Between two stages of one rank it is there from the moment it is made. One that goes is
-    held until it is known to have arrived: of each channel the last `sends_in_flight`.
-    """
+    @cache
+    def total(items: tuple[Item, ...]) -> tuple[int, int]:
+        """Return the bytes of activations and of messages among some items."""
+        kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
+        return kept, sum(kind in MESSAGES for kind, _ in items) * message_bytes
+
     live = Counter(dict.fromkeys(activation_bytes, 0))
-    sent: Counter[tuple[int, Op]] = Counter()
-    last = placement.num_stages - 1
-    come = kept = 0  # messages here and not used up; bytes for backwards
+    kept = messages = 0
     peak = Peak(0, 0, dict(live))
-
-    def is_here(stage: int, microbatch: int | None) -> bool:
-        return 0 <= stage <= last and placement.rank_of(stage, microbatch or 0) == pp_rank
-
-    for stage, op, microbatch in row:
-        if op is Op.F:
-            come += is_here(stage + 1, microbatch) - (stage > 0)
-            live[stage] += 1
-            kept += activation_bytes[stage]
-        elif op in (Op.B, Op.I):
-            come += is_here(stage - 1, microbatch)
-        elif op in RECV_OPS:
-            come += 1
-        elif op in SEND_OPS:
-            sent[stage, op] = min(sent[stage, op] + 1, sends_in_flight)
-        messages = (come + sum(sent.values())) * message_bytes
+    for action, changes in lifetimes(row, placement, pp_rank, sends_in_flight):
+        stage, op, _ = action
+        created, taken = total(changes.creates), total(changes.takes)
+        kept += created[0] - taken[0]
+        messages += created[1] - taken[1]
+        live[stage] += op is Op.F
         inside = 0 if inside_bytes is None else inside_bytes.get((stage, op), 0)
-        levels = ((0, inside),) if residence is None else residence.levels(Action(stage, op, microbatch), inside)
+        levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
         for less, made in levels:
             if kept - less + messages + made > peak.total:
-                peak = Peak(kept - less, messages, dict(live), made, Action(stage, op, microbatch))
-        if op in (Op.B, Op.I):
-            come -= stage < last
-            kept -= activation_bytes[stage]
-        if op is Op.I:
-            kept += waiting_bytes[stage]
-        elif op is Op.W:
-            kept -= waiting_bytes[stage]
+                peak = Peak(kept - less, messages, dict(live), made, action)
+        left, freed = total(changes.leaves), total(changes.frees)
+        kept += left[0] - freed[0]
+        messages += left[1] - freed[1]
         live[stage] -= op in (Op.B, Op.W)
     return peak
 
 
 def _offloaded(
     plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
-) -> tuple[Residence | None, dict[str, int]]:
+) -> tuple[MemoryOverTime | None, dict[str, int]]:
     """What is on the device when, and bytes in the host's memory; (None, none) where no activations are offloaded."""
     if not plan.config.offload.cpu_offloading_num_layers:
         return None, {}
@@ -210,15 +230,15 @@ def _offloaded(
         {stage: stage_groups(plan, stage) for stage in held},
         {stage: offloaded_groups(plan, stage) for stage in held},
     )
-    away = away_in_row(row_moves(plan, num_microbatches, pp_rank), groups)
+    on_host = host_bytes_of_row(row_moves(plan, num_microbatches, pp_rank), groups)
     inside = {}
     for stage in held:
         layers = plan.partition.stages[stage]
         sizes = group_sizes(plan.config.recompute, layers.num_layers)
-        inside[stage, Op.F] = Inside(plan.model.head.loss_block_bytes(plan.shape) if layers.has_head else 0)
+        inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(plan.shape) if layers.has_head else 0)
         for op, shape in ((Op.B, plan.shape), (Op.I, split(plan.shape))):
-            inside[stage, op] = inside_of_backward(plan.model, shape, layers, sizes)
-    return Residence(stages, groups, kept, away.at, inside), {"activations": away.host_bytes}
+            inside[stage, op] = backward_bytes(plan.model, shape, layers, sizes)
+    return MemoryOverTime(stages, groups, kept, on_host.at, inside), {"activations": on_host.buffer_bytes}
 
 
 def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:

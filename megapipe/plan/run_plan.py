@@ -10,8 +10,7 @@ from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
 from megapipe.layers.shape import RankShape
 from megapipe.plan.batch import BatchSchedule
-from megapipe.plan.costs import stage_costs
-from megapipe.plan.layer_costs import LayerCosts, flop_costs
+from megapipe.plan.layer_costs import LayerCosts, flop_costs, stage_costs
 from megapipe.plan.measured_layers import measured_costs
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
