@@ -1,6 +1,7 @@
 """The one description of each kind of layer: what it holds, computes, keeps and sends on one rank. Torch-free.
 
-A new kind of layer is a module here with one table. Parameters, FLOPs, memory, times, traffic and the cut into stages are sums over tables.
+A new kind of layer is a module here with one table. Parameters, FLOPs, memory, times, traffic and the cut into stages
+are sums over tables.
 
 - `model`:     `ModelSpec`: the parts of a model, one `LayerSpec` a transformer layer; its parameters in model order
 - `embedding`, `attention`, `mlp`, `head`: the parts; attention and MLP include the norm before them

@@ -1,6 +1,8 @@
-"""Self-attention: x + proj(core_attention(qkv(norm(x)))), with grouped queries, rotary positions, qk-norm, a sliding window, a soft-cap.
+"""Self-attention: x + proj(core_attention(qkv(norm(x)))), with grouped queries, rotary positions, qk-norm, a sliding
+window, a soft-cap.
 
-Core attention is one fused kernel, or written out ("explicit") where fused kernels lack an option; written out it keeps [s, s] matrices.
+Core attention is one fused kernel, or written out ("explicit") where fused kernels lack an option; written out it
+keeps [s, s] matrices.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from megapipe.sharding.spec import ParamSpec
 
 
 def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: torch's fused kernels have no soft-cap, no keyed dropout, no softmax in a chosen dtype."""
+    """Return True if training writes attention out: torch's fused kernels have no soft-cap, no keyed dropout, no
+    softmax in a chosen dtype.
+    """
     return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
 
 def mean_keys(seq_length: int, window_size: int | None) -> float:
-    """Return the keys a causal query sees, on average: half the sequence (the diagonal is not counted apart), at most the window."""
+    """Return the keys a causal query sees, on average: half the sequence (the diagonal is not counted apart), at most
+    the window.
+    """
     if window_size is None or window_size >= seq_length:
         return seq_length / 2
     full_rows = seq_length - window_size
@@ -136,7 +142,8 @@ class Attention:
         return 2 * shape.seq * (self.rotated_channels // 2) * shape.wide
 
     def shared_mask_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where attention is written out.
+        """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where
+        attention is written out.
 
         Documents have a mask for each microbatch instead.
         """
@@ -145,16 +152,19 @@ class Attention:
         return shape.seq * shape.seq * shape.element if is_needed and not shape.documents.attention_mask else 0
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
-        """Return the bytes of a microbatch's mask [b, 1, s, s]; attention written out needs it in forwards alone, so that only a replay
-        keeps it."""
+        """Return the bytes of a microbatch's mask [b, 1, s, s]; attention written out needs it in forwards alone, so
+        that only a replay keeps it.
+        """
         if not shape.documents.attention_mask or (self.is_explicit and not is_replayed):
             return 0
         return shape.batch * shape.seq * shape.seq * shape.element
 
     def output_copy(self, shape: RankShape) -> Kept | None:
-        """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None where another kernel runs.
+        """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None where another
+        kernel runs.
 
-        The kernel takes fp32 and masks. With several query groups it leaves its output in another order than linear_proj reads.
+        The kernel takes fp32 and masks. With several query groups it leaves its output in another order than
+        linear_proj reads.
         """
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
         shares_keys = self._heads(shape) > self._groups(shape) > 1
@@ -187,7 +197,9 @@ class Attention:
         return shape.attention_impl != "sdpa" or not self.is_explicit
 
     def _repeats_keys(self, shape: RankShape) -> bool:
-        """Return True if k and v are repeated for each query head: with one mask a sequence, query groups cannot join the batch."""
+        """Return True if k and v are repeated for each query head: with one mask a sequence, query groups cannot join
+        the batch.
+        """
         shares_keys = self._heads(shape) > self._groups(shape) > 1
         return (
             shares_keys
@@ -198,7 +210,9 @@ class Attention:
         )
 
     def _qkv_kept(self, shape: RankShape) -> Iterator[Kept]:
-        """Yield q, k and v as one tensor; with qk-norm the normed q and k besides; with repeated keys three tensors of q's size."""
+        """Yield q, k and v as one tensor; with qk-norm the normed q and k besides; with repeated keys three tensors
+        of q's size.
+        """
         name, element, query, key = "q, k, v", shape.element, self._query(shape), self._key(shape)
         repeats = self._repeats_keys(shape)
         if not repeats or self.qk_norms:
@@ -233,8 +247,9 @@ class Attention:
             yield Kept("attention probabilities", squares, element_bytes, in_attention_time=True)
 
     def _core(self, shape: RankShape) -> CoreAttention:
-        """Fused kernels skip what a causal mask hides, and make the probabilities again in the backward: five products for two. Written out,
-        all is computed, probabilities are moved, and the backward has four products."""
+        """Fused kernels skip what a causal mask hides, and make the probabilities again in the backward: five
+        products for two. Written out, all is computed, probabilities are moved, and the backward has four products.
+        """
         heads = self._heads(shape)
         if not self.is_explicit:
             keys = mean_keys(shape.seq, self.window_size)
@@ -244,8 +259,9 @@ class Attention:
         return CoreAttention(4.0 * squares * self.channels, squares * (4.0 * shape.element + dropped), 2.0)
 
     def _core_gradient_bytes(self, shape: RankShape) -> int:
-        """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side; written out, those of the
-        probabilities. Recomputed results come on top."""
+        """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side;
+        written out, those of the probabilities. Recomputed results come on top.
+        """
         element, wide = shape.element, shape.wide
         if not self.is_explicit:
             output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
@@ -258,8 +274,9 @@ class Attention:
         return again + self._squares(shape) * (element + dropped + casts * wide + capped)
 
     def _freed_by_core(self, shape: RankShape) -> int:
-        """Return the kept bytes that are free after core attention's backward: all but its output, which linear_proj keeps, and what a
-        checkpoint holds until its own backward is done."""
+        """Return the kept bytes that are free after core attention's backward: all but its output, which linear_proj
+        keeps, and what a checkpoint holds until its own backward is done.
+        """
         freed = [tensor for tensor in self._qkv_kept(shape) if tensor.name != "norm statistics"]
         if not shape.recomputes("core_attn"):
             freed += [tensor for tensor in self._core_kept(shape) if tensor.name != "attention output"]

@@ -17,7 +17,10 @@ POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 
 @dataclass(frozen=True)
 class Embedding:
-    """The first part of a model. positions: rows of the position table, 0 without learned positions. is_tied: the head uses the table too."""
+    """The first part of a model.
+
+    positions: rows of the position table, 0 without learned positions. is_tied: the head uses the table too.
+    """
 
     hidden: int
     vocab: int  # padded
@@ -61,8 +64,11 @@ class Embedding:
             )
 
     def table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank. Rows of the vocabulary lie on different ranks, so that the output is a sum over tp;
-        under sequence parallelism its gradient is gathered in W."""
+        """Return what one microbatch does on one rank.
+
+        Rows of the vocabulary lie on different ranks, so that the output is a sum over tp; under sequence parallelism
+        its gradient is gathered in W.
+        """
         dropout = Kept("dropout masks", shape.own_tokens * self.hidden, MASK_BYTES)
         gradient = shape.gathered_bytes(self.hidden) + shape.tokens * self.hidden * shape.wide
         lookup = Operation(

@@ -1,8 +1,8 @@
 """What linears that multiply in 8 bits add to a layer: bytes that casts move, and copies and operands in 8 bits.
 
-megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another; without --compile-pointwise that is a
-chain of kernels over a copy in fp32, with it one kernel. Transformer Engine makes both layouts in one pass and casts weights for every
-microbatch; the copies it keeps are not known and not counted.
+megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another; without
+--compile-pointwise that is a chain of kernels over a copy in fp32, with it one kernel. Transformer Engine makes both
+layouts in one pass and casts weights for every microbatch; the copies it keeps are not known and not counted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ WIDE = 4  # bytes of fp32
 class Casts:
     """Bytes that fp8 moves beside the GEMMs, for each element.
 
-    inputs: of a linear's input, in F. gradients: of its output's gradient, in I. both: of these two, in W. weight: of a weight, in each F.
-    weight_once: of a weight, once a step. weight_gradient: of a weight gradient that leaves its GEMM before it is added.
+    inputs: of a linear's input, in F. gradients: of its output's gradient, in I. both: of these two, in W. weight: of
+    a weight, in each F. weight_once: of a weight, once a step. weight_gradient: of a weight gradient that leaves its
+    GEMM before it is added.
     """
 
     inputs: float
@@ -66,7 +67,9 @@ def input_gradient_bytes(shape: RankShape, rows: int, columns: int) -> int:
 
 
 def weight_gradient_bytes(shape: RankShape, rows: int, columns: int) -> int:
-    """Return the bytes of a product in fp32, [rows, columns], and of its operands [tokens, rows] and [tokens, columns], cast in turn."""
+    """Return the bytes of a product in fp32, [rows, columns], and of its operands [tokens, rows] and [tokens,
+    columns], cast in turn.
+    """
     gradient, inputs, product = shape.tokens * rows, shape.tokens * columns, WIDE * rows * columns
     cast = max((1 + _cast_copy(shape)) * gradient, gradient + (1 + _cast_copy(shape)) * inputs)
     raised = 0 if shape.is_cuda else max(WIDE * (gradient + inputs), product)

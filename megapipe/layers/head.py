@@ -62,13 +62,18 @@ class Head:
         return shape.tokens * (self.vocab // shape.tp)
 
     def loss_block_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward as in the backward."""
+        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward as in the
+        backward.
+        """
         if shape.element == shape.wide:
             return 0
         return min(2 * LOSS_BLOCK_BYTES, self.logits(shape) * shape.wide)
 
     def table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank. In chunks (--cross-entropy-chunk-size) the logits are made again in the backward."""
+        """Return what one microbatch does on one rank.
+
+        In chunks (--cross-entropy-chunk-size) the logits are made again in the backward.
+        """
         gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
         own, hidden = shape.own_tokens * self.norm.size, shape.hidden_bytes(self.norm.size)
         final_norm = (

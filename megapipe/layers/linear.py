@@ -14,7 +14,9 @@ from megapipe.sharding.spec import Init, ParamSpec
 
 @dataclass(frozen=True)
 class Linear:
-    """The parameters of one linear: weight [outputs, inputs], cut over tp as `slicing` says, and a bias where has_bias."""
+    """The parameters of one linear: weight [outputs, inputs], cut over tp as `slicing` says, and a bias where
+    has_bias.
+    """
 
     name: str
     outputs: int
@@ -24,7 +26,10 @@ class Linear:
     std: float
 
     def parameters(self, prefix: str, owner: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
-        """Yield weight and bias. A row-parallel bias is added after the sum over tp: each rank sees the gradient of its own tokens."""
+        """Yield weight and bias.
+
+        A row-parallel bias is added after the sum over tp: each rank sees the gradient of its own tokens.
+        """
         name, is_column = f"{prefix}{self.name}", self.slicing.dim == 0
         yield ParamSpec(f"{name}.weight", (self.outputs, self.inputs), owner, self.slicing, Init("normal", self.std))
         if self.has_bias and is_column:
@@ -38,8 +43,9 @@ class Linear:
 def collectives(gemm: Gemm, shape: RankShape) -> Collectives:
     """Return the collectives of a linear over tp (Megatron's f and g).
 
-    Column parallel: the input is gathered in F and again in W, and its gradient reduce-scattered in I. Row parallel: the output is
-    reduce-scattered in F, and its gradient gathered in I. Without sequence parallelism only the sums remain, as all-reduces.
+    Column parallel: the input is gathered in F and again in W, and its gradient reduce-scattered in I. Row parallel:
+    the output is reduce-scattered in F, and its gradient gathered in I. Without sequence parallelism only the sums
+    remain, as all-reduces.
     """
     if not shape.sequence_parallel:
         return Collectives(inputs=ALL_REDUCE) if gemm.is_column else Collectives(forward=ALL_REDUCE)
@@ -47,8 +53,9 @@ def collectives(gemm: Gemm, shape: RankShape) -> Collectives:
 
 
 def column_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
-    """Return what the backward of a column-parallel linear holds: the input gradient before and after its reduction, the gathered input and
-    the weight gradient."""
+    """Return what the backward of a column-parallel linear holds: the input gradient before and after its reduction,
+    the gathered input and the weight gradient.
+    """
     whole = shape.tokens * gemm.inputs * shape.element
     reduced = shape.hidden_bytes(gemm.inputs) if shape.sequence_parallel else 0
     gathered = 0 if shape.splits_backward else shape.gathered_bytes(gemm.inputs)
@@ -68,8 +75,10 @@ def row_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
 
 
 def weight_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
-    """Return what a weight gradient [outputs, inputs] takes before it is added to the main gradients: fp32 on CUDA, the model's dtype
-    elsewhere; nothing in fp32 and fp64, which are added in place, and in I. Operands in 8 bits come on top."""
+    """Return what a weight gradient [outputs, inputs] takes before it is added to the main gradients: fp32 on CUDA,
+    the model's dtype elsewhere; nothing in fp32 and fp64, which are added in place, and in I. Operands in 8 bits come
+    on top.
+    """
     if gemm.is_fp8 and shape.transformer_impl == "local":
         make = fp8.input_gradient_bytes if shape.splits_backward else fp8.weight_gradient_bytes
         return make(shape, gemm.outputs, gemm.inputs)

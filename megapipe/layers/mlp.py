@@ -17,7 +17,10 @@ from megapipe.sharding.spec import ParamSpec
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """The MLP branch of one transformer layer, its norm included. gates: 2 where linear_fc1 makes gate and up, else 1."""
+    """The MLP branch of one transformer layer, its norm included.
+
+    gates: 2 where linear_fc1 makes gate and up, else 1.
+    """
 
     norm: Norm
     fc1: Linear
@@ -61,8 +64,9 @@ class DenseMLP:
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank.
 
-        ReLU's backward needs its output alone. Recompute of the activation makes linear_fc2's input again from linear_fc1's output;
-        recompute of the MLP makes both again from the input of linear_fc1, or with the norm's from the residual stream.
+        ReLU's backward needs its output alone. Recompute of the activation makes linear_fc2's input again from
+        linear_fc1's output; recompute of the MLP makes both again from the input of linear_fc1, or with the norm's
+        from the residual stream.
         """
         fc1, fc2 = self.gemms(shape.tp)
         hidden = shape.hidden_bytes(self.norm.size)
@@ -128,6 +132,7 @@ class DenseMLP:
         return Table(operations, left, weight_gradient_bytes(fc1, shape))
 
     def _activation_gradient_bytes(self, width: int) -> int:
-        """Return what the activation's backward makes beside its input's gradient: gated, the other gate's product and its gradient;
-        squared ReLU, the ReLU made again."""
+        """Return what the activation's backward makes beside its input's gradient: gated, the other gate's product
+        and its gradient; squared ReLU, the ReLU made again.
+        """
         return 2 * width if self.gates == 2 else width if self.activation == "squared_relu" else 0

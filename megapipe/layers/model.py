@@ -26,8 +26,10 @@ Part = Attention | DenseMLP
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One transformer layer: its residual branches in order. `model_spec` makes layers that are alike one object, so that they compare and
-    hash by identity."""
+    """One transformer layer: its residual branches in order.
+
+    `model_spec` makes layers that are alike one object, so that they compare and hash by identity.
+    """
 
     parts: tuple[Part, ...]
     is_fp8: bool  # its linears multiply in 8 bits
@@ -106,8 +108,8 @@ def model_spec(model: ResolvedModelConfig, precision: PrecisionConfig) -> ModelS
 def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool) -> tuple[ParamSpec, ...]:
     """Return all parameters of a resolved model.
 
-    sequence_parallel: norms, row-parallel biases and position embeddings then see only a slice of the sequence, so that their
-    gradients are partial over tp (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+    sequence_parallel: norms, row-parallel biases and position embeddings then see only a slice of the sequence, so
+    that their gradients are partial over tp (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
     """
     spec = model_spec(model, PrecisionConfig())
     return (
@@ -127,7 +129,8 @@ def stage_parameters(
 ) -> tuple[ParamSpec, ...]:
     """Return the parameters that a stage with these layers holds, in model order.
 
-    has_tied_copy: the head's stage holds a copy of the tied embedding; False where it uses that of the first stage, on the same rank.
+    has_tied_copy: the head's stage holds a copy of the tied embedding; False where it uses that of the first stage,
+    on the same rank.
     """
 
     def is_held(spec: ParamSpec) -> bool:

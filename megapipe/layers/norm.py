@@ -31,7 +31,10 @@ class Norm:
         return 2 if self.kind == "LayerNorm" else 1
 
     def parameters(self, prefix: str, owner: Owner, partial_gradient: bool) -> Iterator[ParamSpec]:
-        """Yield weight and bias. partial_gradient: each tp rank normalizes other tokens or heads, so that gradients are partial."""
+        """Yield weight and bias.
+
+        partial_gradient: each tp rank normalizes other tokens or heads, so that gradients are partial.
+        """
         name, weight = f"{prefix}{self.name}", Init("zeros" if self.zero_centered else "ones")
         shape = (self.size,)
         yield ParamSpec(
@@ -45,7 +48,10 @@ class Norm:
         return (Kept(name, vectors, shape.wide),) * self.num_statistics
 
     def operation(self, shape: RankShape, keeps_statistics: bool = True, backward: Backward | None = None) -> Operation:
-        """Return the norm at the start of a residual branch. Its input is the residual stream, its output the input of a linear."""
+        """Return the norm at the start of a residual branch.
+
+        Its input is the residual stream, its output the input of a linear.
+        """
         hidden = shape.own_tokens * self.size
         keeps = [Kept("residual stream", hidden, shape.element)]
         if keeps_statistics:
@@ -55,7 +61,10 @@ class Norm:
         return Operation(self.name, tuple(keeps), backward=backward)
 
     def gradient_bytes(self, shape: RankShape) -> int:
-        """Return what the norm's backward makes. RMSNorm is one kernel on CUDA; elsewhere it is products in at least fp32."""
+        """Return what the norm's backward makes.
+
+        RMSNorm is one kernel on CUDA; elsewhere it is products in at least fp32.
+        """
         if shape.is_cuda or self.kind == "LayerNorm":
             return shape.hidden_bytes(self.size)
         return (3 if shape.element == shape.wide else 5) * shape.own_tokens * self.size * shape.wide

@@ -29,7 +29,8 @@ class Documents:
 
 @dataclass(frozen=True)
 class CommChunks:
-    """Number of chunks that a linear's collectives over tp are cut into, so that they overlap with its GEMM; 1: not cut.
+    """Number of chunks that a linear's collectives over tp are cut into, so that they overlap with its GEMM; 1: not
+    cut.
 
     gather: all-gathers. reduce: reduce-scatters, and all-reduces without sequence parallelism.
     """
@@ -51,11 +52,13 @@ def comm_chunks(parallel: ParallelConfig) -> CommChunks:
 
 @dataclass(frozen=True)
 class RankShape:
-    """One microbatch of `batch` sequences of `seq` tokens on one tp rank, and the options that change what the rank keeps or computes.
+    """One microbatch of `batch` sequences of `seq` tokens on one tp rank, and the options that change what the rank
+    keeps or computes.
 
     sequence_parallel: the rank holds 1 / tp of the tokens between the tensor-parallel regions; never with tp = 1.
     splits_backward: the backward runs as I and W, so that linears' inputs and output gradients wait for W.
-    chunks_loss: --cross-entropy-chunk-size. is_cuda: kernels of CUDA, which keep and make other tensors than those of CPUs.
+    chunks_loss: --cross-entropy-chunk-size. is_cuda: kernels of CUDA, which keep and make other tensors than those of
+    CPUs.
     """
 
     batch: int
@@ -112,11 +115,15 @@ class RankShape:
         return max(ELEMENT_BYTES[self.dtype], 4)
 
     def hidden_bytes(self, hidden_size: int) -> int:
-        """Return the bytes of the hidden states between layers and stages: [s, b, h], [s / tp, b, h] under sequence parallelism."""
+        """Return the bytes of the hidden states between layers and stages: [s, b, h], [s / tp, b, h] under sequence
+        parallelism.
+        """
         return self.own_tokens * hidden_size * self.element
 
     def gathered_bytes(self, hidden_size: int) -> int:
-        """Return the bytes of hidden states of the whole sequence that had to be gathered over tp; 0 where nothing is."""
+        """Return the bytes of hidden states of the whole sequence that had to be gathered over tp; 0 where nothing
+        is.
+        """
         return self.tokens * hidden_size * self.element if self.sequence_parallel else 0
 
     def recomputes(self, module: str) -> bool:

@@ -1,4 +1,5 @@
-"""The columns of a part's table: its operations on one rank, what each keeps for the backward, multiplies, sends and makes on the way back.
+"""The columns of a part's table: its operations on one rank, what each keeps for the backward, multiplies, sends and
+makes on the way back.
 
 Bytes and shapes are those of one microbatch on one rank.
 """
@@ -33,7 +34,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Number of all-gathers and reduce-scatters of hidden states over tp, in F, I (with what it computes again) and W."""
+    """Number of all-gathers and reduce-scatters of hidden states over tp, in F, I (with what it computes again) and
+    W.
+    """
 
     forward: int = 0
     inputs: int = 0
@@ -54,8 +57,8 @@ class Collectives:
 class Gemm:
     """The product [tokens, inputs] x [inputs, outputs] of a linear on one rank.
 
-    is_column: the outputs are cut over tp, and the input is gathered under sequence parallelism; else the inputs are cut, and the output is
-    summed over tp. is_fp8: the operands have 8 bits.
+    is_column: the outputs are cut over tp, and the input is gathered under sequence parallelism; else the inputs are
+    cut, and the output is summed over tp. is_fp8: the operands have 8 bits.
     """
 
     inputs: int
@@ -70,8 +73,9 @@ class Gemm:
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """softmax(q k^T) v: its floating-point operations, the bytes that its pointwise kernels move beside them, and the time of its
-    backward in forwards."""
+    """softmax(q k^T) v: its floating-point operations, the bytes that its pointwise kernels move beside them, and the
+    time of its backward in forwards.
+    """
 
     flops: float
     moved_bytes: float
@@ -80,8 +84,11 @@ class CoreAttention:
 
 @dataclass(frozen=True)
 class Backward:
-    """One operation's backward. held: bytes that exist while it runs, beyond what the forward kept and earlier parts of the backward left.
-    frees: kept bytes that are free afterwards."""
+    """One operation's backward.
+
+    held: bytes that exist while it runs, beyond what the forward kept and earlier parts of the backward left. frees:
+    kept bytes that are free afterwards.
+    """
 
     held: int
     frees: int = 0
@@ -110,8 +117,8 @@ class Operation:
 class Table:
     """All operations of one part, in the order of the forward.
 
-    left_bytes: what the part's backward leaves for the parts before it: the gradient of its input, and what waits for W.
-    weight_gradient_bytes: what the largest of its weight gradients takes before it is added to the main gradients.
+    left_bytes: what the part's backward leaves for the parts before it: the gradient of its input, and what waits for
+    W. weight_gradient_bytes: what the largest of its weight gradients takes before it is added to the main gradients.
     """
 
     operations: tuple[Operation, ...]

@@ -1,8 +1,8 @@
 """Bytes that a stage keeps for its backwards: sums over the tables of its layers, for one microbatch on one rank.
 
-Equal to what autograd saves, for every recompute option: `tests/model/test_planned_bytes.py` compares with the storages that saved-tensor
-hooks see. The formula of Korthikanti et al. 2022 (arXiv:2205.05198) for the GPT block with dropout, s b h (10 + 24 / t) bytes without core
-attention, is a special case and a test.
+Equal to what autograd saves, for every recompute option: `tests/model/test_planned_bytes.py` compares with the
+storages that saved-tensor hooks see. The formula of Korthikanti et al. 2022 (arXiv:2205.05198) for the GPT block with
+dropout, s b h (10 + 24 / t) bytes without core attention, is a special case and a test.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def group_keeps(group: LayerGroup, shape: RankShape) -> tuple[Kept, ...]:
 
 
 def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[str, int]:
-    """Return the bytes that a stage keeps from F to B or I of one microbatch, its input included, by what is kept."""
+    """Return the bytes that a stage keeps from F to B or I of one microbatch, its input included, by name."""
     total: Counter[str] = Counter()
     groups = layer_groups(layers_of(model, stage), shape.recompute)
     for group, count in Counter(groups).items():
@@ -81,7 +81,9 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
 
 
 def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:
-    """Return the most that one replay in the backward of these layers makes again and holds until its own backward is done."""
+    """Return the most that one replay in the backward of these layers recomputes and holds until its own backward is
+    done.
+    """
     whole = without_recompute(shape)
     if shape.recompute.recompute_granularity == "full":
         checkpoints = [group for group in layer_groups(layers, shape.recompute) if group.is_checkpoint]
@@ -104,10 +106,11 @@ def replay_bytes(layers: Sequence[LayerSpec], shape: RankShape) -> int:
 
 
 def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
-    """Return what a stage holds for one microbatch between I and W of a split backward: input and output gradient of each linear.
+    """Return what a stage holds for one microbatch between I and W of a split backward: input and output gradient of
+    each linear.
 
-    Inputs that selective recompute makes again are held as what they are made from; those that a replay makes, which happens in I, as they
-    are. Full recompute is over by then.
+    Inputs that selective recompute drops are held as what they are computed from; those that a replay computes, which
+    happens in I, as they are. Full recompute has ended before W.
     """
     layers = sum(
         count * layer_table(layer, shape).deferred_bytes for layer, count in Counter(layers_of(model, stage)).items()
@@ -147,6 +150,6 @@ def _kept_with_replay(layer: LayerSpec, shape: RankShape) -> tuple[Kept, ...]:
 
 
 def _replayed(group: LayerGroup, shape: RankShape) -> int:
-    """Return what the replay of a checkpoint makes beside what the checkpoint kept."""
+    """Return what the replay of a checkpoint adds to what the checkpoint kept."""
     whole = sum(layer_table(layer, without_recompute(shape)).kept_bytes for layer in group.layers)
     return whole - sum(tensor.num_bytes for tensor in group_keeps(group, shape))

@@ -1,4 +1,6 @@
-"""The cut for the busiest pipeline rank, by measured times or FLOPs, at each rank's speed and within its memory (docs/balance.md)."""
+"""The cut for the busiest pipeline rank, by measured times or FLOPs, at each rank's speed and within its memory
+(docs/balance.md).
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ BALANCED = ("auto", "measured", "flops")
 MOST_RETRIES = 3
 
 
-def _check_wishes(config: Config) -> None:
-    """Raises ConfigError for wishes about the ranks of a pipeline that do not fit it."""
+def _check_rank_settings(config: Config) -> None:
+    """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
     if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
@@ -32,20 +34,23 @@ def _check_wishes(config: Config) -> None:
     speeds, memory = parallel.pipeline_rank_speeds, parallel.pipeline_rank_memory
     if speeds is not None and len(speeds) != pp:
         raise ConfigError(
-            f"--pipeline-rank-speeds names {len(speeds)} ranks, --pipeline-model-parallel-size is {pp}; give one number for each"
+            f"--pipeline-rank-speeds names {len(speeds)} ranks, --pipeline-model-parallel-size is {pp}; give one "
+            "number for each"
         )
     if memory is not None and len(memory) not in (1, pp):
         raise ConfigError(
-            f"--pipeline-rank-memory names {len(memory)} ranks, --pipeline-model-parallel-size is {pp}; give one number, or one for each"
+            f"--pipeline-rank-memory names {len(memory)} ranks, --pipeline-model-parallel-size is {pp}; give one "
+            "number, or one for each"
         )
 
 
 def balanced_cut(draft: RunPlan) -> Partition:
-    """Of the cuts worth it the one whose step is simulated as shortest; the draft's where the run asks for no balance.
+    """Return the candidate cut with the shortest simulated step; the draft's own where the run asks for no balance.
 
-    draft: the run's plan as `planner.cut` cuts it. Raises ConfigError if wishes do not fit the pipeline, or a rank's memory is too small.
+    draft: the run's plan with the cut of `plan.cut`. Raises ConfigError if settings of ranks do not fit the pipeline,
+    or if a rank's memory is too small.
     """
-    _check_wishes(draft.config)
+    _check_rank_settings(draft.config)
     if is_by_hand(draft.config.parallel) or draft.config.parallel.pipeline_balance not in BALANCED:
         _refuse_too_large(draft, [draft.partition])
         return draft.partition
@@ -59,7 +64,7 @@ def balanced_cut(draft: RunPlan) -> Partition:
 
 
 def stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> StageCost:
-    """What a stage costs for one microbatch, backward included, by the layers that it holds."""
+    """Return the cost of a stage for one microbatch, backward included, as a function of the layers it holds."""
     last = num_stages - 1
 
     def of_layers(stage: int, first: int, end: int) -> float:
@@ -67,7 +72,7 @@ def stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> Sta
 
     if not costs.layers_alike:
         return of_layers
-    # asked for a million times in a search: by stage at the front, in the middle, at the end, and by number of layers
+    # called a million times in a search: tabulated for the first stage, a middle one and the last, by number of layers
     by_count = {
         stage: [of_layers(stage, 0, count) for count in range(len(costs.layers) + 2)]
         for stage in {0, min(1, last), last}
@@ -77,7 +82,7 @@ def stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> Sta
 
 
 def _within_memory(draft: RunPlan, question: CutQuestion) -> list[Partition]:
-    """Cuts of which no rank needs more than it may fill."""
+    """Return the candidate cuts with which every rank stays within its memory."""
     limits = rank_limits(draft)
     if limits is None:
         return balanced_cuts(question)
@@ -103,7 +108,7 @@ def _fits(estimate: RankBytes, limits: list[float]) -> Fits:
 
 
 def rank_limits(plan: RunPlan) -> tuple[float, ...] | None:
-    """Bytes that each pp_rank may fill; None without --pipeline-rank-memory."""
+    """Return the bytes that each pp_rank may fill; None without --pipeline-rank-memory."""
     memory = plan.config.parallel.pipeline_rank_memory
     if memory is None:
         return None
@@ -116,7 +121,7 @@ def _bytes_over(draft: RunPlan, cut: Partition, limits: tuple[float, ...]) -> li
 
 
 def _refuse_too_large(draft: RunPlan, cuts: list[Partition]) -> None:
-    """Raises ConfigError if none of the cuts fits, with what the one that comes closest lacks."""
+    """Raise ConfigError if none of the cuts fits, with the bytes that the closest one lacks."""
     limits = rank_limits(draft)
     if limits is None:
         return
@@ -125,7 +130,10 @@ def _refuse_too_large(draft: RunPlan, cuts: list[Partition]) -> None:
     worst = max(range(len(limits)), key=over[closest].__getitem__)
     if over[closest][worst] > 0:
         raise ConfigError(
-            f"pp_rank {worst} needs {(limits[worst] + over[closest][worst]) / GIB:.4g} GiB, --pipeline-rank-memory gives it "
-            f"{limits[worst] / GIB:.4g}, and no cut of {draft.config.model.num_layers} layers was found that fits (closest: "
-            f"{closest.layer_counts} layers a stage); use more pipeline or tensor-parallel ranks, recompute, or a smaller microbatch"
+            f"pp_rank {worst} needs {(limits[worst] + over[closest][worst]) / GIB:.4g} GiB, --pipeline-rank-memory "
+            "gives it "
+            f"{limits[worst] / GIB:.4g}, and no cut of {draft.config.model.num_layers} layers was found that fits "
+            "(closest: "
+            f"{closest.layer_counts} layers a stage); use more pipeline or tensor-parallel ranks, recompute, or a "
+            "smaller microbatch"
         )

@@ -1,8 +1,8 @@
 """Floating-point operations of a GPT model: per layer, head and step; multiply and add count as two.
 
-A backward costs twice its forward. Attention is counted in full (every query with every key) or causal (half of it): the
-conventions are named wherever a figure is printed. For the GPT-2 shape, full, the step equals
-72 B s l h^2 (1 + s/(6h) + V/(12 l h)) of Narayanan et al. 2021 (arXiv:2104.04473, section 5.1).
+A backward costs twice its forward. Attention is counted in full (every query with every key) or causal (half of it):
+the conventions are named wherever a figure is printed. For the GPT-2 shape, full, the step equals 72 B s l h^2 (1 +
+s/(6h) + V/(12 l h)) of Narayanan et al. 2021 (arXiv:2104.04473, section 5.1).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def gemm_flops(layer: LayerSpec) -> float:
 
 
 def attention_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
-    """Return the forward FLOPs of a layer's core attention, per token. A sliding window limits the keys of a query in the causal count."""
+    """Return the forward FLOPs of a layer's core attention, per token.
+
+    A sliding window limits the keys of a query in the causal count.
+    """
     keys = mean_keys(seq_length, layer.attention.window_size) if causal else float(seq_length)
     return layer.attention.flops_per_token(keys)
 
@@ -48,15 +51,17 @@ def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> floa
 
 
 def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
-    """Return what full recompute computes again of one layer, per token: its forward, without attention where its results are kept."""
+    """Return what full recompute computes again of one layer, per token: its forward, without attention where its
+    results are kept.
+    """
     return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
 
 
 def recomputed_flops(model: ResolvedModelConfig, recompute: RecomputeConfig, sequences: int, causal: bool) -> float:
     """Return what a step computes again, for hardware FLOPs (HFU).
 
-    With full recompute that is every layer's replay (--recompute-method block: as if N were all), with selective core attention or the
-    first linear of the MLP.
+    With full recompute that is every layer's replay (--recompute-method block is counted with all layers), with
+    selective core attention or the first linear of the MLP.
     """
     again = 0.0
     for layer, count in Counter(model_spec(model, PrecisionConfig()).layers).items():

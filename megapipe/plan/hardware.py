@@ -1,11 +1,12 @@
-"""What accelerators and their links can do: the table that predictions of time and memory read, or a file in its place.
+"""The table of accelerators and their links that predictions of time and memory use; a file can replace it.
 
-Rates are dense matrix rates without sparsity, memory and link rates those of the makers' data sheets: NVIDIA A100 (2021), H100 SXM and H200
-(2023), B200 (2024), AMD MI300X (2023), which for NVIDIA's fp8 tell the rate with sparsity, twice the dense one; A100 has no fp8. Links are
-counted in one direction for one device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to published
-steps in 16 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 a GEMM is taken to reach the share of its peak
-that it reaches in 16 bits at the same size: units twice as fast are fed by operands of half the bytes. The shares of attention, of the
-memory's rate and of links are estimates. docs/planner.md compares what comes of them; a file may say otherwise.
+Rates are dense matrix rates without sparsity, memory and link rates those of the makers' data sheets: NVIDIA A100
+(2021), H100 SXM and H200 (2023), B200 (2024), AMD MI300X (2023). NVIDIA gives fp8 with sparsity, twice the dense
+rate; A100 has no fp8. Links are counted in one direction for one device. How much of a peak GEMMs reach is not in
+data sheets: tools/fit_efficiency.py fits it to published steps in 16 bits, of A100 and of H100, and later devices are
+taken to be like H100. In fp8 a GEMM is taken to reach the share of its peak that it reaches in 16 bits at the same
+size: units twice as fast are fed by operands of half the bytes. The shares of attention, of the memory's rate and of
+links are estimates. docs/planner.md compares what comes of them; a file may say otherwise.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ FP32_NAMES = ("fp32", "fp64")
 
 
 def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
-    """Shares of the peak that GEMMs reach, (smallest of the three sizes, share): highest n / (n + half_at). Linear in the logarithm of the
-    size between rows."""
+    """Return the shares of the peak that GEMMs reach, as (smallest of the three sizes, share): highest n / (n +
+    half_at).
+
+    Between rows the share is linear in the logarithm of the size.
+    """
     sizes = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     return tuple((size, round(highest * size / (size + half_at), 3)) for size in sizes)
 
@@ -50,7 +54,7 @@ HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device
 
 @dataclass(frozen=True)
 class Link:
-    """bytes_per_second: of one device, in one direction. latency_seconds: of one message."""
+    """A link of one device, in one direction. latency_seconds: of one message."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -60,12 +64,11 @@ class Link:
 class Hardware:
     """One kind of accelerator and how its nodes are built.
 
-    driver_name: part of the name that the driver gives it. flops: peak by configuration dtype, and of "fp8" operands; what is absent has no
-    matrix units.
-    memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA context, kernel workspace and the allocator's slack.
-    node, network: links between devices of one node, and between nodes. gemm_shares, attention_share,
-    pointwise_share: see above. price_per_hour: of one accelerator, in any currency. host_bytes_per_second: copies between
-    a device and the host's memory, in one direction.
+    driver_name: part of the name that the driver gives it. flops: peak by configuration dtype, and of "fp8" operands;
+    what is absent has no matrix units. memory_share: of memory_bytes, what a plan may fill: the rest is for the CUDA
+    context, kernel workspace and the allocator's slack. node, network: links between devices of one node, and between
+    nodes. gemm_shares, attention_share, pointwise_share: see above. price_per_hour: of one accelerator, in any
+    currency. host_bytes_per_second: copies between a device and the host's memory, in one direction.
     """
 
     name: str
@@ -84,16 +87,17 @@ class Hardware:
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has none."""
+        """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
         if dtype not in self.flops:
             way_out = "leave --fp8-format out" if dtype == FP8 else "give --bf16"
             raise ConfigError(
-                f"no matrix rate of {self.name} is known for {dtype}; there are {', '.join(self.flops)}: {way_out}, or a file with flops"
+                f"no matrix rate of {self.name} is known for {dtype}; there are {', '.join(self.flops)}: {way_out}, "
+                "or a file with flops"
             )
         return self.flops[dtype]
 
     def gemm_share(self, smallest: int) -> float:
-        """Of the peak, what a GEMM reaches whose smallest size is `smallest`."""
+        """Return the share of the peak that a GEMM with this smallest size reaches."""
         rows = self.gemm_shares
         if smallest <= rows[0][0]:
             return rows[0][1] * smallest / rows[0][0]
@@ -104,7 +108,7 @@ class Hardware:
 
     @property
     def pointwise_bytes_per_second(self) -> float:
-        """Memory that norms, activation functions, dropout and softmax move."""
+        """Memory rate of norms, activation functions, dropout and softmax."""
         return self.memory_bytes_per_second * self.pointwise_share
 
     @property
@@ -123,8 +127,11 @@ def _row(
     host: float,
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
 ) -> Hardware:
-    """tera: of 16 bits, and of fp8 where there is any. memory in GiB, terabytes a second of memory, gigabytes a second and direction of
-    links in a node, of a device's network card, and of its slot in the host."""
+    """tera: of 16 bits, and of fp8 where there is any.
+
+    memory in GiB, terabytes a second of memory, gigabytes a second and direction of links in a node, of a device's
+    network card, and of its slot in the host.
+    """
     return Hardware(
         name,
         driver_name,
@@ -149,21 +156,22 @@ HARDWARE: dict[str, Hardware] = {
         _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5),
     )
 }
-# cards that are told apart by more of their name than the table's
+# cards whose driver name contains a row's, with another peak
 OTHER_PEAKS: tuple[tuple[str, float], ...] = (("H100 PCIe", 756 * TERA),)
 
 
 def hardware_named(name: str) -> Hardware:
-    """A row of the table. Raises ConfigError for another name."""
+    """Return a row of the table. Raises ConfigError for an unknown name."""
     if name.lower() not in HARDWARE:
         raise ConfigError(
-            f"--gpu {name} is not in the table: there are {', '.join(HARDWARE)}; describe others in a file, --hardware FILE"
+            f"--gpu {name} is not in the table: there are {', '.join(HARDWARE)}; describe others in a file, "
+            "--hardware FILE"
         )
     return HARDWARE[name.lower()]
 
 
 def hardware_of(device_name: str) -> Hardware | None:
-    """The row of a device by the name that its driver gives it; None where it is not in the table."""
+    """Return the row of a device by the name its driver gives; None if it is not in the table."""
     if any(part in device_name for part, _ in OTHER_PEAKS):
         return None
     rows = sorted(HARDWARE.values(), key=lambda row: -len(row.driver_name))
@@ -171,7 +179,7 @@ def hardware_of(device_name: str) -> Hardware | None:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A YAML file with the fields of `Hardware`; `like: h100` takes what is not said from the table.
+    """Read a YAML file with the fields of `Hardware`; `like: h100` takes missing fields from the table.
 
     Links are written as {bytes_per_second: ..., latency_seconds: ...}, gemm_shares as pairs. Raises ConfigError.
     """
@@ -186,7 +194,7 @@ def read_hardware(path: Path) -> Hardware:
     unknown = sorted(set(found) - known)
     if unknown:
         raise ConfigError(
-            f"--hardware {path}: {', '.join(unknown)} is no key; there are like, {', '.join(sorted(known))}"
+            f"--hardware {path}: {', '.join(unknown)} is not a key; there are like, {', '.join(sorted(known))}"
         )
     values: dict[str, Any] = {} if base is None else {name: getattr(base, name) for name in known}
     values |= {key: _value(path, key, value) for key, value in found.items()}
@@ -216,7 +224,7 @@ def _value(path: Path, key: str, value: Any) -> Any:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of the device with this name of the driver's; None where it is not in the table (CPUs, fp32, fp64)."""
+    """Return the FLOP/s of a device by its driver name; None if it is not in the table (CPUs, fp32, fp64)."""
     if dtype in FP32_NAMES:
         return None  # the matrix units know only TF32, which is not used
     for part, peak in OTHER_PEAKS:

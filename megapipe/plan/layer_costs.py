@@ -1,4 +1,6 @@
-"""What embedding, layers and head cost on one rank for one microbatch: relative, from FLOPs, or in measured seconds (`measured_layers`)."""
+"""Costs of embedding, layers, head and stages for one microbatch on one rank: relative, from FLOPs, or measured
+(`measured_layers`).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from megapipe.schedule.simulate import Costs
 
 @dataclass(frozen=True)
 class PartCost:
-    """Of F, B, I and W. backward: whole, inputs and weights: its halves. replay: of a forward that a backward (or I) does again where the
-    part is recomputed as a whole."""
+    """The cost of one part in F, B, I and W.
+
+    backward is the whole backward, inputs and weights are its halves. replay is the forward that B or I repeats under
+    full recompute.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -40,7 +45,7 @@ class PartCost:
         )
 
     def of(self, op: Op) -> float:
-        """Replays, which a sum over layers has counted, included."""
+        """Return the cost of one op, replays included."""
         costs = {
             Op.F: self.forward,
             Op.B: self.backward + self.replay,
@@ -50,13 +55,16 @@ class PartCost:
         return costs[op]
 
     def step(self, splits_backward: bool) -> float:
-        """Of everything that one microbatch needs."""
+        """Return the cost of all ops of one microbatch."""
         return self.of(Op.F) + (self.of(Op.I) + self.of(Op.W) if splits_backward else self.of(Op.B))
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """layers: one entry for each layer of the model. recompute: of the run: which layers of a stage are made again."""
+    """Costs of the parts of a model.
+
+    layers: one entry for each layer. recompute: the run's, which decides what layers are replayed.
+    """
 
     embedding: PartCost
     layers: tuple[PartCost, ...]
@@ -68,7 +76,7 @@ class LayerCosts:
         return len(set(self.layers)) < 2
 
     def of_stage(self, stage: StageLayers) -> PartCost:
-        """All that a stage holds."""
+        """Return the cost of a stage."""
         total = self._alike(stage) if self.layers_alike else self._summed(stage)
         if stage.has_embedding:
             total += self.embedding
@@ -95,13 +103,15 @@ class LayerCosts:
 
     @cached_property
     def _sums(self) -> tuple[list[PartCost], list[PartCost]]:
-        """Over the first n layers, recomputed and not."""
+        """Costs of the first n layers together, with replays and without."""
         plain = [replace(layer, replay=0.0) for layer in self.layers]
         return list(accumulate(self.layers, initial=PartCost())), list(accumulate(plain, initial=PartCost()))
 
 
 def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) -> LayerCosts:
-    """Return relative costs: forward FLOPs with full attention, a backward twice as much, half of it W; the embedding costs nothing."""
+    """Return relative costs: forward FLOPs with full attention, a backward twice as much, half of it W; the embedding
+    costs nothing.
+    """
 
     def part(flops: float, replay: float = 0.0) -> PartCost:
         return PartCost(flops, 2.0 * flops, flops, flops, replay)
@@ -116,9 +126,9 @@ def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) ->
 
 
 def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[float, ...]) -> Costs:
-    """Seconds of every op of every stage, relative where they come from FLOPs; messages take no time."""
+    """Return the seconds of every op of every stage, relative where they come from FLOPs; messages take no time."""
     stages = [layers.of_stage(stage) for stage in partition.stages]
-    smallest = max(stage.forward for stage in stages) * 1e-6  # a stage without layers still takes its turn
+    smallest = max(stage.forward for stage in stages) * 1e-6  # a stage without layers still takes some time
     seconds = {
         (index, op): max(stage.of(op), smallest)
         for index, stage in enumerate(stages)

@@ -1,8 +1,9 @@
-"""Seconds of one transformer layer and of the head, for one microbatch on one rank: GEMMs by their shapes, attention, what moves memory,
-and tensor-parallel messages with what hides them. Sums over the tables of `layers`.
+"""Seconds of one transformer layer and of the head, for one microbatch on one rank: GEMMs by their shapes, attention,
+what moves memory, and tensor-parallel messages with what hides them. Sums over the tables of `layers`.
 
-Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a share of its rate.
-With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and the head do not change.
+Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a
+share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and
+the head do not change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ POINTWISE_PASSES = 2.0
 
 @dataclass(frozen=True)
 class OpSeconds:
-    """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention', 'pointwise', 'tp'.
+    """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention',
+    'pointwise', 'tp'.
 
     hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
     """
@@ -143,7 +145,7 @@ class _Clock:
         )
 
     def casts(self, op: Op, gemms: Iterable[Gemm]) -> float:
-        """Return the seconds of the casts to fp8 beside these GEMMs, in F, I or W."""
+        """Return the seconds of the casts to fp8 for these GEMMs, in F, I or W."""
         in_fp8 = [gemm for gemm in gemms if gemm.is_fp8]
         if not in_fp8:
             return 0.0
@@ -171,16 +173,18 @@ class _Clock:
         return self._exposed(self.collective(chunks), chunks, gemm) if self.shape.sequence_parallel else 0.0
 
     def reduction(self, gemm: Gemm) -> float:
-        """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, without sequence parallelism an
-        all-reduce."""
+        """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, without sequence
+        parallelism an all-reduce.
+        """
         chunks = self.shape.chunks.reduce
         return self._exposed(self._passes * self.collective(chunks), chunks, gemm)
 
     def hidden(self, gemm: Gemm) -> float:
         """Return what a whole backward of a column-parallel linear hides.
 
-        Under sequence parallelism its input is gathered again under the GEMM of the input gradient, which is then scattered under that of
-        the weights; without, it is all-reduced there. Both are whole in B, where I alone may cut the reduction into chunks.
+        Under sequence parallelism its input is gathered again under the GEMM of the input gradient, which is then
+        scattered under that of the weights; without, it is all-reduced there. Both are whole in B, where I alone may
+        cut the reduction into chunks.
         """
         collective, product = self.collective(), self.gemm(gemm)
         gather = min(collective, product) if self.shape.sequence_parallel else 0.0
@@ -193,8 +197,11 @@ class _Clock:
         return 1 if self.shape.sequence_parallel else ALL_REDUCE
 
     def _exposed(self, collective: float, chunks: int, gemm: Gemm) -> float:
-        """Return the time of a collective that its GEMM does not hide. collective: seconds of each chunk, which runs under the GEMM of a
-        neighbour: exposed are one chunk, what the others take longer than a GEMM, and what smaller GEMMs take longer than one."""
+        """Return the time of a collective that its GEMM does not hide.
+
+        collective: seconds of each chunk, which runs under the GEMM of a neighbour: exposed are one chunk, what the
+        others take longer than a GEMM, and what smaller GEMMs take longer than one.
+        """
         tokens = self.shape.tokens
         whole, part = self.gemm(gemm), self.gemm(gemm, max(1, tokens // chunks))
         return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
@@ -223,7 +230,7 @@ def _recomputed(
             again["gemm"] += clock.gemm(operation.gemm)
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
             again["tp"] += clock.gather(operation.gemm)
-    # core attention's results are part of its own time
+    # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))
     saved = whole.kept_bytes - layer_table(layer, without).kept_bytes

@@ -1,4 +1,6 @@
-"""Measured times of the parts of a model: the file that `megapipe profile-layers` writes and --pipeline-layer-times reads."""
+"""Measured times of the parts of a model: the file that `megapipe profile-layers` writes and --pipeline-layer-times
+reads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from megapipe.plan.layer_costs import LayerCosts, PartCost
 FORMAT = "megapipe layer times"
 VERSION = 1
 FLAG = "--pipeline-layer-times"
-# of the model: they change neither the shapes nor the work of a layer, of the embedding or of the head
+# model options that change neither the shapes nor the work of a layer, the embedding or the head
 WITHOUT_EFFECT = (
     "num_layers",
     "vocab_size",
@@ -30,8 +32,11 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds on one rank for one microbatch. setting: what they were measured for, by name. layers: one entry if all layers are alike,
-    else one for each layer. measured: device, versions, date, command; for people."""
+    """Measured seconds on one rank for one microbatch.
+
+    setting: the options they were measured with. layers: one entry if all layers are alike, else one for each layer.
+    measured: device, versions, date and command, for people.
+    """
 
     setting: Mapping[str, Any]
     embedding: PartCost
@@ -41,7 +46,7 @@ class LayerTimes:
 
 
 def setting_of(config: Config) -> dict[str, Any]:
-    """What the times of layers depend on. config: resolved."""
+    """Return the options that layer times depend on. config: resolved."""
     model, parallel, recompute = config.model, config.parallel, config.recompute
     tp = parallel.tensor_model_parallel_size
     setting = {name: value for name, value in dataclasses.asdict(model).items() if name not in WITHOUT_EFFECT}
@@ -59,7 +64,10 @@ def setting_of(config: Config) -> dict[str, Any]:
 
 
 def measured_costs(path: Path, config: Config) -> LayerCosts:
-    """The costs of a run's layers from a file. config: resolved. Raises ConfigError if it was measured for something else."""
+    """Return the costs of a run's layers from a file.
+
+    config: resolved. Raises ConfigError if it was measured with other options.
+    """
     times = read_layer_times(path)
     wanted = json.loads(json.dumps(setting_of(config)))  # as JSON has it: lists for tuples
     other = [
@@ -70,21 +78,23 @@ def measured_costs(path: Path, config: Config) -> LayerCosts:
     if other:
         more = f" (and {len(other) - 4} more)" if len(other) > 4 else ""
         raise ConfigError(
-            f"{FLAG} {path} was measured for {'; '.join(other[:4])}{more}: measure again with the run's flags (megapipe profile-layers), "
+            f"{FLAG} {path} was measured for {'; '.join(other[:4])}{more}: measure again with the run's flags "
+            "(megapipe profile-layers), "
             "or leave it out to balance by FLOPs"
         )
     num_layers = config.model.num_layers
     layers = times.layers * num_layers if len(times.layers) == 1 else times.layers
     if len(layers) != num_layers:
         raise ConfigError(
-            f"{FLAG} {path} has the times of {len(layers)} layers, --num-layers is {num_layers}; give one entry without a count, for "
+            f"{FLAG} {path} has the times of {len(layers)} layers, --num-layers is {num_layers}; give one entry "
+            "without a count, for "
             "layers that are all alike, or counts that add up"
         )
     return LayerCosts(times.embedding, layers, times.head, config.recompute)
 
 
 def to_json(times: LayerTimes) -> str:
-    """What the file holds."""
+    """Return the text of the file."""
     return json.dumps(
         {
             "format": FORMAT,
@@ -102,13 +112,13 @@ def to_json(times: LayerTimes) -> str:
 
 
 def read_layer_times(path: Path) -> LayerTimes:
-    """Raises ConfigError for what is no such file, or holds times that are none."""
+    """Read layer times. Raises ConfigError if the file cannot be read, has another format or holds invalid times."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG} {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{FLAG} {path} is no file of layer times; megapipe profile-layers writes one")
+        raise ConfigError(f"{FLAG} {path} is not a file of layer times; megapipe profile-layers writes one")
     if found.get("version") != VERSION:
         raise ConfigError(
             f"{FLAG} {path} has version {found.get('version')!r}, this megapipe reads {VERSION}; measure again"
@@ -135,5 +145,5 @@ def _part(values: Mapping[str, Any]) -> PartCost:
     part = PartCost(**{name: float(value) for name, value in values.items() if name != "count"})
     bad = [name for name, value in dataclasses.asdict(part).items() if not (math.isfinite(value) and value >= 0)]
     if bad:
-        raise ValueError(f"{bad[0]} is no time")
+        raise ValueError(f"{bad[0]} is not a valid time")
     return part

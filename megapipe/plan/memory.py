@@ -1,25 +1,25 @@
 """Bytes that each pipeline rank needs for a training step, item by item. All ranks of one pp_rank need the same.
 
-    weights       flat parameter buffers, padding included; with an asynchronous schedule one for each version that is needed at once
+    weights       flat parameter buffers, padding included; asynchronous schedules have one for each version held at once
     gradients     flat main-gradient buffers, fp32 (fp64)
-    fp8 weights   two 8-bit copies of each weight of the linears that multiply in fp8, from the first forward of a step to the next step
-    optimizer     masters, where the weights are narrower or have several versions, and moments, of this rank's shard; with
-                  --optimizer-cpu-offload none, for they lie in the host's memory
+    fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
+    optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
+                  none with --optimizer-cpu-offload, which keeps them in host memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
-    activations   what forwards keep for their backwards, at the step's peak: each (stage, microbatch) with the bytes of its own stage
-    recompute     what one replay in the backward makes again, where the peak is
-    temporaries   what else that backward makes and frees: gradients on their way, gathered sequences, weight gradients in fp32
+    activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's bytes
+    recompute     what one replay in the backward recomputes, at that peak
+    temporaries   what else that backward makes and frees: activation gradients, gathered sequences, fp32 weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
-    messages      hidden states and gradients that have come too early or are being sent, at that peak
-    reduction     bf16 copies of gradients on the wire (--grad-reduce-in-bf16), when activations have gone: what they need beyond the peak
+    messages      hidden states and gradients that were received early or are being sent, at that peak
+    reduction     bf16 copies of gradients (--grad-reduce-in-bf16): what they need beyond the peak once activations are freed
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
-In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is on the device, and
-what --optimizer-cpu-offload does of the optimizer.
+In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is
+on the device, and what --optimizer-cpu-offload does of the optimizer.
 
-CUDA's kernels are assumed unless the configuration says --device cpu. Not counted: the workspace of the kernel that
-runs, the allocator's slack, the CUDA context.
+The estimate assumes CUDA kernels unless the configuration says --device cpu. Not counted: the workspace of the kernel
+that runs, the allocator's slack, the CUDA context.
 """
 
 from __future__ import annotations
@@ -65,8 +65,11 @@ TOKEN_BYTES = 16  # token and label, int64
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which all that comes and goes is largest. live: stage -> microbatches between F and B or W; action: which
-    then runs; inside_bytes: what it makes and frees again."""
+    """The moment of a step with the most activations, messages and temporaries.
+
+    live: stage -> microbatches between F and B or W. action: the action that runs then; inside_bytes: what it makes
+    and frees again.
+    """
 
     activation_bytes: int
     message_bytes: int
@@ -81,8 +84,10 @@ class Peak:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes by item, in the order of the module's table; items of no bytes are there too. live: as in `Peak`.
-    host: in the host's memory, only what is there."""
+    """Bytes of one rank by item, in the order of the module's table, items of 0 bytes included.
+
+    live: as in `Peak`. host: bytes in host memory.
+    """
 
     pp_rank: int
     items: Mapping[str, int]
@@ -95,12 +100,12 @@ class RankMemory:
 
     @property
     def live_microbatches(self) -> float:
-        """At the peak, in microbatches of all stages of the rank."""
+        """Live microbatches at the peak, averaged over the stages of the rank."""
         return sum(self.live.values()) / max(len(self.live), 1)
 
 
 def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
-    """Every item of one rank, for a step at the full global batch size."""
+    """Return every item of one rank, for a step at the full global batch size."""
     model, shape = plan.model, plan.shape
     message_bytes = shape.hidden_bytes(model.embedding.hidden)
     stages = plan.placement.stages_of(pp_rank)
@@ -150,10 +155,12 @@ def graph_bytes(
     message_bytes: int,
     splits: bool,  # backwards are recorded as I and W
 ) -> int:
-    """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot, for the whole run.
+    """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot, for the
+    whole run.
 
-    A pool is as large as one microbatch ever is: what its stage keeps, and what the backward makes and frees on top. Besides, a slot has
-    fixed messages: its input is counted with what the stage keeps; its output and the gradients that come and go are added here.
+    A pool is as large as one microbatch ever is: what its stage keeps, and what the backward makes and frees on top.
+    Besides, a slot has fixed messages: its input is counted with what the stage keeps; its output and the gradients
+    that come and go are added here.
     """
     total = 0
     for stage, slots in num_slots.items():
@@ -165,12 +172,14 @@ def graph_bytes(
 
 
 def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
-    """`rank_memory` of every pp_rank."""
+    """Return `rank_memory` of every pp_rank."""
     return tuple(rank_memory(plan, pp_rank) for pp_rank in range(plan.topology.pp))
 
 
 def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:
-    """What a stage keeps from the forward to the backward of one microbatch, its input included, by what is kept."""
+    """Return the bytes that a stage keeps from the forward to the backward of one microbatch, its input included, by
+    name.
+    """
     layers = plan.partition.stages[stage]
     found = stage_bytes(plan.model, plan.shape, layers)
     copies = [layer.attention.output_copy(plan.shape) for layer in layers_of(plan.model, layers)]
@@ -189,7 +198,9 @@ def peak_of_row(
     inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
 ) -> Peak:
-    """Return the peak of one row of a lowered training schedule, from what `lifetimes` says each action creates and frees."""
+    """Return the peak of one row of a lowered training schedule, from what `lifetimes` says each action creates and
+    frees.
+    """
     sizes: dict[Held, Mapping[int, int]] = {Held.ACTIVATIONS: activation_bytes, Held.DEFERRED: waiting_bytes}
 
     @cache
@@ -222,7 +233,9 @@ def peak_of_row(
 def _offloaded(
     plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Mapping[int, int]
 ) -> tuple[MemoryOverTime | None, dict[str, int]]:
-    """What is on the device when, and bytes in the host's memory; (None, none) where no activations are offloaded."""
+    """Return the device memory over time and the bytes in host memory; None and nothing where no activations are
+    offloaded.
+    """
     if not plan.config.offload.cpu_offloading_num_layers:
         return None, {}
     held = plan.placement.stages_of(pp_rank)
@@ -242,7 +255,7 @@ def _offloaded(
 
 
 def offloaded_groups(plan: RunPlan, stage: int, layers: StageLayers | None = None) -> tuple[GroupBytes, ...]:
-    """What each group of a stage's layers keeps and moves for one microbatch. layers: other ones than the plan's."""
+    """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's."""
     layers = layers or plan.partition.stages[stage]
     kept: list[tuple[Kept, ...]] = []
     for group in layer_groups(layers_of(plan.model, layers), plan.config.recompute):
@@ -262,7 +275,7 @@ def _fp8_copies(plan: RunPlan, stages: Iterable[int]) -> int:
 
 
 def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:
-    """Masters and moments of this rank's shard, wherever they lie."""
+    """Return the bytes of masters and moments of this rank's shard, on the device or the host."""
     optimizer, element, wide = plan.config.optimizer, plan.shape.element, plan.shape.wide
     moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
     has_own_master = element != wide or num_versions > 1
@@ -270,12 +283,12 @@ def _optimizer(plan: RunPlan, stages: Iterable[int], num_versions: int) -> int:
 
 
 def _shard(plan: RunPlan, stages: Iterable[int]) -> int:
-    """Elements of this rank's shard of its stages' parameters."""
+    """Return the elements of this rank's shard of its stages' parameters."""
     return sum(layout.numel // layout.num_shards for stage in stages for layout in plan.buffers(stage, 0))
 
 
 def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str, int]:
-    """Weights, gradients, optimizer."""
+    """Return the bytes of weights, gradients, optimizer and rollback copies."""
     element, wide = plan.shape.element, plan.shape.wide
     optimizer = plan.config.optimizer
     moments = {"adam": 2, "sgd": int(optimizer.sgd_momentum > 0)}[optimizer.optimizer]
@@ -292,7 +305,9 @@ def _state(plan: RunPlan, stages: Iterable[int], num_versions: int) -> dict[str,
 
 
 def _reduction(plan: RunPlan, stages: Iterable[int], beside: int) -> int:
-    """Copies of all gradients; where reductions overlap with the backward, beside the last microbatch's activations of a stage: beside."""
+    """Return the bytes of bf16 copies of all gradients, plus `beside`, the last microbatch's activations of a stage,
+    where reductions overlap with the backward.
+    """
     if not plan.config.parallel.grad_reduce_in_bf16 or plan.topology.num_replicas == 1:
         return 0
     copies = 2 * sum(layout.numel for stage in stages for layout in plan.buffers(stage, 0))

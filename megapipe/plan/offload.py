@@ -1,6 +1,8 @@
-"""Offloaded activations (--cpu-offloading-num-layers) in bytes: which groups of layers move, and what is on the device and the host when.
+"""Offloaded activations (--cpu-offloading-num-layers) in bytes: which groups of layers move, and what is on the
+device and the host when.
 
-Tensors are counted one by one, since small ones stay on the device; `tests/model/test_offloaded_bytes.py` compares with those that move.
+Tensors are counted one by one, since small ones stay on the device; `tests/model/test_offloaded_bytes.py` compares
+with those that move.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def row_moves(plan: RunPlan, num_microbatches: int, pp_rank: int) -> Moves:
 
 @dataclass(frozen=True)
 class GroupBytes:
-    """Bytes that one group of a stage keeps for the backward of a microbatch, and how many of them move if the group is offloaded."""
+    """Bytes that one group of a stage keeps for the backward of a microbatch, and how many of them move if the group
+    is offloaded.
+    """
 
     kept: int
     moved: int
@@ -59,8 +63,11 @@ class GroupBytes:
 def stage_group_bytes(
     groups: Sequence[Sequence[Kept]], num_moved: int, min_elements: int, has_embedding: bool
 ) -> tuple[GroupBytes, ...]:
-    """Return what each group of a stage keeps and moves. has_embedding: else the first group's input, its first tensor, is the stage's,
-    which is held on the device for its gradient."""
+    """Return what each group of a stage keeps and moves.
+
+    has_embedding: else the first group's input, its first tensor, is the stage's, which is held on the device for its
+    gradient.
+    """
     found = []
     for group, kept in enumerate(groups):
         movable = kept if has_embedding or group else kept[1:]
@@ -71,7 +78,10 @@ def stage_group_bytes(
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Offloaded bytes of a row. at: the bytes that are on the host only, for each moment. buffer_bytes: of all host buffers together."""
+    """Offloaded bytes of a row.
+
+    at: the bytes that are on the host only, for each moment. buffer_bytes: of all host buffers together.
+    """
 
     at: Mapping[Moment, int]
     buffer_bytes: int
@@ -104,9 +114,11 @@ def host_bytes_of_row(moves: Moves, groups: Mapping[int, Sequence[GroupBytes]]) 
 
 @dataclass(frozen=True)
 class BackwardBytes:
-    """Bytes that a stage's backward makes and frees again: in the head, in the last group (top) and in the groups before it (lower).
+    """Bytes that a stage's backward makes and frees again: in the head, in the last group (top) and in the groups
+    before it (lower).
 
-    waits: bytes that each group leaves for W; head_waits: those of the head. For a forward only `head` counts: the loss in fp32.
+    waits: bytes that each group leaves for W; head_waits: those of the head. For a forward only `head` counts: the
+    loss in fp32.
     """
 
     head: int
@@ -120,8 +132,8 @@ class BackwardBytes:
 class MemoryOverTime:
     """Device memory of a row with offloaded activations, moment by moment.
 
-    groups: those of each stage, in order. kept: bytes of each stage for one microbatch without offloading, head included. away: bytes on
-    the host only, at each moment. inside: what each stage's B and I make and free.
+    groups: those of each stage, in order. kept: bytes of each stage for one microbatch without offloading, head
+    included. away: bytes on the host only, at each moment. inside: what each stage's B and I make and free.
     """
 
     stages: Mapping[int, StageGroups]
@@ -132,8 +144,10 @@ class MemoryOverTime:
     now: int = 0  # bytes on the host only at the last moment
 
     def levels(self, action: Action, inside: int) -> list[tuple[int, int]]:
-        """Return two numbers for each moment of an action: the bytes that the device holds less than without offloading, with all of this
-        action's stage counted as kept; and the bytes made and freed again. inside: these of an action that is not a backward."""
+        """Return two numbers for each moment of an action: the bytes that the device holds less than without
+        offloading, with all of this action's stage counted as kept; and the bytes made and freed again. inside: these
+        of an action that is not a backward.
+        """
         found = []
         for moment in moments_of(action, self.stages):
             self.now = self.away[moment]
@@ -161,7 +175,10 @@ class MemoryOverTime:
 
 
 def backward_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers, sizes: tuple[int, ...]) -> BackwardBytes:
-    """Return what a stage's B makes and frees, or its I if the shape splits the backward. sizes: layers in each of its groups."""
+    """Return what a stage's B makes and frees, or its I if the shape splits the backward.
+
+    sizes: layers in each of its groups.
+    """
     first, last = stage.first_layer, stage.last_layer_exclusive
     kinds = layers_of(model, stage)
     top = StageLayers(last - (sizes[-1] if sizes else 0), last, False, stage.has_head)

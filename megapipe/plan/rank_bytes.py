@@ -1,8 +1,9 @@
-"""Bytes of a pipeline rank by the number of layers on each of its stages: `memory` for cuts that are being looked for.
+"""A quick estimate of a pipeline rank's bytes by the number of layers on each of its stages, for the search for a cut.
 
-The same terms as `memory.rank_memory`, from the rows of the schedule and a layer's parameters and activations; padding of buffers, messages
-and what one backward makes and frees are taken from a plan with some cut. Of offloaded activations two layers are taken to be on the
-device: right within some 13 %. `planner.cut` asks `rank_memory` about the cut that it chooses.
+The terms are those of `memory.rank_memory`, from the rows of the schedule and the parameters and activations of a
+layer; buffer padding, messages and temporaries are taken from a plan with any cut. Two layers of offloaded
+activations are assumed to be on the device, which is right within about 13 %. `balance` checks the cut that it
+chooses with `rank_memory`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.buffers import layout_buffers
 
 STATE = ("weights", "gradients", "optimizer", "fp8 weights", "rollback", "reduction")
-FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")  # hardly another with another cut
+FIXED = ("recompute", "temporaries", "graphs", "messages", "tables", "microbatches")  # hardly depend on the cut
 
 
 class RankBytes:
-    """draft: a plan with any cut of the run's layers into its stages."""
+    """Estimates for the cuts of one plan. draft: the plan with any cut of its layers."""
 
     def __init__(self, draft: RunPlan) -> None:
         self._draft = draft
@@ -35,7 +36,7 @@ class RankBytes:
         self._stages: dict[tuple[int, int], tuple[int, int]] = {}
 
     def of(self, pp_rank: int, layers: Sequence[int]) -> float:
-        """layers: on each stage of the rank, in model order."""
+        """Return the bytes of a rank with so many layers on each of its stages, in model order."""
         held = dict(zip(self._draft.placement.stages_of(pp_rank), layers, strict=True))
         parts = {stage: self._parts(stage, count) for stage, count in held.items()}
         peak = max(
@@ -47,7 +48,7 @@ class RankBytes:
         return state + peak + fixed + self._moving(held)
 
     def _parts(self, stage: int, count: int) -> tuple[int, int]:
-        """(kept from F to B, kept from I to W) of a stage with so many layers."""
+        """Return the bytes kept from F to B, and from I to W, by a stage with so many layers."""
         if (stage, count) not in self._stages:
             plan, last = self._draft, self._draft.placement.num_stages - 1
             layers = StageLayers(0, count, stage == 0, stage == last)
@@ -59,14 +60,14 @@ class RankBytes:
         return self._stages[stage, count]
 
     def _groups(self, stage: int, count: int) -> tuple[GroupBytes, ...]:
-        """Of a stage with so many layers; none where nothing is offloaded."""
+        """Return the groups of a stage with so many layers; none where nothing is offloaded."""
         if not self._draft.config.offload.cpu_offloading_num_layers:
             return ()
         last = self._draft.placement.num_stages - 1
         return offloaded_groups(self._draft, stage, StageLayers(0, count, stage == 0, stage == last))
 
     def _moving(self, held: Mapping[int, int]) -> int:
-        """What of the offloaded activations is on the device where the peak is."""
+        """Return the offloaded activations that are on the device at the peak."""
         moved = [group.moved for stage, count in held.items() for group in self._groups(stage, count)]
         return USUAL_UNITS_ON_DEVICE * max(moved, default=0)
 
@@ -76,14 +77,14 @@ class RankBytes:
         return self._ranks[pp_rank]
 
     def _state(self, pp_rank: int, stage: int, count: int) -> float:
-        """Weights and what belongs to them: linear in the layers."""
+        """Return the bytes of weights, gradients and optimizer state, which are linear in the layers."""
         one, two = self._elements_of(stage)
         plan, items = self._draft, self._reference(pp_rank).items
         held = sum(layout.numel for s in plan.placement.stages_of(pp_rank) for layout in plan.buffers(s, 0))
         return (one + (count - 1) * (two - one)) / held * sum(items[item] for item in STATE)
 
     def _elements_of(self, stage: int) -> tuple[int, int]:
-        """Parameters of a stage with one layer and with two, on one rank, padding included."""
+        """Return the parameters of a stage with one layer and with two, on one rank, padding included."""
         if stage not in self._elements:
             plan, last = self._draft, self._draft.placement.num_stages - 1
             bucket = plan.config.parallel.ddp_bucket_size
@@ -97,7 +98,9 @@ class RankBytes:
         return self._elements[stage]
 
     def _moments_of(self, pp_rank: int) -> tuple[dict[int, tuple[int, int]], ...]:
-        """stage -> (microbatches from F to B or I, from I to W), at the moments of a step that no other one exceeds in all."""
+        """Return the moments of a step that no other one exceeds in every count: stage -> (microbatches from F to B
+        or I, from I to W).
+        """
         if pp_rank not in self._moments:
             row = self._draft.schedule(self._count).rows[pp_rank]
             self._moments[pp_rank] = _largest_moments(row, self._draft.placement.stages_of(pp_rank))

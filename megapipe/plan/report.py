@@ -1,4 +1,4 @@
-"""The plan as text: grid with node placement, stages with their parameters and the sum, batch, bubble, memory, FLOPs."""
+"""The plan as text: grid with node placement, stages with their parameters, batch, bubble, memory, FLOPs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
 
 
 def plan_text(plan: RunPlan) -> str:
-    """Everything about the run that is decided before it starts, for a terminal."""
+    """Return everything about the run that is decided before it starts, as text for a terminal."""
     return "\n".join([*_headline(plan), *_grid(plan), *_stages(plan), *_batch(plan), *_bubble(plan), *_memory(plan)])
 
 
@@ -40,8 +40,8 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         if is_on
     ]
     yield (
-        f"plan: {count_text(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {plan.schedule_name}"
-        + "".join(f", {e}" for e in extras)
+        f"plan: {count_text(t.world_size, 'rank')} = tp {t.tp} x pp {t.pp}{chunks} x dp {t.dp}, schedule "
+        f"{plan.schedule_name}" + "".join(f", {e}" for e in extras)
     )
     if not plan.is_synchronous:
         yield from _asynchronous(plan)
@@ -51,7 +51,8 @@ def _headline(plan: RunPlan) -> Iterator[str]:
     yield (
         f"  model    {model.num_layers} layers, hidden {model.hidden_size}, ffn {model.ffn_hidden_size}, "
         f"{model.num_attention_heads} heads{groups}, "
-        f"sequence {model.seq_length}, vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), {plan.config.precision.dtype}"
+        f"sequence {model.seq_length}, vocabulary {model.vocab_size:,} (padded {model.padded_vocab_size:,}), "
+        f"{plan.config.precision.dtype}"
     )
 
 
@@ -62,17 +63,21 @@ def _asynchronous(plan: RunPlan) -> Iterator[str]:
     versions = count_text(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
     alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""
     yield (
-        f"           NOT synchronous: {count_text(updates, 'update')} in a step of {count_text(count, 'microbatch')}, every stage at its own time, "
+        f"           NOT synchronous: {count_text(updates, 'update')} in a step of "
+        f"{count_text(count, 'microbatch')}, every stage at its own time, "
         f"{versions} of the weights on a rank; one process would train something else{alike}"
     )
 
 
 def _grid(plan: RunPlan) -> Iterator[str]:
-    """One line a pipeline rank: the global ranks of its tp groups, by dp replica."""
+    """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica."""
     t = plan.topology
     if t.num_nodes > 1:
         crossing = [name for name in ("tp", "pp", "dp") if t.size(name) > 1 and t.crosses_nodes(name)]
-        yield f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: {', '.join(crossing) or 'none'}"
+        yield (
+            f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: "
+            f"{', '.join(crossing) or 'none'}"
+        )
     if t.world_size == 1:
         return
     if t.world_size > MOST_RANKS_SHOWN:
@@ -90,7 +95,7 @@ def _grid(plan: RunPlan) -> Iterator[str]:
 
 
 def _stages(plan: RunPlan) -> Iterator[str]:
-    """One line a stage; in a plan of many, one line for neighbours that hold equally much."""
+    """Yield one line for each stage; with many stages, one line for neighbours that hold equally much."""
     counts = [sum(spec.num_elements for spec in specs) for specs in plan.stage_specs]
     rows = [
         (range_text(run), _ranks_of(plan, run), f"{counts[run[0]]:,}", _holds(plan, run))
@@ -108,7 +113,7 @@ def _stages(plan: RunPlan) -> Iterator[str]:
 
 
 def _equal_neighbours(plan: RunPlan, counts: Sequence[int]) -> list[list[int]]:
-    """Stages in runs of the same layer and parameter counts; each stage by itself where there are few."""
+    """Return the stages in runs of equal layer and parameter counts; each stage separately where there are few."""
     runs: list[list[int]] = []
     for stage, layers in enumerate(plan.partition.layer_counts):
         same = runs and (layers, counts[stage]) == (plan.partition.layer_counts[stage - 1], counts[stage - 1])
@@ -144,7 +149,10 @@ def _holds(plan: RunPlan, run: Sequence[int]) -> str:
 
 
 def _memory(plan: RunPlan) -> Iterator[str]:
-    """One line a pp_rank, equal neighbours as one; of many only the largest. Items that are small on every rank are added up."""
+    """Yield one line for each pp_rank, equal neighbours as one; of many only the largest.
+
+    Items that are small everywhere are added up.
+    """
     ranks = all_rank_memory(plan)
     shown = _largest(ranks)
     columns = [
@@ -159,7 +167,9 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         cells = (*sizes, rank.total - sum(sizes))
         live = f"{rank.live_microbatches:.3g}"
         rows.append((range_text([rank.pp_rank for rank in run]), *map(bytes_text, cells), bytes_text(rank.total), live))
-    yield "  memory   of a rank at the peak of a step; kernel workspace, allocator slack and CUDA context are not counted"
+    yield (
+        "  memory   of a rank at the peak of a step; kernel workspace, allocator slack and CUDA context are not counted"
+    )
     yield from text_table([("pp_rank", *columns, "other", "total", "live microbatches"), *rows], indent=11)
     largest = max(ranks, key=lambda rank: rank.total)
     if len(ranks) > 1:
@@ -174,7 +184,7 @@ def _memory(plan: RunPlan) -> Iterator[str]:
 
 
 def _kept(plan: RunPlan, pp_rank: int) -> str:
-    """What the rank's largest stage keeps of one microbatch."""
+    """Return the line on what the rank's largest stage keeps for one microbatch."""
     kept = {stage: stage_activation_bytes(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
     stage = max(kept, key=lambda stage: sum(kept[stage].values()))
     parts = sorted(kept[stage].items(), key=lambda part: -part[1])
@@ -186,15 +196,21 @@ def _kept(plan: RunPlan, pp_rank: int) -> str:
 
 
 def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
-    """What lies in the host's memory, and what of it travels."""
+    """Yield lines on host memory and on the copies to and from it."""
     if not rank.host:
         return
     if not sum(rank.host.values()):
         smallest = plan.config.offload.min_offloaded_tensor_size
-        yield f"  host     nothing of it: no activation that would move has --min-offloaded-tensor-size {smallest} elements"
+        yield (
+            "  host     nothing of it: no activation that would move has --min-offloaded-tensor-size "
+            f"{smallest} elements"
+        )
         return
     words = ", ".join(f"{what} {bytes_text(size)}" for what, size in rank.host.items())
-    yield f"  host     {bytes_text(sum(rank.host.values()))} of the host's memory for a rank (pp_rank {rank.pp_rank} the most): {words}"
+    yield (
+        f"  host     {bytes_text(sum(rank.host.values()))} of the host's memory for a rank (pp_rank "
+        f"{rank.pp_rank} the most): {words}"
+    )
     if not rank.host.get("activations"):
         return
     groups = {stage: offloaded_groups(plan, stage) for stage in plan.placement.stages_of(rank.pp_rank)}
@@ -204,11 +220,14 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
     most = max(group.moved for each in groups.values() for group in each)
     rates = (("PCIe 4", PCIE_4), ("PCIe 5", PCIE_5))
     times = ", ".join(f"{most / (HOST_SHARE * rate * GIGA) * 1e3:.3g} ms over {name}" for name, rate in rates)
-    yield f"           {bytes_text(step)} travel each way in a step, at most {bytes_text(most)} under one layer's computation: {times}"
+    yield (
+        f"           {bytes_text(step)} travel each way in a step, at most {bytes_text(most)} under one "
+        f"layer's computation: {times}"
+    )
 
 
 def _equal_ranks(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Neighbours with the same memory, in runs."""
+    """Return neighbours with the same memory in runs."""
     runs: list[list[RankMemory]] = []
     for rank in ranks:
         last = runs[-1][-1] if runs else None
@@ -224,7 +243,7 @@ def _equal_ranks(ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:
 
 
 def _largest(ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    """As many as are shown, in the order of the pipeline."""
+    """Return the ranks that are shown, in pipeline order."""
     chosen = sorted(ranks, key=lambda rank: -rank.total)[:MOST_PIPELINE_RANKS_SHOWN]
     return sorted(chosen, key=lambda rank: rank.pp_rank)
 
@@ -235,11 +254,15 @@ def _batch(plan: RunPlan) -> Iterator[str]:
     ramp = f", ramped up from {batch.start} over {batch.ramp_samples:,} samples" if batch.increment else ""
     tokens = batch.full * plan.config.model.seq_length
     yield (
-        f"  batch    {count_text(batch.full, 'sequence')} = {count_text(batch.full // batch.samples_per_microbatch, 'microbatch')} "
+        f"  batch    {count_text(batch.full, 'sequence')} = "
+        f"{count_text(batch.full // batch.samples_per_microbatch, 'microbatch')} "
         f"x {training.micro_batch_size} x dp {plan.topology.dp}{ramp}; {tokens:,} tokens a step, {steps}"
     )
     flops = [step_flops(plan.config.model, batch.full, causal) for causal in (False, True)]
-    yield f"  FLOPs    {flops_text(flops[0])} a step with full attention, {flops_text(flops[1])} with causal attention counted half"
+    yield (
+        f"  FLOPs    {flops_text(flops[0])} a step with full attention, {flops_text(flops[1])} with causal "
+        "attention counted half"
+    )
 
 
 def _bubble(plan: RunPlan) -> Iterator[str]:
@@ -248,4 +271,7 @@ def _bubble(plan: RunPlan) -> Iterator[str]:
     bubble = expected_bubble(plan, plan.batch.full // plan.batch.samples_per_microbatch)
     ahead = plan.config.optimizer.optimizer_post_validation
     span = "in steps that follow without a barrier" if ahead else "from the first action of any rank to the last"
-    yield f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, {span} (stages weighed by FLOPs, messages free)"
+    yield (
+        f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, {span} (stages weighed by FLOPs, "
+        "messages free)"
+    )

@@ -1,4 +1,4 @@
-"""`RunPlan`: what will happen, for every rank, before anything has been started."""
+"""`RunPlan`: the grid, stages, parameters, buffers and schedules of every rank, before anything is started."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ SCHEDULES_CACHED = 512  # a search has some hundreds of plans, which share most 
 
 @dataclass(frozen=True, eq=False)
 class LoweredSchedule:
-    """The schedule of one number of microbatches. head_start: for each row, the number of first actions that need no verdict on the step
-    before (--optimizer-post-validation)."""
+    """The schedule of one number of microbatches.
+
+    head_start: for each row, the number of first actions that need no verdict on the step before
+    (--optimizer-post-validation).
+    """
 
     schedule: Schedule
     head_start: tuple[int, ...]
@@ -46,7 +49,7 @@ class LoweredSchedule:
 
 @dataclass(frozen=True, eq=False)
 class ParameterLayout:
-    """The parameters of every stage, in model order, and how they lie in flat buffers."""
+    """The parameters of every stage, in model order, and their layout in flat buffers."""
 
     stages: tuple[tuple[ParamSpec, ...], ...]
     tp: int
@@ -59,7 +62,8 @@ class ParameterLayout:
 class RunPlan:
     """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`; nothing in it needs torch.
 
-    specs: all parameters of the model. partition: the layers of each stage. schedule_name: the pipeline schedule, 'auto' resolved.
+    specs: all parameters of the model. partition: the layers of each stage. schedule_name: the pipeline schedule,
+    'auto' resolved.
     """
 
     config: ResolvedConfig
@@ -83,12 +87,15 @@ class RunPlan:
 
     @property
     def num_chunks(self) -> int:
-        """Stages on each pipeline rank; with two directions those of one."""
+        """Number of stages on each pipeline rank; with two directions, of one direction."""
         return self.placement.num_stages // self.placement.num_ranks
 
     @property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
-        """The parameters that each stage holds, in model order. A tied embedding is the first stage's where the head lies on its rank."""
+        """The parameters that each stage holds, in model order.
+
+        A tied embedding belongs to the first stage alone if the head is on the same rank.
+        """
         return self._parameter_layout.stages
 
     @cached_property
@@ -106,23 +113,25 @@ class RunPlan:
 
     @cached_property
     def stage_costs(self) -> Costs:
-        """Seconds of every op of every stage: measured ones with --pipeline-layer-times, else relative ones from FLOPs."""
+        """Seconds of every op of every stage: measured ones with --pipeline-layer-times, else relative ones from
+        FLOPs.
+        """
         return stage_costs(self.layer_costs, self.partition, self.config.parallel.pipeline_rank_speeds or ())
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
-        """What the parts of the model cost on a rank of speed 1."""
+        """Costs of the parts of the model on a rank of speed 1."""
         file = self.config.parallel.pipeline_layer_times
         return self.flop_costs if file is None else measured_costs(Path(file), self.config)
 
     @property
     def flop_costs(self) -> LayerCosts:
-        """The same, from FLOPs."""
+        """Costs of the parts of the model from FLOPs."""
         return flop_costs(self.model, self.config.model.seq_length, self.config.recompute)
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:
-        """How fast each pp_rank computes; 1: as the costs say."""
+        """Relative speed of each pp_rank; 1 is the speed of the costs."""
         return self.config.parallel.pipeline_rank_speeds or (1.0,) * self.topology.pp
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -130,8 +139,9 @@ class RunPlan:
         return self._training(num_microbatches).schedule
 
     def head_start(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return for each row of `schedule` the number of first actions that need no verdict on the step before; 0 without
-        --optimizer-post-validation."""
+        """Return for each row of `schedule` the number of first actions that need no verdict on the step before; 0
+        without --optimizer-post-validation.
+        """
         return self._training(num_microbatches).head_start
 
     def forward_schedule(self, num_microbatches: int) -> Schedule:
@@ -140,40 +150,47 @@ class RunPlan:
 
     @property
     def is_synchronous(self) -> bool:
-        """False for schedules that update weights while microbatches are under way: they train something else than one process would."""
+        """False for schedules that update weights while microbatches are in flight, and so do not train as one
+        process would.
+        """
         return SCHEDULES[self.schedule_name].is_synchronous
 
     @property
     def overlaps_stages(self) -> bool:
-        """Rows hold pairs: a forward of one stage beside a backward of the other (DualPipe)."""
+        """True if rows pair the forward of one stage with the backward of another (DualPipe)."""
         return any(Op.OVERLAP in self.schedule(count).ops for count in self._microbatch_counts)
 
     @property
     def splits_backward(self) -> bool:
-        """The training schedule has I and W instead of B, at least in part."""
+        """True if the training schedule has I and W instead of B, at least in part."""
         return any(Op.W in self.schedule(count).ops for count in self._microbatch_counts)
 
     def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
-        """Of an asynchronous schedule: which version of the weights each microbatch uses on this rank."""
+        """Return the version of the weights that each microbatch uses on this rank.
+
+        The schedule must be asynchronous.
+        """
         rule = SCHEDULES[self.schedule_name].versions
         assert rule is not None, f"{self.schedule_name} has one version of the weights"
         group = (
             self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
-        )  # none: every microbatch by itself
+        )  # without groups each microbatch is a group
         return weight_versions(self.schedule(num_microbatches), pp_rank, rule, group)
 
     def num_weight_versions(self, pp_rank: int) -> int:
-        """Versions of its weights that a rank holds at once, for every number of microbatches of the run."""
+        """Return the versions of its weights that a rank holds at once, for any number of microbatches of the run."""
         if self.is_synchronous:
             return 1
         return max(self.weight_versions(count, pp_rank).num_buffers for count in self._microbatch_counts)
 
     def slots(self, num_microbatches: int, pp_rank: int) -> Slots:
-        """Which of its stage's slots each (stage, microbatch) of this rank has: buffers of its own from F to B or W (CUDA graphs)."""
+        """Return the slot of each (stage, microbatch) of this rank: static buffers used from F to B or W (CUDA
+        graphs).
+        """
         return assign_slots(self.schedule(num_microbatches).rows[pp_rank])
 
     def num_slots(self, pp_rank: int) -> dict[int, int]:
-        """The slots of each stage of the rank, for every number of microbatches of the run."""
+        """Return the number of slots of each stage of the rank, enough for any number of microbatches of the run."""
         of_counts = [num_slots(self.slots(count, pp_rank)) for count in self._microbatch_counts]
         return {stage: max(counts[stage] for counts in of_counts) for stage in self.placement.stages_of(pp_rank)}
 
@@ -185,7 +202,7 @@ class RunPlan:
 
     @property
     def _microbatch_counts(self) -> set[int]:
-        """Of all steps of the run, on one dp rank."""
+        """Numbers of microbatches of all steps of the run, on one dp rank."""
         return {size // self.batch.samples_per_microbatch for size in self.batch.sizes}
 
     def crosses_nodes(self, axis: str) -> bool:
@@ -194,19 +211,23 @@ class RunPlan:
 
     @property
     def num_optimizer_shards(self) -> int:
-        """Ranks that share the optimizer state of a parameter: its holders with the distributed optimizer, else 1."""
+        """Number of ranks that share the optimizer state of a parameter: its replicas with the distributed optimizer,
+        else 1.
+        """
         return self.topology.num_replicas if self.config.parallel.use_distributed_optimizer else 1
 
     @property
     def tied_across_ranks(self) -> bool:
-        """The word embedding is also the output layer, and the two lie on different ranks."""
+        """True if the word embedding is also the output layer, and the two are on different ranks."""
         return self.tied_kind == "tied"
 
     @property
     def tied_kind(self) -> BufferKind:
-        """How the tied embedding lies: 'plain' within one stage (or untied), 'shared' by two stages of a rank, 'tied' between two ranks.
+        """Placement of the tied embedding: 'plain' within one stage (or untied), 'shared' by two stages of a rank,
+        'tied' between two ranks.
 
-        On a V the first stage and the last are on one rank, with two directions on each of the two ranks that hold them.
+        On a V the first stage and the last are on one rank, with two directions on each of the two ranks that hold
+        them.
         """
         last = self.placement.num_stages - 1
         if self.config.model.untie_embeddings_and_output_weights or last == 0:
@@ -214,11 +235,11 @@ class RunPlan:
         return "shared" if last in self.placement.stages_of(self.placement.rank_of_stage[0]) else "tied"
 
     def borrows_embedding(self, stage: int) -> bool:
-        """The stage has the head and computes it with the first stage's embedding, which is on the same rank."""
+        """Return True if the stage has the head and uses the first stage's embedding, on the same rank."""
         return self.tied_kind == "shared" and self.partition.stages[stage].has_head
 
     def order_of_first_use(self, pp_rank: int) -> tuple[int, ...]:
-        """The stages of pp_rank, in the order in which a full step first runs them."""
+        """Return the stages of pp_rank in the order in which a full step first runs them."""
         row = self.schedule(self.batch.full // self.batch.samples_per_microbatch).rows[pp_rank]
         run = dict.fromkeys(stage for stage, op, _ in row if op is Op.F)
         return (*run, *(stage for stage in self.placement.stages_of(pp_rank) if stage not in run))
@@ -261,8 +282,11 @@ def _training_schedule(
     has_barrier: bool,
     searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,
 ) -> LoweredSchedule:
-    """Build and lower a training schedule. has_barrier: a step ends with a norm over all ranks. searched: costs, cut, speeds and memory limit
-    of a schedule that is searched for (zb-auto)."""
+    """Build and lower a training schedule.
+
+    has_barrier: a step ends with a norm over all ranks. searched: costs, cut, speeds and memory limit of a schedule
+    that is searched for (zb-auto).
+    """
     goal = None
     if searched is not None:
         costs, partition, rank_speeds, limit = searched

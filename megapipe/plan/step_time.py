@@ -1,9 +1,9 @@
-"""The time of a training step before it runs: layers by `layer_time`, messages over the links they cross, and the schedule simulated with
-the stages as they are cut.
+"""The time of a training step before it runs: layers by `layer_time`, messages over the links they cross, and the
+schedule simulated with the stages as they are cut.
 
-A model of first order: tensor-parallel messages stand in the computation's way unless a GEMM hides them, pipeline messages run beside it,
-reductions under the backward of the last microbatch, gathers under the forward of the first. docs/planner.md says what is fitted and
-compares with published runs.
+A first-order model: tensor-parallel messages delay the computation unless a GEMM hides them, pipeline messages
+overlap with it, reductions run under the backward of the last microbatch, gathers under the forward of the first.
+docs/planner.md says what is fitted and compares with published runs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ NORM_BYTES = 4  # an element of the shard: gradient read for the global norm
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's prediction. seconds: of the whole step. parts: where they go on the rank that computes longest, adding up to `seconds`:
-    'gemm', 'attention', 'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for
-    copies), 'bubble' (idle, and waits for messages),
-    'reduce' and 'gather' (gradients and parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of
-    its new weights, too).
+    """The predicted time of a step.
+
+    parts: where the seconds go on the rank that computes longest; they add up to `seconds`: 'gemm', 'attention',
+    'pointwise', 'tp' (tensor-parallel messages that no GEMM hides), 'host' (where layers are offloaded: waits for
+    copies), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between
+    replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too).
     """
 
     seconds: float
@@ -58,7 +59,7 @@ class StepTime:
 
     @property
     def flops_per_second(self) -> float:
-        """The model's own, of one rank."""
+        """Model FLOPs of one rank."""
         return self.model_flops / self.seconds / self.world_size
 
     @property
@@ -68,12 +69,12 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Of the step: idle, and waits for messages, on the rank that computes longest."""
+        """Share of the step in which the rank that computes longest is idle or waits for messages."""
         return self.parts["bubble"] / self.seconds
 
 
 def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
-    """A training step at the full global batch size."""
+    """Predict a training step at the full global batch size."""
     model, training, dtype = plan.config.model, plan.config.training, plan.config.precision.dtype
     assert training.global_batch_size is not None
     count = plan.batch.full // plan.batch.samples_per_microbatch
@@ -92,7 +93,7 @@ def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
 
 
 def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
-    """Of each stage, for one microbatch."""
+    """Return the seconds of each stage for one microbatch."""
     config, model, shape = plan.config, plan.model, plan.shape
     tp_link = hardware.network if plan.crosses_nodes("tp") else hardware.node
     of_kind = {kind: layer_seconds(kind, shape, hardware, tp_link) for kind in model.kinds}
@@ -114,8 +115,10 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
 
 
 def offload_seconds(plan: RunPlan, hardware: Hardware, stage: int, layer: OpSeconds) -> OpSeconds:
-    """What a stage's computation waits for copies to the host and back, for one microbatch. Each copy runs under the computation of one
-    group of layers, and both directions at one time."""
+    """Return the time that a stage waits for copies to the host and back, for one microbatch.
+
+    Each copy overlaps with the computation of one group of layers; both directions run at the same time.
+    """
     forward = backward = 0.0
     backward_op = Op.I if plan.splits_backward else Op.B
     sizes = group_sizes(plan.config.recompute, plan.partition.layer_counts[stage])
@@ -127,9 +130,12 @@ def offload_seconds(plan: RunPlan, hardware: Hardware, stage: int, layer: OpSeco
 
 
 def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
-    """The clock for `simulate`: computation and messages. Reductions take no time here: see `computed_and_reduced`."""
+    """Return the costs for `simulate`: computation and messages.
+
+    Reductions take no time here: see `computed_and_reduced`.
+    """
     link = hardware.network if plan.crosses_nodes("pp") else hardware.node
-    smallest = 1e-9  # a stage without layers still takes its turn
+    smallest = 1e-9  # a stage without layers still takes some time
     on_the_wire = message_bytes(plan) / link.bytes_per_second
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
@@ -142,11 +148,12 @@ def schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, .
 
 
 def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) -> tuple[float, float]:
-    """(seconds until the last rank has computed, seconds that reductions add to it).
+    """Return the seconds until the last rank has computed, and the seconds that reductions add.
 
-    Each rank reduces its stages one after the other. With --overlap-grad-reduce a bucket is reduced once the last backward of its stage
-    has passed it, so that one bucket at least comes after; without, all of a rank comes after all of its backwards. In a step without a
-    barrier (--optimizer-post-validation) time runs from a rank's own first action.
+    Each rank reduces its stages one after the other. With --overlap-grad-reduce a bucket is reduced once the last
+    backward of its stage has passed it, so that one bucket at least comes after; without, all of a rank comes after
+    all of its backwards. In a step without a barrier (--optimizer-post-validation) time runs from a rank's own first
+    action.
     """
     posted = plan.config.optimizer.optimizer_post_validation
     computed = reduced = 0.0
@@ -163,7 +170,10 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
 
 
 def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, pp_rank: int) -> float:
-    """When a rank's last bucket is reduced. Where two ranks hold a stage (DualPipe) its buckets wait for the whole stage."""
+    """Return the time at which a rank's last bucket is reduced.
+
+    Where two ranks hold a stage (DualPipe), its buckets wait for the whole stage.
+    """
     free = 0.0
     for stage, slot, last_op in reversed(
         _reductions(timeline.schedule.rows[pp_rank], len(plan.placement.stages_of(pp_rank)))
@@ -180,7 +190,10 @@ def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, p
 
 
 def _reductions(row: Sequence[Action], count: int) -> list[tuple[int, int, Op]]:
-    """(stage, slot of its reduction, the backward before it), last first; found from the end of the row, where they are."""
+    """Return (stage, slot of its reduction, the backward op before it), last first.
+
+    The row is searched from its end.
+    """
     slots: dict[int, int] = {}
     found: list[tuple[int, int, Op]] = []
     for slot in range(len(row) - 1, -1, -1):
@@ -195,13 +208,15 @@ def _reductions(row: Sequence[Action], count: int) -> list[tuple[int, int, Op]]:
 
 
 def reduction_seconds(plan: RunPlan, hardware: Hardware, stage: int) -> float:
-    """Of a stage's gradients over its replicas: reduce-scatter with the distributed optimizer, else all-reduce."""
+    """Return the seconds of reducing a stage's gradients over its replicas."""
     passes = 1 if plan.config.parallel.use_distributed_optimizer else ALL_REDUCE
     return _replica_seconds(plan, hardware, reduction_bytes(plan, stage), passes)
 
 
 def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
-    """'optimizer', 'gather': of the rank that takes longest over each, for all wait for the norm and for the next step's first stage."""
+    """Return the seconds of 'optimizer' and 'gather' on the slowest rank: all wait for the norm and for the next
+    step's first stage.
+    """
     ranks = range(plan.topology.pp)
     shards = max(_shard_elements(plan, rank) for rank in ranks)
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in ranks)
@@ -212,7 +227,9 @@ def after_the_backward(plan: RunPlan, hardware: Hardware, stages: tuple[OpSecond
 
 
 def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tuple[OpSeconds, ...]) -> float:
-    """Of the updated parameters: what the first forwards of the rank's stages do not hide, and of those before it that it waits for."""
+    """Return the time of gathering updated parameters that the first forwards of the rank, and of the stages it waits
+    for, do not hide.
+    """
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
     held = plan.placement.stages_of(pp_rank)
@@ -227,7 +244,9 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
 
 @cache
 def replica_link(topology: Topology, node: Link, network: Link) -> Link:
-    """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds a network card of its own."""
+    """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds a
+    network card of its own.
+    """
     if not topology.crosses_nodes("replicas"):
         return node
     group = topology.group_of("replicas", 0)
@@ -242,7 +261,7 @@ def _replica_seconds(plan: RunPlan, hardware: Hardware, num_bytes: float, passes
 
 
 def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> dict[str, float]:
-    """What one rank computes in a step, by kind."""
+    """Return the seconds that one rank computes in a step, by kind."""
     parts, speed = dict.fromkeys(("gemm", "attention", "pointwise", "tp"), 0.0), timeline.costs.rank_speeds[pp_rank]
     ran = Counter((stage, op) for stage, op, _ in timeline.schedule.rows[pp_rank])
     for (stage, op), times in ran.items():
@@ -254,7 +273,7 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
 
 
 def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
-    """Of the linears' weights to fp8, once a step."""
+    """Return the seconds of casting the linears' weights to fp8, once a step."""
     held = [plan.partition.stages[stage] for stage in plan.placement.stages_of(pp_rank)]
     layers = [layer for stage in held for layer in layers_of(plan.model, stage) if layer.is_fp8]
     elements = sum(gemm.num_weights for layer in layers for gemm in layer.gemms(plan.topology.tp))

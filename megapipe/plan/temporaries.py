@@ -1,8 +1,10 @@
-"""Bytes that a backward makes and frees again while it runs: gradients on their way, gathered sequences, replays, weight gradients in fp32.
+"""Bytes that a backward makes and frees again while it runs: activation gradients, gathered sequences, replays,
+weight gradients in fp32.
 
-The peak is in the last layer of a stage, or in the head: what these free lowers the level for the layers before. So the backwards of the head
-and of one layer are walked in their order, each with what it holds less what was freed before it. For one microbatch on one rank, on top of
-all that the stage has kept. `dry_run` counts the same with the real code.
+The peak is in the last layer of a stage, or in the head: what these free lowers the level for the layers before. So
+the backwards of the head and of one layer are walked in their order, each with what it holds less what was freed
+before it. For one microbatch on one rank, on top of all that the stage has kept. `dry_run` counts the same with the
+real code.
 """
 
 from __future__ import annotations
@@ -80,17 +82,19 @@ def _walk(parts: Sequence[Table], held: int, freed: int) -> tuple[int, int]:
 
 
 def _replayed(layers: Sequence[LayerSpec], shape: RankShape) -> int:
-    """Return what a full recomputation has made anew in the backward of the last layer."""
+    """Return what full recompute has replayed for the backward of the last layer."""
     recompute = shape.recompute
     if recompute.recompute_granularity != "full":
         return 0
     if recompute.recompute_method == "block" and (recompute.recompute_num_layers or 1) < len(layers):
-        return 0  # the last layer keeps everything, and is gone when another is made again
+        return 0  # the last layer keeps everything, and is freed before another is replayed
     return replay_bytes(layers, shape)
 
 
 def _grown(layer: LayerSpec, num_layers: int, shape: RankShape) -> int:
-    """Return how far the first layer of a split backward may start above the last one: where more waits for W than was kept."""
+    """Return how far the first layer of a split backward may start above the last one: where more waits for W than
+    was kept.
+    """
     if not shape.splits_backward:
         return 0
     table = layer_table(layer, shape)

@@ -1,8 +1,9 @@
-"""What travels between ranks in a training step: bytes that one rank sends. Read by `step_time`, and by what tells a layout to people.
+"""Bytes that one rank sends to others in a training step.
 
-A ring moves (n - 1) / n of a buffer from each of its n ranks in an all-gather or a reduce-scatter, and twice that in an all-reduce, which
-is one after the other. Hidden states make up what tensor parallelism sends and what goes along the pipeline; gradients and parameters
-what goes between replicas. Left out are sums of a few numbers a token or a step: the loss's, the norm's, those of replicated weights.
+A ring moves (n - 1) / n of a buffer from each of its n ranks in an all-gather or a reduce-scatter, and twice that in
+an all-reduce, which is one after the other. Hidden states make up what tensor parallelism sends and what goes along
+the pipeline; gradients and parameters what goes between replicas. Left out are sums of a few numbers a token or a
+step: the loss's, the norm's, those of replicated weights.
 """
 
 from __future__ import annotations
@@ -31,31 +32,37 @@ def message_bytes(plan: RunPlan) -> int:
 
 
 def reduction_bytes(plan: RunPlan, stage: int) -> float:
-    """Of a stage's gradients over its replicas: reduce-scatter with the distributed optimizer, else all-reduce."""
+    """Return the bytes of a stage's gradient reduction over its replicas: reduce-scatter with the distributed
+    optimizer, else all-reduce.
+    """
     passes = 1 if plan.config.parallel.use_distributed_optimizer else ALL_REDUCE
     return passes * ring_bytes(_elements(plan, stage) * gradient_bytes(plan), plan.topology.num_replicas)
 
 
 def gather_bytes(plan: RunPlan, stage: int) -> float:
-    """Of a stage's updated parameters over its replicas; 0 without the distributed optimizer."""
+    """Return the bytes of gathering a stage's updated parameters over its replicas; 0 without the distributed
+    optimizer.
+    """
     if not plan.config.parallel.use_distributed_optimizer:
         return 0.0
     return ring_bytes(_elements(plan, stage) * plan.shape.element, plan.topology.num_replicas)
 
 
 def tied_bytes(plan: RunPlan, stage: int) -> float:
-    """Of the tied embedding's gradients between the first rank and the last, all-reduced where each has summed its own over replicas."""
+    """Return the bytes of the all-reduce of the tied embedding's gradients between the first rank and the last, after
+    the replicas' sums.
+    """
     shards = [layout.numel // layout.num_shards for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     return ALL_REDUCE * ring_bytes(sum(shards) * max(plan.shape.element, 4), 2)
 
 
 def gradient_bytes(plan: RunPlan) -> int:
-    """Of one gradient as it travels between replicas."""
+    """Return the bytes of one gradient element as it is sent between replicas."""
     return 2 if plan.config.parallel.grad_reduce_in_bf16 else max(plan.shape.element, 4)
 
 
 def ring_bytes(num_bytes: float, ranks: int) -> float:
-    """What each of so many ranks sends when a buffer of num_bytes is gathered or reduced and scattered."""
+    """Return the bytes that each rank sends when a buffer of num_bytes is gathered, or reduced and scattered."""
     return num_bytes * (ranks - 1) / ranks
 
 
@@ -84,7 +91,9 @@ def _recomputed_collectives(layer: LayerSpec, shape: RankShape) -> Collectives:
 
 
 def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
-    """What a rank of this pp_rank sends in a step at the full global batch size, by group: 'tp', 'pp', 'replicas', 'embedding'."""
+    """Return the bytes that a rank of this pp_rank sends in a full step, by group: 'tp', 'pp', 'replicas',
+    'embedding'.
+    """
     row = full_schedule(plan).rows[pp_rank]
     held = plan.placement.stages_of(pp_rank)
     collectives = {stage: stage_collectives(plan, stage).total for stage in held}
@@ -103,7 +112,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
 
 
 def messages_to(plan: RunPlan, pp_rank: int) -> Counter[int]:
-    """Messages that a rank of this pp_rank sends in a full step, by the pp_rank that they go to."""
+    """Return the number of messages that a rank of this pp_rank sends in a full step, by destination pp_rank."""
     to: Counter[int] = Counter()
     for stage, op, microbatch in full_schedule(plan).rows[pp_rank]:
         if op in MESSAGES:
@@ -113,7 +122,7 @@ def messages_to(plan: RunPlan, pp_rank: int) -> Counter[int]:
 
 
 def full_schedule(plan: RunPlan) -> Schedule:
-    """Of a step at the full global batch size."""
+    """Return the training schedule of a step at the full global batch size."""
     return plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
 
 

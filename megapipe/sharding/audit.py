@@ -1,4 +1,6 @@
-"""The proof, before training, that the cut holds the whole model: every element of every global tensor exactly as often as declared."""
+"""A check before training that the ranks hold the whole model: every element of every global tensor exactly as often
+as declared.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from megapipe.sharding.spec import ParamSpec
 
 
 def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[ParamSpec]]) -> None:
-    """Each parameter lies in exactly one stage; a tied embedding also, as a replica, in the stage of the head.
+    """Check that each parameter is in exactly one stage; a tied embedding is also, as a replica, in the stage of the
+    head.
 
     Raises ConfigError naming the parameter and the stages that hold it.
     """
@@ -28,12 +31,12 @@ def audit_stages(specs: Sequence[ParamSpec], stages: Mapping[int, Sequence[Param
         ends = {min(stages), max(stages)}
         if len(held_by) > 1 and not (spec.tied and set(held_by) == ends and len(held_by) == 2):
             raise ConfigError(
-                f"{spec.name} is held by stages {held_by}; only a tied embedding may lie in two, the first and the last"
+                f"{spec.name} is held by stages {held_by}; only a tied embedding may be in two, the first and the last"
             )
 
 
 def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
-    """Over tp, each element of each global tensor is held by exactly its declared replicas, and owned once.
+    """Check that each element of each global tensor is held by exactly its declared tp ranks, and owned by one.
 
     Raises ConfigError naming parameter, rows and ranks.
     """
@@ -48,11 +51,13 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
         for start, stop in sorted(held):
             if start != position:
                 raise ConfigError(
-                    f"{spec.name}: rows {min(start, position)} to {max(start, position)} are held by no tp_rank or by two"
+                    f"{spec.name}: rows {min(start, position)} to {max(start, position)} are held by no tp_rank, or "
+                    "by two"
                 )
             if tuple(held[start, stop]) != declared[start, stop]:
                 raise ConfigError(
-                    f"{spec.name}: rows {start} to {stop} lie on tp_ranks {held[start, stop]}, declared {declared[start, stop]}"
+                    f"{spec.name}: rows {start} to {stop} are on tp_ranks {held[start, stop]}, declared "
+                    f"{declared[start, stop]}"
                 )
             position = stop
         if position != spec.shape[spec.slicing.dim or 0]:
@@ -60,7 +65,8 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int) -> None:
 
 
 def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], tp_rank: int, tp: int) -> None:
-    """Each parameter of a stage has one slot in one bucket, slots do not overlap, and the shards of a bucket cover it.
+    """Check that each parameter of a stage has one slot in one bucket, that slots do not overlap and that shards
+    cover their bucket.
 
     Raises ConfigError naming the parameter or the range.
     """
@@ -72,13 +78,14 @@ def audit_buffers(specs: Sequence[ParamSpec], layouts: Sequence[BufferLayout], t
         for bucket in layout.buckets:
             if bucket.start != position or (bucket.stop - bucket.start) % layout.num_shards:
                 raise ConfigError(
-                    f"{layout.kind} bucket [{bucket.start}, {bucket.stop}) leaves a hole or does not divide into {layout.num_shards}"
+                    f"{layout.kind} bucket [{bucket.start}, {bucket.stop}) leaves a gap or does not divide into "
+                    f"{layout.num_shards}"
                 )
             end = bucket.start
             for slot in bucket.slots:
                 if slot.start < end or slot.stop > bucket.stop:
                     raise ConfigError(
-                        f"{slot.spec.name} at [{slot.start}, {slot.stop}) overlaps its neighbour or leaves its bucket"
+                        f"{slot.spec.name} at [{slot.start}, {slot.stop}) overlaps its neighbour or exceeds its bucket"
                     )
                 if sum(piece.box.num_elements for piece in pieces(slot.spec, tp_rank, tp)) != slot.numel:
                     raise ConfigError(f"{slot.spec.name}: its boxes do not add up to its {slot.numel} local elements")

@@ -25,11 +25,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Indexes the rectangle out of the global tensor."""
+        """Index of the rectangle in the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common rectangle of two boxes of one tensor, None if there is none."""
+        """Return the common rectangle of two boxes of one tensor, None if there is none."""
         starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stops = (
             min(a + n, b + k) for a, n, b, k in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -40,7 +40,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a parameter and where its elements lie, row-major, in the flattened local tensor: [start, start + box.num_elements)."""
+    """A box of a parameter; its elements are [start, start + box.num_elements) of the flattened local tensor,
+    row-major.
+    """
 
     spec: ParamSpec
     box: Box
@@ -53,9 +55,10 @@ class Piece:
 
 
 def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | None = None) -> tuple[Piece, ...]:
-    """Elements [start, stop) of this rank's flattened local tensor as boxes of the global tensor, in flat order.
+    """Return elements [start, stop) of this rank's flattened local tensor as boxes of the global tensor, in flat order.
 
-    A flat range of a matrix is at most three rectangles for each interval of the cut: the end of a row, whole rows, the start of a row.
+    A flat range of a matrix is at most three rectangles for each interval of the cut: the end of a row, whole rows,
+    the start of a row.
     """
     local = spec.local_shape(tp_rank, tp)
     stop = math.prod(local) if stop is None else stop
@@ -75,7 +78,9 @@ def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | N
 def _blocks(
     spec: ParamSpec, tp_rank: int, tp: int, local: tuple[int, ...]
 ) -> Iterator[tuple[int, int, int, int, int, bool]]:
-    """Runs of whole local rows that are consecutive in the global tensor: rows, row offset, columns, column offset, flat start, owned."""
+    """Yield runs of whole local rows that are consecutive in the global tensor: rows, row offset, columns, column
+    offset, flat start, owned.
+    """
     intervals = spec.intervals(tp_rank, tp)
     if len(spec.shape) > 2:
         raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions; parameters have one or two")
@@ -92,7 +97,7 @@ def _blocks(
 
 
 def rectangles(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The flat range [start, stop) of a row-major block as rectangles: row, rows, column, columns, flat start."""
+    """Yield the flat range [start, stop) of a row-major block as rectangles: row, rows, column, columns, flat start."""
     while start < stop:
         row, column = divmod(start, columns)
         if column == 0 and stop - start >= columns:

@@ -1,7 +1,8 @@
-"""Flat buffers: where each parameter of a stage starts, how the buffer is cut into buckets, and each bucket into shards.
+"""Flat buffers: where each parameter of a stage starts, how the buffer is cut into buckets, and each bucket into
+shards.
 
-A bucket is what one collective moves; over the group of replicas the distributed optimizer gives every rank one equal shard of every
-bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout.
+A bucket is what one collective moves; over the group of replicas the distributed optimizer gives every rank one equal
+shard of every bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the buffer, moved by one collective; stop - start is a multiple of ALIGNMENT x shards."""
+    """Elements [start, stop) of the buffer, moved by one collective; stop - start is a multiple of ALIGNMENT x
+    shards.
+    """
 
     start: int
     stop: int
     slots: tuple[Slot, ...]
 
     def shard(self, index: int, num_shards: int) -> tuple[int, int]:
-        """The element range of the buffer that member `index` of the replica group owns."""
+        """Return the element range of the buffer that member `index` of the replica group owns."""
         width = (self.stop - self.start) // num_shards
         return self.start + index * width, self.start + (index + 1) * width
 
@@ -54,9 +57,10 @@ class Bucket:
 class BufferLayout:
     """One flat buffer of a stage.
 
-    kind: 'plain' buckets are reduced as their last gradient comes; 'partial' first need sums over tp replicas, at the end of the
-    stage; 'tied' holds the word embedding of a model whose head is on another rank, summed over the embedding group at the end; 'shared'
-    holds it where the head is another stage of the same rank, whose gradients come into the same memory: complete when both are done.
+    kind: 'plain' buckets are reduced once their last gradient is there; 'partial' ones need sums over tp replicas
+    first, at the end of the stage; 'tied' holds the word embedding of a model whose head is on another rank, summed
+    over the embedding group at the end; 'shared' holds it where the head is another stage of the same rank, whose
+    gradients come into the same memory: complete when both are done.
     """
 
     kind: BufferKind
@@ -80,11 +84,12 @@ def layout_buffers(
     bucket_size: int,
     tied_kind: BufferKind = "plain",
 ) -> tuple[BufferLayout, ...]:
-    """The buffers of a stage that holds `specs` (model order).
+    """Return the buffers of a stage that holds `specs` (model order).
 
     num_shards: ranks that share the optimizer state of these parameters; 1 without the distributed optimizer.
-    bucket_size: parameters in a bucket, about. Buckets fill in reverse model order, the order in which a backward finishes them.
-    tied_kind: 'tied' or 'shared' where another stage uses the tied embedding too, so that it gets a buffer of its own.
+    bucket_size: approximate number of parameters in a bucket. Buckets fill in reverse model order, the order in which
+    a backward finishes them. tied_kind: 'tied' or 'shared' where another stage uses the tied embedding too, so that
+    it gets a buffer of its own.
     """
     kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "partial": [], "tied": [], "shared": []}
     for spec in reversed(specs):
@@ -100,7 +105,7 @@ def layout_buffers(
 
 
 def shard_pieces(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -> Iterator[tuple[int, Piece]]:
-    """What elements [start, stop) of the buffer mean: (position in the buffer, piece) in order; padding is skipped."""
+    """Yield (position in the buffer, piece) for elements [start, stop) of the buffer, in order; padding is skipped."""
     for slot in bucket.slots:
         low, high = max(start, slot.start), min(stop, slot.stop)
         if low < high:
@@ -109,7 +114,9 @@ def shard_pieces(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -
 
 
 def _fill(specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bucket_size: int) -> Iterator[Bucket]:
-    """Cut a list of parameters into buckets of about bucket_size elements; within a bucket those with weight decay come first."""
+    """Cut a list of parameters into buckets of about bucket_size elements; within a bucket those with weight decay
+    come first.
+    """
     start = 0
     for group in _groups(specs, tp_rank, tp, bucket_size):
         slots, position = [], start

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts one dimension of a tensor. A rule answers one question: which intervals does tp_rank hold?
+"""How tensor parallelism cuts one dimension of a tensor: a rule says which intervals tp_rank holds.
 
 The intervals of a rank, concatenated in order along the cut dimension, are its local tensor.
 """
@@ -13,7 +13,9 @@ from megapipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Interval:
-    """Rows [start, stop) of the cut dimension of a global tensor, held by every tp_rank in `replicas`; the first of them owns them."""
+    """Rows [start, stop) of the cut dimension of a global tensor, held by every tp_rank in `replicas`; the first of
+    them owns them.
+    """
 
     start: int
     stop: int
@@ -21,7 +23,7 @@ class Interval:
 
 
 class Slicing(Protocol):
-    """A rule of how one dimension of `size` rows is cut over tp ranks."""
+    """A rule for cutting one dimension of `size` rows over tp ranks."""
 
     @property
     def dim(self) -> int | None: ...
@@ -41,7 +43,8 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Fused:
-    """`parts` equal tensors stacked along `dim`, each cut evenly: rank r holds [part0_r; part1_r; ...] ([gate_r; up_r] of SwiGLU).
+    """`parts` equal tensors stacked along `dim`, each cut evenly: rank r holds [part0_r; part1_r; ...] ([gate_r;
+    up_r] of SwiGLU).
 
     One part is the plain cut of a column- or row-parallel weight.
     """
@@ -64,8 +67,8 @@ class Fused:
 class QueryGroups:
     """The fused q|k|v rows in Megatron's order, one block a query group: [q_0 .. q_{n-1}, k, v] x head_dim.
 
-    With at least tp groups each rank holds groups / tp whole blocks. With fewer, tp / groups neighbours share a group: each holds its
-    own query heads and a replica of the group's k and v.
+    With at least tp groups each rank holds groups / tp whole blocks. With fewer, tp / groups neighbours share a
+    group: each holds its own query heads and a replica of the group's k and v.
     """
 
     heads: int

@@ -1,4 +1,4 @@
-"""`ParamSpec`: everything that is decided about one parameter of the model, in one place."""
+"""`ParamSpec`: shape, slicing, initial values and optimizer flags of one parameter of the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Init:
 class ParamSpec:
     """One parameter of the model under its global (Megatron) name.
 
-    shape: the global tensor, vocabulary padded. `slicing` says how tp cuts it. `owner` is the layer index that holds it, or
-    'embedding' (first stage) or 'head' (last stage).
+    shape: the global tensor, vocabulary padded. `slicing` says how tp cuts it. `owner` is the layer index that holds
+    it, or 'embedding' (first stage) or 'head' (last stage).
     """
 
     name: str
@@ -38,16 +38,16 @@ class ParamSpec:
     )
     tied: bool = False  # also used by the stage with the head, which holds a replica unless it lies on the same rank
     decoupled_lr: bool = False  # takes --decoupled-lr (embedding and head)
-    true_rows: int | None = (
-        None  # rows of dim 0 that mean something; the rest is vocabulary padding and never leaves the process
-    )
+    true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
-        """The rows of dimension `slicing.dim` (0 where replicated) that tp_rank holds; concatenated they are its local tensor."""
+        """Return the rows of dimension `slicing.dim` (0 if replicated) that tp_rank holds; concatenated they are its
+        local tensor.
+        """
         return self.slicing.intervals(self.shape[self.slicing.dim or 0], tp_rank, tp)
 
     def local_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
-        """Shape of this rank's slice; the same on every tp_rank."""
+        """Return the shape of this rank's slice; it is the same on every tp_rank."""
         dim = self.slicing.dim or 0
         rows = sum(interval.stop - interval.start for interval in self.intervals(tp_rank, tp))
         return (*self.shape[:dim], rows, *self.shape[dim + 1 :])
@@ -58,11 +58,11 @@ class ParamSpec:
         return math.prod(self.shape)
 
     def summed_over_replicas(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
-        """The intervals whose gradient must be summed over their replicas before any use."""
+        """Return the intervals whose gradient must be summed over their replicas before any use."""
         return tuple(i for i in self.intervals(tp_rank, tp) if len(i.replicas) > 1 and self.needs_replica_sum(i))
 
     def needs_replica_sum(self, interval: Interval) -> bool:
-        """True if the replicas of this interval each hold only part of its gradient.
+        """Return True if the replicas of this interval each hold only part of its gradient.
 
         Rows replicated by a cutting rule (shared k and v heads) always do: each replica sees only its own query heads.
         """

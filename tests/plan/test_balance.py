@@ -92,13 +92,13 @@ def test_times_measured_for_something_else_are_refused(
     ("text", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "no file of layer times"),
+        ("[]", "not a file of layer times"),
         ('{"format": "megapipe layer times", "version": 2}', "version 2"),
         ('{"format": "megapipe layer times", "version": 1, "seconds": {}, "setting": {}}', "lacks or misstates"),
         (
             '{"format": "megapipe layer times", "version": 1, "setting": {}, "seconds": '
             '{"layers": [{"forward": -1}], "head": {}, "embedding": {}}}',
-            "forward is no time",
+            "forward is not a valid time",
         ),
     ],
     ids=["json", "list", "version", "empty", "negative"],

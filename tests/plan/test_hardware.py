@@ -23,7 +23,7 @@ def test_a_file_like_a_row_changes_what_it_says_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("like: h100\nmemory: 3", "memory is no key"),
+        ("like: h100\nmemory: 3", "memory is not a key"),
         ("name: mine", "lacks .*flops"),
         ("like: h100\nnode: fast", "node 'fast'"),
         ("- 1", "expected keys"),
