@@ -1,4 +1,4 @@
-"""From the times of all ranks to who is slow: he is named, and nobody else, whatever the others' noise."""
+"""From the times of all ranks to who is slow: he is named, and no rank else, whatever the others' noise."""
 
 from __future__ import annotations
 

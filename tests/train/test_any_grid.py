@@ -1,4 +1,4 @@
-"""Twelve layouts of up to eight ranks: a checkpoint of each loads on each, to the bit, and training goes on there."""
+"""Twelve layouts of up to eight ranks: a checkpoint of each loads on each, bit-identically, and training continues there."""
 
 from __future__ import annotations
 

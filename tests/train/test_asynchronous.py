@@ -1,4 +1,4 @@
-"""Training with the asynchronous schedules: where they meet the synchronous ones, resuming, and what a user is told."""
+"""Training with the asynchronous schedules: where they meet the synchronous ones, resuming, and what a user is reported."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> N
 def test_collectives_in_chunks_use_the_scale_of_the_whole(rank_pools: Pools, recipe: str) -> None:
     """The scale is that of the whole tensor, although chunks of it are multiplied before all of it has arrived.
 
-    Not to the bit: on some processors a GEMM of a chunk of rows rounds unlike the GEMM of the whole (6e-8 on AMD Zen 5), and such a
+    Not bit-identically: on some processors a GEMM of a chunk of rows rounds unlike the GEMM of the whole (6e-8 on AMD Zen 5), and such a
     difference may move an element to the next fp8 number. With other scales over 70 % of the elements of every weight differ by more
     than 1e-4 after these steps; biases are left out because the gradient of a key bias is nothing but rounding.
     """

@@ -1,4 +1,4 @@
-"""Steps that replay graphs are, to the bit, the steps that Python would have made: on a CPU, with tapes in the place of CUDA graphs."""
+"""Steps that replay graphs are, bit-identically, the steps that Python would have made: on a CPU, with tapes in the place of CUDA graphs."""
 
 from __future__ import annotations
 

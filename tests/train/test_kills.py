@@ -1,4 +1,4 @@
-"""Training under `kill -9`: every restart goes on from a complete checkpoint, and the end is that of a run that nobody disturbed."""
+"""Training under `kill -9`: every restart continues from a complete checkpoint, and the end is that of a run without kills."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Victim:
 
 
 def kill_often(victim: Victim, number: int) -> None:
-    """So many kills that struck, half of them aimed inside a save, half of those beside the training."""
+    """So many kills that struck, half of them aimed inside a save, half of those in the background."""
     kinds = ((is_aimed, extra) for _ in iter(int, 1) for extra in ("--async-save", "") for is_aimed in (True, False))
     for _ in range(number):
         is_aimed, extra = next(kinds)

@@ -1,4 +1,4 @@
-"""A run's state goes to disk and comes back to the bit: on the same grid, on another, with every flag that leaves something out."""
+"""A run's state goes to disk and comes back bit-identically: on the same grid, on another, with every flag that leaves something out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--optimizer-post-validation: the weights of a run with the barrier, to the bit, and nobody waits for a norm before an update."""
+"""--optimizer-post-validation: the weights of a run with the barrier, bit-identically, and no rank waits for a norm before an update."""
 
 from __future__ import annotations
 

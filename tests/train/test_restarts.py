@@ -1,4 +1,4 @@
-"""Where a restarted job goes on, and when it is not started again."""
+"""Where a restarted job continues, and when it is not started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training goes on from a checkpoint as if it had never stopped, to the bit."""
+"""Training continues from a checkpoint as if it had never stopped, bit-identically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves of a run: when they come, beside the training or not, and what a failed one does."""
+"""Saves of a run: when they come, in the background or not, and what a failed one does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_saves_beside_the_training_hold_the_same_bits(tmp_path: Path, world: int
 
 
 def held_up(rank: int) -> None:
-    """No save goes on before this rank has begun its step 4 of the run; the one of step 2 is under way till then."""
+    """No save continues before this rank has begun its step 4 of the run; the one of step 2 is in flight till then."""
     gate, launch, begun = threading.Event(), TrainStep.run, 0
 
     def counted(self: TrainStep, *arguments: Any) -> Any:
