@@ -1,4 +1,4 @@
-"""From the times of all ranks to who is slow: he is named, and no rank else, whatever the others' noise."""
+"""From the times of all ranks to the slow rank: it is named, and no other, whatever the others' noise."""
 
 from __future__ import annotations
 

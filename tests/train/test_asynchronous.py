@@ -1,4 +1,4 @@
-"""Training with the asynchronous schedules: where they meet the synchronous ones, resuming, and what a user is reported."""
+"""Training with the asynchronous schedules: where they meet the synchronous ones, resuming, and messages to the user."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 class FakeWandb(types.SimpleNamespace):
-    """Fails as often as it is reported to; remembers what it got."""
+    """A wandb that fails as often as asked and remembers what it gets."""
 
     def __init__(self, failing_inits: int = 0, failing_logs: bool = False, failing_finish: bool = False) -> None:
         super().__init__(Settings=dict, modes=[], logged=[])
