@@ -1,8 +1,9 @@
-"""Where every rank stands: global rank <-> (tp, cp, dp, pp), every process group as a list of ranks, and which node holds whom.
+"""The grid of ranks: global rank <-> (tp, cp, dp, pp), every process group as a list of ranks, and nodes.
 
-Plain integers, for one rank or sixteen thousand. `comm.groups` turns the lists into process groups; the planner reads node placement
-from them; nothing else computes a rank. World = tp x cp x pp x dp; `order` names the axes from the fastest-varying to the slowest, so
-with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and pipeline peers are far apart:
+Plain integers, for one rank or sixteen thousand. `comm.groups` turns the lists into process groups, the planner reads
+node placement from them, and nothing else computes a rank. World = tp x cp x pp x dp; `order` names the axes from the
+fastest-varying to the slowest, so with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and pipeline peers are
+far apart:
 
     Topology(tp=2, cp=1, dp=2, pp=2)     tp groups (0 1) (2 3) (4 5) (6 7)     dp groups (0 2) (1 3) (4 6) (5 7)
                                          pp groups (0 4) (1 5) (2 6) (3 7)     model  (0 1 4 5) (2 3 6 7)
@@ -22,7 +23,8 @@ from megapipe.errors import ConfigError
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
-# the axes along which the members of a group differ; 'embedding' and 'kv' take part of one axis, 'replicas' of pp if it is mirrored
+# axes along which the members of a group differ; 'embedding' and 'kv' use part of an axis, as 'replicas' of a mirrored
+# pp
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -32,7 +34,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "replicas": (
         "dp",
         "cp",
-    ),  # holders of one parameter shard: gradients are summed and the optimizer is sharded over it
+    ),  # holders of the same parameters: gradients are summed and the optimizer is sharded over it
     "model": ("tp", "pp"),  # one whole copy of the model, two in a mirrored pipeline
     "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
     "kv": ("tp",),  # tp neighbours that hold the same KV heads
@@ -42,7 +44,7 @@ GROUP_NAMES = tuple(GROUP_AXES)
 
 
 class Coordinates(NamedTuple):
-    """A rank's place on each axis."""
+    """A rank's index on each axis."""
 
     tp_rank: int
     cp_rank: int
@@ -54,11 +56,12 @@ class Coordinates(NamedTuple):
 class Topology:
     """The grid of ranks.
 
-    order: axes from fastest to slowest, "tp-cp-dp-pp". ranks_per_node: consecutive global ranks share a node; None = one node.
-    kv_replicas: how many tp neighbours hold the same KV heads (tp / number of query groups where tp is larger, else 1).
-    mirrored_pipeline: pp_ranks r and pp - 1 - r hold the same stages (DualPipe's two directions), so that both are `replicas`.
-    Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group that leaves its node
-    (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline.
+    order: axes from fastest to slowest, "tp-cp-dp-pp". ranks_per_node: consecutive global ranks share a node; None =
+    one node.
+    kv_replicas: how many tp neighbours hold the same KV heads (tp / number of query groups if tp is larger, else 1).
+    mirrored_pipeline: pp_ranks r and pp - 1 - r hold the same stages (DualPipe's two directions) and are `replicas`.
+    Raises ConfigError for sizes below 1, an order that is not a permutation, nodes that are not full, a tp group across
+    nodes (unless allow_tp_across_nodes), an odd number of ranks in a mirrored pipeline.
     """
 
     tp: int = 1
@@ -85,12 +88,15 @@ class Topology:
         kv_replicas: int = 1,
         mirrored_pipeline: bool = False,
     ) -> Topology:
-        """The topology that fills a world: dp = world_size / (tp x cp x pp). Raises ConfigError if it does not divide."""
+        """Return the topology of a world, with dp = world_size / (tp x cp x pp).
+
+        Raises ConfigError if not an integer.
+        """
         replica = tp * cp * pp
         if replica < 1 or world_size < 1 or world_size % replica:
             raise ConfigError(
-                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: the world size must be a multiple "
-                f"of {replica}; start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
+                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: the world size must "
+                f"be a multiple of {replica}; start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
                 "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
             )
         dp = world_size // replica
@@ -112,8 +118,8 @@ class Topology:
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             raise ConfigError(
-                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions (--pipeline-schedule dualpipe) pairs each "
-                f"rank with the one opposite; use {ways}"
+                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions (--pipeline-schedule dualpipe) "
+                f"pairs each rank with the opposite one; use {ways}"
             )
         self._check_nodes()
 
@@ -124,21 +130,22 @@ class Topology:
             raise ConfigError(f"{self.ranks_per_node} ranks per node: a node has at least one rank")
         if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
             raise ConfigError(
-                f"a world of {self.world_size} ranks does not fill nodes of {self.ranks_per_node} ranks; start the same number on each node"
+                f"a world of {self.world_size} ranks does not fill nodes of {self.ranks_per_node} ranks; "
+                "start the same number of ranks on each node"
             )
         if self.allow_tp_across_nodes:
             return
         for group in self.groups("tp"):
             if self.node_of(group[0]) != self.node_of(group[-1]):
                 raise ConfigError(
-                    f"tensor parallel group {_shown(group)} lies on nodes {_shown(self.nodes_of(group))}, {self.ranks_per_node} ranks each "
-                    f"(order {self.order!r}): its all-reduces stand in every layer and must stay inside a node. Use a "
+                    f"tensor parallel group {_shown(group)} spans nodes {_shown(self.nodes_of(group))}, {self.ranks_per_node} ranks "
+                    f"each (order {self.order!r}): its all-reduces run in every layer and must stay inside a node. Use a "
                     "--tensor-model-parallel-size that divides the ranks of a node and put tp first in --rank-order, "
-                    "or say --allow-tp-across-nodes"
+                    "or give --allow-tp-across-nodes"
                 )
 
     def size(self, axis: str) -> int:
-        """Ranks along one axis: 'tp', 'cp', 'dp' or 'pp'."""
+        """Return the number of ranks along one axis: 'tp', 'cp', 'dp' or 'pp'."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}[axis]
 
     @property
@@ -147,12 +154,12 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold one parameter shard: dp x cp, twice that in a mirrored pipeline."""
+        """Number of ranks that hold the same parameters: dp x cp, twice that in a mirrored pipeline."""
         return self.dp * self.cp * (2 if self.mirrored_pipeline else 1)
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart in global rank two neighbours along an axis are."""
+        """Distance in global rank between two neighbours along each axis."""
         strides: dict[str, int] = {}
         stride = 1
         for axis in self.order.split("-"):
@@ -161,21 +168,21 @@ class Topology:
         return strides
 
     def coordinates(self, global_rank: int) -> Coordinates:
-        """The place of a rank. Raises IndexError for a rank outside the world."""
+        """Return the coordinates of a rank. Raises IndexError for a rank outside the world."""
         self._check_rank(global_rank)
         return Coordinates(*(global_rank // self.strides[axis] % self.size(axis) for axis in AXES))
 
     def global_rank(self, coordinates: Coordinates) -> int:
-        """The rank at a place. Raises IndexError for a place outside the grid."""
+        """Return the rank at these coordinates. Raises IndexError for coordinates outside the grid."""
         for axis, place in zip(AXES, coordinates, strict=True):
             if not 0 <= place < self.size(axis):
                 raise IndexError(f"{axis}_rank {place} lies outside 0..{self.size(axis) - 1}")
         return sum(place * self.strides[axis] for axis, place in zip(AXES, coordinates, strict=True))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """All groups of one kind, ordered by their first rank. Each lists its ranks in ascending order, which is the order along the axis.
+        """Return all groups of one kind, ordered by their first rank; ranks ascend within each, as along the axis.
 
-        Every rank is in exactly one group of each kind, but for 'embedding': ranks inside a pipeline are in none.
+        Every rank is in exactly one group of each kind, except 'embedding', which only the ends of a pipeline are in.
         """
         first_members = [0]
         for axis in AXES:
@@ -197,7 +204,7 @@ class Topology:
         )
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
-        """The group of one kind that this rank belongs to, in time proportional to the group; () if in none (only 'embedding')."""
+        """Return this rank's group of one kind, in time proportional to the group; () if it has none ('embedding')."""
         coordinates = self.coordinates(global_rank)
         if name == "embedding" and coordinates.pp_rank not in (0, self.pp - 1):
             return ()
@@ -211,16 +218,16 @@ class Topology:
         return tuple(first + offset for offset in self._offsets(name, nearest))
 
     def node_of(self, global_rank: int) -> int:
-        """The node that holds a rank: torchrun and SLURM number ranks node by node."""
+        """Return the node of a rank; torchrun and SLURM number ranks node by node."""
         self._check_rank(global_rank)
         return global_rank // self.ranks_per_node if self.ranks_per_node else 0
 
     def nodes_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The distinct nodes that hold these ranks, ascending."""
+        """Return the distinct nodes of these ranks, ascending."""
         return tuple(sorted({self.node_of(rank) for rank in ranks}))
 
     def crosses_nodes(self, name: str) -> bool:
-        """Whether any group of this kind has ranks on two nodes: its traffic then runs over the network."""
+        """Return True if a group of this kind has ranks on two nodes, so that its traffic uses the network."""
         return any(self.node_of(group[0]) != self.node_of(group[-1]) for group in self.groups(name))
 
     @property
@@ -229,15 +236,15 @@ class Topology:
 
     def _axes(self, name: str) -> tuple[str, ...]:
         if name not in GROUP_AXES:
-            raise KeyError(f"no process group is called {name!r}; there are {', '.join(GROUP_NAMES)}")
+            raise KeyError(f"unknown process group {name!r}; use one of {', '.join(GROUP_NAMES)}")
         return GROUP_AXES[name]
 
     def _is_mirrored(self, name: str) -> bool:
-        """Whether a group of this kind joins two opposite ranks of each pipeline."""
+        """Return True if groups of this kind contain two opposite ranks of each pipeline."""
         return name == "replicas" and self.mirrored_pipeline
 
     def _offsets(self, name: str, pp_rank: int = 0) -> tuple[int, ...]:
-        """Global ranks of a group's members, less that of its first, ascending. pp_rank: of the first, where the group is mirrored."""
+        """Return a group's global ranks less its first, ascending. pp_rank: of the first, if the group is mirrored."""
         if name == "embedding":
             return tuple(sorted({0, (self.pp - 1) * self.strides["pp"]}))
         if name == "kv":
@@ -253,7 +260,7 @@ class Topology:
 
 
 def all_coordinates(topology: Topology) -> Iterator[tuple[int, Coordinates]]:
-    """(global_rank, coordinates) of every rank, in order of rank."""
+    """Yield (global_rank, coordinates) of every rank, in order of rank."""
     for rank in range(topology.world_size):
         yield rank, topology.coordinates(rank)
 

@@ -8,6 +8,7 @@ from typing import Any
 from megapipe.extras.report.folder import RUN, Run, Segment
 from megapipe.extras.report.messages import STATES, duration, moment
 from megapipe.extras.report.settings import Setting, changed_settings
+from megapipe.formatting import count_text
 from megapipe.topology import Topology
 
 MAX_RANKS_SHOWN = 64
@@ -30,7 +31,8 @@ def grid_words(grid: dict[str, Any]) -> str:
     """Return a grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
     chunks = f" x {grid['chunks']} chunks" if grid["chunks"] > 1 else ""
     cp = f" x cp {grid['cp']}" if grid["cp"] > 1 else ""
-    return f"{grid['world_size']} rank{'s' * (grid['world_size'] > 1)} = tp {grid['tp']}{cp} x pp {grid['pp']}{chunks} x dp {grid['dp']}"
+    ranks = count_text(grid["world_size"], "rank")
+    return f"{ranks} = tp {grid['tp']}{cp} x pp {grid['pp']}{chunks} x dp {grid['dp']}"
 
 
 def _grid_table(grid: dict[str, Any]) -> str:

@@ -152,7 +152,10 @@ def _no_run(folder: Path) -> str:
         }
     )
     hint = f"; below it there {'are' if len(below) > 1 else 'is'} {', '.join(map(str, below[:4]))}" if below else ""
-    return f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, which a run with --save or --metrics-file writes there{hint}"
+    return (
+        f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, "
+        f"which a run with --save or --metrics-file writes{hint}"
+    )
 
 
 def _records(path: Path, oddities: list[str]) -> Iterator[Record]:

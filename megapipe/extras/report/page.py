@@ -170,10 +170,11 @@ def _pipeline(run: Run) -> str:
     last = run.steps[-1]["step"] if run.steps else 0
     start = last if run.last.ending != "running" else last + 50
     return (
-        "<p>No step of this run was profiled. Two steps are enough: add these flags to the command that starts or resumes the run</p>"
+        "<p>No step of this run was profiled. Two steps are enough: "
+        "add these flags to the command that starts or resumes the run</p>"
         f"<pre>--profile-pipeline --profile-step-start {start} --profile-step-end {start + 2}</pre>"
         '<p class="soft">and this place shows the plan and what was measured on one axis, the bubble of both, '
-        "and where the difference went.</p>"
+        "and the causes of their difference.</p>"
     )
 
 
