@@ -39,7 +39,7 @@ class Starts:
 
     @property
     def exhausted(self) -> bool:
-        """True if the job may not be started from here again."""
+        """True if the job must not be started from here again."""
         return len(self.times) > MAX_STARTS
 
     def followed_by(self, start: Starts) -> Starts:

@@ -122,7 +122,7 @@ def train_sentencepiece(
 
     A unigram model without normalization (the default one merges spaces and characters), with pieces of spaces only,
     so that an indentation is one token, and with bytes for everything outside the vocabulary. The one character that
-    is not preserved is U+2581, which stands for a space inside SentencePiece. Raises ConfigError if the vocabulary is
+    is not preserved is U+2581, which SentencePiece uses for a space. Raises ConfigError if the vocabulary is
     too small to hold bytes and special tokens, or larger than the text can fill.
     """
     import sentencepiece

@@ -76,7 +76,7 @@ IS_FORMAT: dict[str, Callable[[Path], bool]] = {
 
 
 def guess(folder: Path) -> str:
-    """Return the format of a folder. Raises CheckpointError if it is none of the known ones."""
+    """Return the format of a folder. Raises CheckpointError for an unknown format."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder; give a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"

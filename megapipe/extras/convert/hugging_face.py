@@ -152,7 +152,7 @@ def read_tensors(path: Path) -> dict[str, LazyTensor]:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 part = file.get_slice(name)
-                # a dtype that weights cannot have becomes uint8, which whoever needs the tensor rejects
+                # a dtype that weights cannot have becomes uint8, which `_join` rejects
                 dtype = SAFETENSORS_DTYPES.get(part.get_dtype(), torch.uint8)
                 reader = partial(_read_tensor, path, name, part.get_dtype())
                 found[name] = LazyTensor(tuple(part.get_shape()), dtype, reader)

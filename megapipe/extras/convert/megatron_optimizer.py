@@ -133,7 +133,7 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey
     """Cut a flat buffer into parameters, by the bucket layout whose masters equal the weights."""
     total = int(buffer["param"].numel())
     names = list(weights)[::-1]
-    # parameters in a bucket of their own: none, the tied embedding, or all (buckets without a gap after them)
+    # parameters in separate buckets: none, the tied embedding, or all (buckets without a gap after them)
     for separate in ((), (WORD_EMBEDDING, HEAD), tuple(names)):
         starts = _starts(weights, names, separate)
         ends = [start + weights[name].numel() for name, start in starts.items()]
@@ -157,7 +157,7 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey
 
 
 def _starts(weights: Weights, names: Sequence[str], separate: tuple[str, ...]) -> dict[str, int]:
-    """Return the first element of each parameter in the flat buffer. separate: parameters in a bucket of their own."""
+    """Return the first element of each parameter in the flat buffer. separate: parameters in separate buckets."""
     starts: dict[str, int] = {}
     # parameters are aligned relative to the start of their bucket; padding at the end of a bucket is not in the file
     position, bucket_start = 0, 0
