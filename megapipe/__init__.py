@@ -1,8 +1,9 @@
-"""megapipe: pretraining of GPT models with tensor, pipeline and data parallelism, from a laptop CPU to a cluster.
+"""megapipe: pretraining of GPT models with tensor, pipeline and data parallelism, from a laptop CPU to a GPU cluster.
 
-Three words carry it: ask, plan, run. `config` says what is wanted; the plan half (topology, sharding, schedule, planner; no torch)
-says what will happen; the machines (comm, tensor_parallel, model, pipeline, data_parallel, optimizer, checkpoint) carry it out.
-`build` puts them together for training, inference and verification alike.
+A run has three stages. The configuration (`config`) holds the options of the user. The plan (`plan`, with `topology`,
+`layers`, `sharding` and `schedule`; no torch) computes the grid, the stages, the schedule and the memory of every rank.
+`assembly` builds model, optimizer, pipeline and communicators from the plan, and `train` runs the steps.
+`extras` holds the command line and the tools around training, such as conversion, inference, reports and verification.
 """
 
 __version__ = "0.1.0"

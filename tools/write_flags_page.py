@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megapipe.config.fields import ConfigField, all_fields, expected_range, section_types
-from megapipe.config.flags import REQUESTS, default_text
+from megapipe.config.flags import REQUESTS, choices_of, default_text
 from megapipe.config.megatron_flags import (
     ALREADY_SO,
     CLASSES,
@@ -14,6 +14,7 @@ from megapipe.config.megatron_flags import (
     megatron_flags,
 )
 from megapipe.formatting import markdown_table
+from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
 HEAD = """# Flags
 
@@ -37,11 +38,9 @@ def flag_words(field: ConfigField) -> str:
 def field_row(field: ConfigField) -> tuple[str, ...]:
     """Return flags, meaning, unit and default of a field."""
     option = field.option
-    meaning = "; ".join(
-        filter(
-            None, (option.help, "one of " + ", ".join(option.choices) if option.choices else "", expected_range(option))
-        )
-    )
+    choices = choices_of(field, SCHEDULE_NAMES)
+    parts = (option.help, "one of " + ", ".join(choices) if choices else "", expected_range(option))
+    meaning = "; ".join(filter(None, parts))
     return flag_words(field), meaning, option.unit, default_text(field).removeprefix("default: ")
 
 

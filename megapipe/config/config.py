@@ -1,7 +1,8 @@
-"""The whole configuration: `Config` as the user asked for it, `ResolvedConfig` with everything derived filled in by `plan.resolve`.
+"""The whole configuration: `Config` as the user wrote it, `ResolvedConfig` with all derived values.
 
-The resolved classes narrow the types of the fields that `resolve` fills in; all other fields keep their meaning. A field that is still
-None was not asked for and is not needed (no checkpoint directory, no groups of microbatches in this schedule, ...).
+`plan.resolve` derives them. The resolved classes narrow the types of the fields that it fills in; all other fields
+keep their meaning. A field that is still None was not given and is not needed (no checkpoint directory, no groups of
+microbatches in this schedule, ...).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration as the user asked for it, in twelve sections. A field that is None is derived from the others by `plan.resolve`."""
+    """The configuration as the user wrote it, in twelve sections. `plan.resolve` derives fields left at None."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

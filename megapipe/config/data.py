@@ -22,7 +22,10 @@ TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Data and tokenizer. Data paths are blends: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX PREFIX ... (one epoch of each)."""
+    """Data and tokenizer.
+
+    Data paths are blends: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX PREFIX ... (one epoch of each).
+    """
 
     data_path: tuple[str, ...] | None = option(
         None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
@@ -44,9 +47,9 @@ class DataConfig:
 
 
 def split_shares(text: str) -> tuple[float, float, float]:
-    """Return the shares of training, validation and test in a split such as '969,30,1' or '8/1/1', normalised to a sum of 1.
+    """Return the shares of training, validation and test in a split such as '969,30,1' or '8/1/1', with sum 1.
 
-    Missing numbers are 0, as in Megatron. Raises ConfigError if there are more than three, or none is above 0.
+    Missing numbers are 0, as in Megatron. Raises ConfigError if there are more than three, or all are 0.
     """
     words = text.replace("/", ",").split(",")
     try:
@@ -55,8 +58,8 @@ def split_shares(text: str) -> tuple[float, float, float]:
         raise ConfigError(f"--split {text}: expected numbers separated by commas, such as 969,30,1") from None
     if len(shares) > 3 or any(not 0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
         raise ConfigError(
-            f"--split {text}: expected up to three numbers of at least 0 (training, validation, test), not all 0, such as "
-            "969,30,1"
+            f"--split {text}: expected up to three numbers of at least 0 (training, validation, test), not all 0, "
+            "such as 969,30,1"
         )
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)

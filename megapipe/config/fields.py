@@ -1,7 +1,8 @@
 """Every configuration field with its section, type and declaration, and its values as text.
 
-A text is read by the type of its field, never by what it looks like, so that YAML's own guesses about types play no part: `1e-3` is a
-number for a number and a string for a string, `on` is a boolean only for a boolean, `12:30:45` is never 45045.
+A text is read by the type of its field, never by what it looks like, so that YAML's own guesses about types play no
+part: `1e-3` is a number for a number and a string for a string, `on` is a boolean only for a boolean, `12:30:45` is
+never 45045.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ConfigField:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Return the Kind of a type annotation such as `int`, `float | None`, `tuple[str, ...]` or `tuple[int, int, int] | None`."""
+    """Return the Kind of an annotation such as `int`, `float | None`, `tuple[str, ...]` or `tuple[int, int] | None`."""
     optional = False
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(annotation) if member is not type(None)]
@@ -148,7 +149,7 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
             return None
         if not kind.many:
             return read_scalar(kind.scalar, option, raw, subject)
-        # paths may contain blanks, numbers may not
+        # a path can contain blanks, a number cannot
         items: Sequence[str] = [raw] if kind.scalar is str and not option.choices else re.split(r"[\s,]+", raw.strip())
     else:
         items = raw
@@ -208,7 +209,7 @@ def expected_range(option: Option) -> str:
 
 
 def out_of_bounds(option: Option, value: Any) -> str:
-    """Return what is wrong with one value of the right type; empty if nothing is."""
+    """Return the error in one value of the right type; empty if the value is valid."""
     if option.choices and value not in option.choices:
         return f"choose {one_of(option.choices)}{nearest(str(value), option.choices)}"
     if value == "" and isinstance(value, str):

@@ -1,7 +1,7 @@
 """The command line: which flag sets which field, how argv is read, and `--help`.
 
-Flags come from the fields' declarations. A flag may be spelled with - or _, and its value may follow after a blank or =.
-Every error on the command line is a ConfigError of one line.
+Flags come from the fields' declarations. A flag may be spelled with - or _, and its value may follow after a blank or
+=. Every error on the command line is a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class Request:
 
 REQUESTS = {
     "--config": Request(
-        "YAML file with the same names, in sections or flat; flags win over it (may be given several times: later files win)",
+        (
+            "YAML file with the same names, in sections or flat; flags win over it (may be given several times: later "
+            "files win)"
+        ),
         "1",
         "FILE",
     ),
     "--print-config": Request("print the configuration with the origin of each value, and exit"),
     "--plan": Request("print the plan (grid, stages, parameters, bubble, memory), and exit"),
     "--dry-run": Request(
-        "audit every rank, run a step of each kind of rank without data or other ranks, print memory counted and planned, "
-        "and exit"
+        "audit every rank, run a step of each kind of rank without data or other ranks, print memory counted and "
+        "planned, and exit"
     ),
     "--rank": Request("count only this rank; with --dry-run", "1", "R"),
     "--world-size": Request(
@@ -47,7 +50,10 @@ REQUESTS = {
     ),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),
     "--verify-grid": Request(
-        "compare a few steps of this grid with a single plain process, in fp64 (the default) or the native dtype, and exit",
+        (
+            "compare a few steps of this grid with a single plain process, in fp64 (the default) or the native dtype, "
+            "and exit"
+        ),
         "?",
         "MODE",
     ),
@@ -89,7 +95,7 @@ class GivenFlag:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed argv: flags of fields in their order, requests, and remarks on Megatron flags that change nothing here."""
+    """A parsed argv: flags of fields in order, requests, and remarks on Megatron flags that change nothing here."""
 
     given: tuple[GivenFlag, ...]
     requests: Requests
@@ -208,7 +214,7 @@ def check_requests(requests: Requests) -> None:
 
 
 def off_flag(name: str) -> str:
-    """Return the flag that turns off what this flag turns on; empty if there is none."""
+    """Return the flag that turns off what this flag turns on; empty if no flag does."""
     field, flag = field_flags().get(name, (None, None))
     if field is None or flag is None or field.kind.scalar is not bool or flag.value is not True:
         return ""
@@ -225,14 +231,14 @@ def suggestion(name: str) -> str:
     return nearest(name, [*field_flags(), *REQUESTS, *megatron_flags()])
 
 
-def help_text() -> str:
-    """Return the text of `--help`: every flag, grouped by section."""
+def help_text(schedules: Sequence[str] = ()) -> str:
+    """Return the text of `--help`: every flag, grouped by section. schedules: names for --pipeline-schedule."""
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="[torchrun ...] pretrain_gpt.py [--config FILE.yaml] [flags]",
-        description="Pretrain a GPT with tensor, pipeline and data parallelism. Flags have Megatron's names, with - or _; "
-        "[megapipe] marks flags that Megatron does not have. Values: defaults < YAML file < flags. `none` unsets an "
-        "optional value.",
+        description="Pretrain a GPT with tensor, pipeline and data parallelism. Flags have Megatron's names, with - or "
+        "_; [megapipe] marks flags that Megatron does not have. Values: defaults < YAML file < flags. `none` "
+        "unsets an optional value.",
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38, width=150),
     )
@@ -244,7 +250,7 @@ def help_text() -> str:
         if group.title != field.section:
             group = parser.add_argument_group(field.section)
         for flag in field.flags:
-            help_line = unit_and_help(field) if flag.name == field.main_flag else flag.help
+            help_line = unit_and_help(field, schedules) if flag.name == field.main_flag else flag.help
             if field.kind.scalar is bool and flag.value is False:
                 help_line = f"turns {field.main_flag} off"
             row = megatron_flags().get(flag.name)
@@ -264,12 +270,17 @@ def parsing(values: str, metavar: str | None) -> dict[str, Any]:
     return {"nargs": None if values == "1" else values, "metavar": metavar}
 
 
-def unit_and_help(field: ConfigField) -> str:
+def choices_of(field: ConfigField, schedules: Sequence[str]) -> Sequence[str]:
+    """Return the choices of a field. schedules: those of --pipeline-schedule, which the schedule package defines."""
+    return schedules if field.key == "parallel.pipeline_schedule" else field.option.choices
+
+
+def unit_and_help(field: ConfigField, schedules: Sequence[str] = ()) -> str:
     """Return help, choices or range, unit and default of a field."""
     option = field.option
     parts = [option.help]
-    if option.choices:
-        parts.append("one of " + ", ".join(option.choices))
+    if choices := choices_of(field, schedules):
+        parts.append("one of " + ", ".join(choices))
     details = [f"unit: {option.unit}"] if option.unit else []
     if expected_range(option):
         details.append(expected_range(option))

@@ -1,4 +1,4 @@
-"""The kernels and gpu sections: which library computes what; NCCL, CUDA graphs and the tools that show what a GPU does."""
+"""The kernels and gpu sections: which library computes what; NCCL, CUDA graphs and GPU profiling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TRANSFORMER_IMPLS = ("local", "transformer_engine")
 ATTENTION_IMPLS = ("sdpa", "flash", "te")
 OPTIMIZER_IMPLS = ("torch", "apex", "te")
 CUDA_GRAPH_IMPLS = ("none", "local")
-# kinds of process groups with communicators of their own; the world's is created before them
+# kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "replicas", "model", "embedding", "kv")
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
 

@@ -40,7 +40,7 @@ class LoadedConfig:
     remarks: tuple[str, ...] = ()  # one line for each Megatron flag that changes nothing here
 
     def text(self, resolved: Config | None = None) -> str:
-        """Return the YAML that `--print-config` prints and checkpoints contain, with origins and derived values as comments."""
+        """Return the YAML of `--print-config` and of checkpoints, with origins and derived values as comments."""
         return to_yaml(self.config, self.origins, resolved)
 
 
@@ -55,16 +55,16 @@ class Setting:
     only_from: tuple[Any, ...] | None = None
 
 
-def load_config(argv: Sequence[str], *, is_job: bool = True) -> LoadedConfig:
+def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence[str] = ()) -> LoadedConfig:
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
     The result obeys the rules that need no world size. With `--use-checkpoint-args` they are checked later, by
-    `with_checkpoint_model`. is_job False: no rule is checked here, so that an incomplete job (a model without data) can be inspected;
-    `resolve` checks what it needs.
+    `with_checkpoint_model`. is_job False: no rule is checked here, so that an incomplete job (a model without data) can
+    be inspected; `resolve` checks what it needs. schedules: names that `--help` lists for --pipeline-schedule.
     """
     line = read_command_line(argv)
     if line.requests.help:
-        print(help_text())
+        print(help_text(schedules))
         raise SystemExit(0)
     values: dict[str, Any] = {field.key: field.default for field in all_fields()}
     origins = dict.fromkeys(values, DEFAULT)
@@ -126,7 +126,8 @@ def require(loaded: LoadedConfig) -> None:
         is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
         if field.option.required and loaded.origins[field.key] == DEFAULT and not is_optional:
             missing.append(
-                f"{field.main_flag} is missing: {field.option.help} (in a YAML file: {field.name} in the section {field.section})"
+                f"{field.main_flag} is missing: {field.option.help} (in a YAML file: {field.name} in the section "
+                f"{field.section})",
             )
     raise_all(missing)
 
@@ -199,7 +200,7 @@ def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigFiel
 
 
 def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str, subject: str) -> list[Setting]:
-    """Return the settings of a key that names a flag without value, such as `bf16: true` or `disable_bias_linear: true`."""
+    """Return the settings of a key that names a flag without value, such as `bf16: true`."""
     raw = entry.raw if isinstance(entry.raw, str) else ""
     wanted = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(raw.lower())
     if wanted is None:
@@ -214,8 +215,8 @@ def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str
 def apply(values: dict[str, Any], origins: dict[str, str], settings: list[Setting]) -> None:
     """Apply the settings of one source over those of earlier sources.
 
-    Of a flag given twice, or its on and off form, the last one holds, as in every launch script. Two other flags that set one field
-    to different values (--bf16 and --fp16) raise ConfigError.
+    If a flag is given twice, or in its on and off forms, the last one holds, as in every launch script. Two different
+    flags that set one field to different values (--bf16 and --fp16) raise ConfigError.
     """
     firm: dict[str, Setting] = {}
     for setting in (setting for setting in settings if setting.only_from is None):
@@ -240,6 +241,6 @@ def same_switch(first: str, second: str) -> bool:
 def contradiction(first: Setting, second: Setting) -> ConfigError:
     """Build the error for two settings of one source that cannot both hold."""
     return ConfigError(
-        f"{first.subject} and {second.subject} contradict each other: {first.field.key} would be {value_text(first.value)} "
-        f"and {value_text(second.value)}; give one of the two"
+        f"{first.subject} and {second.subject} contradict each other: {first.field.key} would be "
+        f"{value_text(first.value)} and {value_text(second.value)}; give one of the two"
     )

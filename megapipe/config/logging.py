@@ -39,7 +39,8 @@ class LoggingConfig:
     profile_ranks: tuple[int, ...] = option((0,), "global ranks that are traced", at_least=0)
     profile_pipeline: bool = option(
         False,
-        "in the same steps record every action of every rank, and compare it with the plan: trace, data, measured bubble",
+        "in the same steps record every action of every rank, and compare it with the plan: trace, data, measured "
+        "bubble",
     )
     metrics_file: str | None = option(
         None, "JSON lines file with one line per step", derived="metrics.jsonl in --save; without --save none"

@@ -1,9 +1,9 @@
 """Every flag of Megatron-LM at Megatron-Core 0.16.1, each in one class; no flag of a launch script is ignored.
 
-The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv. Sources: the configuration dataclasses of
-the megatron-core 0.16.1 wheel, from which Megatron derives 176 flags; and megatron/training/arguments.py with the dataclasses that it
-uses, which are in no wheel, from a copy of the repository of that time (its list of dataclass fields without a flag names only fields of
-that wheel). Classes and notes are ours.
+The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv. Sources: the
+configuration dataclasses of the megatron-core 0.16.1 wheel, from which Megatron derives 176 flags; and
+megatron/training/arguments.py with the dataclasses that it uses, which are in no wheel, from a copy of the repository
+of that time (its list of dataclass fields without a flag names only fields of that wheel). Classes and notes are ours.
 
 supported         sets a field of ours (the note is the field)
 already so here   accepted: megapipe always does what it asks for; the note says why

@@ -172,7 +172,10 @@ class ModelConfig:
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
     def feed_forward_size(self) -> int:
-        """Return the width of the MLP: ffn-hidden-size, or Megatron's 4 h; with a gated activation int(4 h x 2/3 / 64) x 64."""
+        """Return the width of the MLP: ffn-hidden-size, or as in Megatron.
+
+        Megatron's default is 4 h, with a gated activation int(4 h x 2/3 / 64) x 64.
+        """
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.activation in GATED_ACTIVATIONS:

@@ -53,17 +53,17 @@ class OptimizerConfig:
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1)
     optimizer_post_validation: bool = option(
         False,
-        "pipelines: no barrier between steps; each rank updates at once, and rolls the update back and repeats it, with "
-        "bit-identical results, if gradients turn out to need clipping or to have overflowed. Keeps a copy of gradients, "
-        "master weights and moments of each rank's shards",
+        "pipelines: no barrier between steps; each rank updates at once, and rolls the update back and repeats it, "
+        "with bit-identical results, if gradients turn out to need clipping or to have overflowed. Keeps a copy of "
+        "gradients, master weights and moments of each rank's shards",
         more_flags=(
             Flag("--enable-optimizer-post-validation", value=True, help="same, as in the zero-bubble fork of Megatron"),
         ),
     )
     optimizer_cpu_offload: bool = option(
         False,
-        "keep master weights and moments in host memory and update them on the CPU; in each step gradients are copied to the "
-        "host and new weights back",
+        "keep master weights and moments in host memory and update them on the CPU; in each step gradients are "
+        "copied to the host and new weights back",
     )
     decoupled_lr: float | None = option(
         None, "highest learning rate of embedding and output layer", above=0, derived="lr"

@@ -1,7 +1,7 @@
-"""The declaration of a configuration field: help, unit, choices, range, the flags that set it and the option that it needs.
+"""The declaration of a configuration field: help, unit, choices, range, flags, and the option that it needs.
 
-Every field of a section is declared with `option(...)`; flags, YAML reading, `--help`, `--print-config`, docs/flags.md and the checks of
-single values are derived from these declarations.
+Every field of a section is declared with `option(...)`; flags, YAML reading, `--help`, `--print-config`, docs/flags.md
+and the checks of single values are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Flag:
 class Need:
     """Another option without which a field has no effect; setting the field without it is an error.
 
-    key: 'section.name' of the other field. flag: how to give it, for the message. values: the values that will do; empty: any but
-    None, False and 0.
+    key: 'section.name' of the other field. flag: how to give it, for the message. values: the values that will do;
+    empty: any but None, False and 0.
     """
 
     key: str

@@ -51,9 +51,9 @@ class ParallelConfig:
     )
     pipeline_balance: str = option(
         "auto",
-        "how layers that are not placed by hand are divided: to minimize the work of the busiest pipeline rank, by measured "
-        "times or by FLOPs, with embedding and loss counted (auto: measured if --pipeline-layer-times is given); by FLOPs "
-        "of each stage (cost); or in equal numbers; see docs/balance.md",
+        "how layers that are not placed by hand are divided: to minimize the work of the busiest pipeline rank, by "
+        "measured times or by FLOPs, with embedding and loss counted (auto: measured if --pipeline-layer-times is "
+        "given); by FLOPs of each stage (cost); or in equal numbers; see docs/balance.md",
         choices=PIPELINE_BALANCES,
     )
     pipeline_layer_times: str | None = option(
@@ -61,35 +61,36 @@ class ParallelConfig:
     )
     pipeline_rank_speeds: tuple[float, ...] | None = option(
         None,
-        "relative speed of each pipeline rank, 1 for the fastest (mixed GPUs: 1.0,0.6): slower ones get fewer layers; results "
-        "do not change",
+        "relative speed of each pipeline rank, 1 for the fastest (mixed GPUs: 1.0,0.6): slower ones get fewer "
+        "layers; results do not change",
         above=0,
         at_most=1,
     )
     pipeline_rank_memory: tuple[float, ...] | None = option(
         None,
-        "memory that a pipeline rank may use at the peak of a step, one number for all ranks or one per rank: layers are "
-        "divided so that it suffices",
+        "memory that a pipeline rank may use at the peak of a step, one number for all ranks or one per rank: "
+        "layers are divided so that it suffices",
         unit="GiB",
         above=0,
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None,
-        "interleaving: consecutive microbatches of a chunk before the next chunk's turn; pipedream-2bw: microbatches of one "
-        "update",
+        "interleaving: consecutive microbatches of a chunk before the next chunk's turn; pipedream-2bw: "
+        "microbatches of one update",
         unit="microbatches",
         at_least=1,
         derived="pp, where the schedule has groups",
     )
     pipeline_schedule: str = option(
         "auto",
-        "order of forwards and backwards, a name from `megapipe schedule --help` (see docs/schedules.md); auto: interleaved "
-        "with more than one chunk, else 1f1b; asynchronous ones update weights while microbatches are in flight, so that "
-        "results differ from those of a single process",
+        "order of forwards and backwards (`megapipe schedule --help`, docs/schedules.md); auto: "
+        "interleaved with more than one chunk, else 1f1b; asynchronous ones update weights while microbatches are "
+        "in flight, so that results differ from those of a single process",
     )
     pipeline_memory_limit: int | None = option(
         None,
-        "zb-auto: microbatches whose activations a rank may hold at the same time, until their weight gradients are computed",
+        "zb-auto: microbatches whose activations a rank may hold at the same time, until their weight "
+        "gradients are computed",
         unit="microbatches",
         at_least=1,
         derived="pp with zb-auto",
@@ -100,9 +101,9 @@ class ParallelConfig:
     sequence_parallel: bool = option(False, "norms and dropout work on 1/tp of the sequence; no effect without tp")
     tp_comm_overlap: bool = option(
         False,
-        "split the tensor-parallel collectives of a linear that no other GEMM can hide into chunks, each overlapped with the "
-        "GEMM of the chunk before: a forward's all-gather and reduction, the all-gather of a row-parallel linear's output "
-        "gradient; see docs/gpu.md",
+        "split the tensor-parallel collectives of a linear that no other GEMM can hide into chunks, each overlapped "
+        "with the GEMM of the chunk before: a forward's all-gather and reduction, the all-gather of a row-parallel "
+        "linear's output gradient; see docs/gpu.md",
     )
     tp_comm_overlap_ag: bool = option(
         True,
@@ -150,8 +151,9 @@ class ParallelConfig:
     )
     hang_timeout_seconds: float = option(
         120.0,
-        "end the run if a rank makes no progress for this long, with a report of which rank waits for which; must be longer "
-        "than the longest action; five times as long in the first step, loading and saving; 0: no heartbeats, no watchdog",
+        "end the run if a rank makes no progress for this long, with a report of which rank waits for which; must "
+        "be longer than the longest action; five times as long in the first step, loading and saving; 0: no "
+        "heartbeats, no watchdog",
         unit="seconds",
         at_least=0,
     )

@@ -40,15 +40,18 @@ class PrecisionConfig:
     hysteresis: int = option(2, "fp16: overflows before the scale halves", unit="steps", at_least=1, needs=FP16)
     fp8_format: str | None = option(
         None,
-        "run the GEMMs of the layers' linears in 8 bits, forward and backward, with one scale per tensor: e4m3, or hybrid "
-        "with e5m2 for output gradients; weights, activations between the GEMMs and messages stay in --dtype; unset: no "
-        "fp8",
+        "run the GEMMs of the layers' linears in 8 bits, forward and backward, with one scale per tensor: e4m3, or "
+        "hybrid with e5m2 for output gradients; weights, activations between the GEMMs and messages stay in "
+        "--dtype; unset: no fp8",
         choices=FP8_FORMATS,
         more_flags=(Flag("--fp8", value=TAKES_VALUE, help="same as --fp8-format"),),
     )
     fp8_recipe: str = option(
         "delayed",
-        "fp8: a tensor's scale is computed from its own largest value (tensorwise), or from those of earlier steps (delayed)",
+        (
+            "fp8: a tensor's scale is computed from its own largest value (tensorwise), or from those of earlier steps "
+            "(delayed)"
+        ),
         choices=FP8_RECIPES,
         needs=FP8,
     )

@@ -16,7 +16,7 @@ OFFLOADING = Need("offload.cpu_offloading_num_layers", "--cpu-offloading-num-lay
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations that are recomputed in the backward: none, some modules of every layer (selective) or whole layers (full)."""
+    """Recomputation in the backward: none, some modules of every layer (selective) or whole layers (full)."""
 
     recompute_granularity: str | None = option(
         None,
@@ -46,7 +46,7 @@ class RecomputeConfig:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Activations that are copied to host memory after their forward and back before their backward; never parameters."""
+    """Activations copied to host memory after their forward and back before their backward; never parameters."""
 
     cpu_offloading_num_layers: int = option(
         0,

@@ -49,8 +49,8 @@ class TrainingConfig:
     z_loss: float = option(0.0, "weight of log(sum(exp(logits)))^2 in the loss; 0: none", at_least=0)
     cross_entropy_chunk_size: int | None = option(
         None,
-        "compute output layer and loss for this many tokens at a time: the logits (tokens x vocabulary) never exist as a "
-        "whole, and are recomputed in the backward; unset: all at once",
+        "compute output layer and loss for this many tokens at a time: the logits (tokens x vocabulary) never exist "
+        "as a whole, and are recomputed in the backward; unset: all at once",
         unit="tokens",
         at_least=1,
     )
@@ -62,8 +62,8 @@ class TrainingConfig:
     )
     spike_rollback: int | None = option(
         None,
-        "when the loss or the gradient norm spikes or is not finite, go back this many checkpoints and skip the samples "
-        "since then; unset: never",
+        "when the loss or the gradient norm spikes or is not finite, go back this many checkpoints and skip the "
+        "samples since then; unset: never",
         unit="checkpoints",
         at_least=1,
     )
@@ -83,8 +83,8 @@ class TrainingConfig:
     spike_limit: int = option(3, "rollbacks in total; the next spike ends the run", unit="rollbacks", at_least=1)
     check_weight_hash_across_dp_replicas_interval: int | None = option(
         None,
-        "compare replicated state of all ranks bit by bit: before the first step, after this many steps each and before "
-        "every save; a difference ends the run and names the ranks; unset: never",
+        "compare replicated state of all ranks bit by bit: before the first step, after this many steps each and "
+        "before every save; a difference ends the run and names the ranks; unset: never",
         unit="steps",
         at_least=1,
     )

@@ -1,6 +1,7 @@
-"""Reading and writing configurations as YAML: in sections or flat, Megatron's names with - or _, each value with its line number.
+"""Reading and writing configurations as YAML: in sections or flat, with Megatron's names spelled with - or _.
 
-YAML is parsed only into nodes; each scalar is read by its field's type (see fields.py), so YAML's own guesses about types play no part.
+YAML is parsed only into nodes, and every entry keeps its line number for errors. Each scalar is read by its field's
+type (see fields.py), so YAML's own guesses about types play no part.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: 
     """Return the whole configuration as YAML in sections, from which it can be loaded again.
 
     origins: the origin of each value, written as a comment.
-    resolved: the resolved version of this configuration; derived values are added to the comments. The values themselves stay those that
-    were asked for: a file with both --train-iters and the --train-samples derived from it would give the length twice and could not be
-    changed by one flag.
+    resolved: the resolved version of this configuration; derived values are added to the comments. The values
+    themselves stay those that were given: a file with both --train-iters and the --train-samples derived from it would
+    give the length twice and could not be changed by one flag.
     """
     lines: list[str] = []
     section = ""
@@ -117,7 +118,7 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: 
 
 
 def written_value(config: Config, field: ConfigField) -> Any:
-    """Return a field's value, None for the 0 that stands in a resolved configuration for a length that was not given."""
+    """Return a field's value; None where a resolved configuration has 0 for a length that was not given."""
     value = value_of(config, field)
     return None if value == 0 and field.kind.optional and field.option.at_least == 1 else value
 

@@ -62,7 +62,7 @@ def process_space() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot, unique together with its id; None if there is none."""
+    """Return the start of a process in clock ticks since boot, unique together with its id; None if it is gone."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 

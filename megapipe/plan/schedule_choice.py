@@ -13,6 +13,7 @@ from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import layout_stages
 
 AUTO = "auto"
+SCHEDULE_NAMES = (AUTO, *SCHEDULES)
 CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
@@ -42,9 +43,8 @@ def check_schedule(config: Config) -> None:
 
 
 def _check_name(name: str) -> None:
-    names = (AUTO, *SCHEDULES)
-    if name not in names:
-        raise ConfigError(f"--pipeline-schedule {name}: choose {one_of(names)}{nearest(name, names)}")
+    if name not in SCHEDULE_NAMES:
+        raise ConfigError(f"--pipeline-schedule {name}: choose {one_of(SCHEDULE_NAMES)}{nearest(name, SCHEDULE_NAMES)}")
 
 
 def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str, int]:

@@ -36,7 +36,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
-    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1, inside the block; restore old handlers after it."""
+    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1, inside the block; then restore old handlers."""
     request = StopRequest()
     handled = STOP_SIGNALS if handle_termination else (signal.SIGINT,)
     before = {number: signal.signal(number, request.receive) for number in handled}

@@ -153,8 +153,8 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
         free, total = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         text += (
-            f"; of the GPU's {bytes_text(total)}, {bytes_text(held)} are in tensors, "
-            f"{bytes_text(reserved - held)} cached by the allocator, {bytes_text(total - free - reserved)} used by CUDA, NCCL and other processes"
+            f"; of the GPU's {bytes_text(total)}, {bytes_text(held)} are in tensors, {bytes_text(reserved - held)} "
+            f"cached by the allocator, {bytes_text(total - free - reserved)} used by CUDA, NCCL and other processes"
         )
     return f"{text}. {ways_out(plan)}. torch: {str(error).split('. ')[0]}"
 

@@ -4,6 +4,6 @@ check.py       check(config), check_job(config): one ConfigError with a line for
 model.py parallel.py gpu.py training.py data.py    the rules: generators that yield a message for each error
 proposals.py   values that would work instead
 
-That an option needs another one is declared with the option (`Need`). Rules that depend on the number of ranks or on the pipeline
-schedule are in `plan.resolve`.
+That an option needs another one is declared with the option (`Need`). Rules that depend on the number of ranks or on
+the pipeline schedule are in `plan.resolve`.
 """

@@ -58,7 +58,7 @@ def needs(config: Config) -> Iterator[str]:
 
 
 def raise_all(messages: list[str]) -> None:
-    """Raise one ConfigError with all messages, a line each; return if there are none."""
+    """Raise one ConfigError with all messages, a line each; return if there are no messages."""
     if messages:
         raise ConfigError("\n".join(messages))
 

@@ -109,7 +109,9 @@ def job(config: Config) -> Iterator[str]:
     training, data = config.training, config.data
     if not training.skip_train:
         if training.train_iters is None and training.train_samples is None:
-            yield "the length of the run is missing; give --train-iters or --train-samples (or --skip-train to evaluate)"
+            yield (
+                "the length of the run is missing; give --train-iters or --train-samples (or --skip-train to evaluate)"
+            )
         if config.optimizer.lr is None:
             yield "--lr, the highest learning rate, is missing"
     if not data.mock_data and data.data_path is None:

@@ -82,8 +82,8 @@ def libraries(config: Config) -> Iterator[str]:
         )
     elif repeats_linears and precision.fp8_format is not None and precision.fp8_recipe == "delayed":
         yield (
-            f"{TRANSFORMER_ENGINE} changes the scales of delayed fp8 in every forward, so that a recomputed linear gives "
-            "other numbers; use --fp8-recipe tensorwise, or recompute only core_attn"
+            f"{TRANSFORMER_ENGINE} changes the scales of delayed fp8 in every forward, so that a recomputed linear "
+            "gives other numbers; use --fp8-recipe tensorwise, or recompute only core_attn"
         )
     if config.parallel.tp_comm_overlap:
         yield (
@@ -127,7 +127,7 @@ def fp8(config: Config) -> Iterator[str]:
 
 
 def cuda_graphs(config: Config) -> Iterator[str]:
-    """Yield what CUDA graphs rule out: a replay launches what was recorded, so a step cannot decide anything on the host."""
+    """Yield what CUDA graphs rule out: a replay launches what was recorded, so the host cannot decide anything."""
     if config.gpu.cuda_graph_impl == "none":
         return
     if config.training.device == "cpu":
@@ -169,7 +169,9 @@ def _varies_between_replays(config: Config) -> Iterator[str]:
             "asks for them, which a replay does not; leave it out, or use --recompute-granularity"
         )
     if config.optimizer.optimizer_post_validation:
-        yield "--optimizer-post-validation may run forwards twice while their first messages are in flight; leave it out"
+        yield (
+            "--optimizer-post-validation may run forwards twice while their first messages are in flight; leave it out"
+        )
     if parallel.distributed_backend == "gloo" and parallel.tensor_model_parallel_size > 1:
         yield (
             "--distributed-backend gloo computes tensor-parallel sums on the host; use nccl, or "
@@ -182,8 +184,8 @@ def offload(config: Config) -> Iterator[str]:
     count, size = config.offload.cpu_offloading_num_layers, config.recompute.recompute_num_layers
     if config.recompute.recompute_method == "uniform" and size is not None and count % size:
         yield (
-            f"--cpu-offloading-num-layers {count} splits a group of --recompute-num-layers {size}, which keeps one input "
-            f"for all its layers; use a multiple of {size}"
+            f"--cpu-offloading-num-layers {count} splits a group of --recompute-num-layers {size}, which keeps one "
+            f"input for all its layers; use a multiple of {size}"
         )
 
 

@@ -52,8 +52,8 @@ def sequence(config: Config) -> Iterator[str]:
     model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.model.seq_length
     if config.parallel.sequence_parallel and length % tp:
         yield (
-            f"--tensor-model-parallel-size {tp} does not divide --seq-length {length}, which --sequence-parallel needs; "
-            f"{use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
+            f"--tensor-model-parallel-size {tp} does not divide --seq-length {length}, which --sequence-parallel "
+            f"needs; {use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
         )
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
         yield (

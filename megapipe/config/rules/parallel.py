@@ -1,7 +1,7 @@
 """Rules of the parallel and recompute sections.
 
-Sequence parallelism without tensor parallelism changes nothing and is accepted. Chunks without pipeline ranks are refused, as in
-Megatron: interleaving exists to fill a pipeline's bubble, and a single rank has none.
+Sequence parallelism without tensor parallelism changes nothing and is accepted. Chunks without pipeline ranks are
+refused, as in Megatron: interleaving exists to fill a pipeline's bubble, and a single rank has none.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def post_validation(config: Config) -> Iterator[str]:
         )
     if config.optimizer.optimizer_cpu_offload:
         yield (
-            "--optimizer-post-validation updates before the step is known to be valid, but --optimizer-cpu-offload waits "
-            "for the gradients to reach the host; leave one of the two out"
+            "--optimizer-post-validation updates before the step is known to be valid, but --optimizer-cpu-offload "
+            "waits for the gradients to reach the host; leave one of the two out"
         )
 
 

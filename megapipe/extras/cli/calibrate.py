@@ -22,9 +22,9 @@ usage: megapipe calibrate [--output FILE.yaml] [--seconds S] [--dtype D] [--name
   megapipe launch --nproc-per-node 2 -m megapipe calibrate --output here.yaml       (links between ranks, too)
   megapipe plan --gpus 2 --hardware here.yaml --config run.yaml
 
-GEMMs in every precision and by size, fused attention, memory; on several ranks all-reduce and messages inside a node, and between nodes
-where there are several. Ranks measure at the same time, and the slowest counts. The file says what was not measured. Measure on a machine
-that does nothing else.
+GEMMs in every precision and by size, fused attention, memory; on several ranks all-reduce and messages inside a node,
+and between nodes where there are several. Ranks measure at the same time, and the slowest counts. The file says what
+was not measured. Measure on a machine that does nothing else.
 
   --output FILE.yaml      default hardware.yaml; never overwritten without --force
   --seconds S             that it may take, about (default 30); with fewer, smaller sizes are measured

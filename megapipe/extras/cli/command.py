@@ -96,7 +96,10 @@ def help_text() -> str:
             "",
             *lines,
             "",
-            "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain_gpt.py --config FILE.yaml [flags]",
+            (
+                "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain_gpt.py --config FILE.yaml "
+                "[flags]"
+            ),
             "",
         ]
     )

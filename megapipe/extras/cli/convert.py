@@ -1,9 +1,9 @@
 """Convert checkpoints on the CPU: Hugging Face <-> megapipe, Megatron -> megapipe, megapipe -> Megatron (torch format).
 
-megapipe convert Llama-3.2-1B checkpoints/llama                     a Hugging Face folder, to --load and train on
-megapipe convert checkpoints/llama export --to hugging-face         back, or after training
-megapipe convert megatron_run checkpoints/run                       a Megatron run: weights, moments, step, samples, schedules
-megapipe convert checkpoints/run out --to dcp                       for torch.distributed.checkpoint, and --from dcp back
+megapipe convert Llama-3.2-1B checkpoints/llama               a Hugging Face folder, to --load and train on
+megapipe convert checkpoints/llama export --to hugging-face   back, or after training
+megapipe convert megatron_run checkpoints/run                 a Megatron run: weights, moments, step, samples, schedules
+megapipe convert checkpoints/run out --to dcp                 for torch.distributed.checkpoint, and --from dcp back
 """
 
 from __future__ import annotations
@@ -61,7 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="run both models and compare logits (default: if transformers is installed)",
     )
     add("--print-config", action="store_true", help="print the source's configuration as YAML; convert nothing")
-    reading = parser.add_argument_group("reading")
+    _add_reading(parser.add_argument_group("reading"))
+    _add_writing(parser.add_argument_group("writing"))
+    return parser
+
+
+def _add_reading(reading: argparse._ArgumentGroup) -> None:
+    """Add the flags that concern the source."""
     reading.add_argument(
         "--ignore-key",
         action="append",
@@ -83,7 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="YAML configuration of the model, if a dcp folder has none"
     )
     reading.add_argument("--weights-only", action="store_true", help="leave out optimizer state, step and schedules")
-    writing = parser.add_argument_group("writing")
+
+
+def _add_writing(writing: argparse._ArgumentGroup) -> None:
+    """Add the flags that concern the target."""
     writing.add_argument(
         "--like",
         type=Path,
@@ -109,7 +118,6 @@ def build_parser() -> argparse.ArgumentParser:
         default="transformer_engine",
         help="Megatron: naming scheme of the norms (default: transformer_engine)",
     )
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -172,7 +180,8 @@ def _refuse_idle_flags(arguments: argparse.Namespace, formats_by_side: dict[str,
     for name, (side, *meant) in CONCERNS.items():
         if getattr(arguments, name) != parser.get_default(name) and formats_by_side[side] not in meant:
             raise ConfigError(
-                f"--{name.replace('_', '-')} applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {formats_by_side[side]}"
+                f"--{name.replace('_', '-')} applies only to a conversion {side} {' or '.join(meant)}, this one is "
+                f"{side} {formats_by_side[side]}"
             )
 
 

@@ -26,12 +26,14 @@ usage: megapipe doctor [--gpu NAME | --hardware FILE] [--slow-factor X] [--secon
   megapipe launch --nproc-per-node 8 -m megapipe doctor --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2
   srun ... python -m megapipe doctor --config configs/gpt3_175b.yaml
 
-One process: versions, fast paths installed and active, cores, memory, limits, network interfaces, RDMA devices, GPUDirect RDMA.
+One process: versions, fast paths installed and active, cores, memory, limits, network interfaces, RDMA devices,
+GPUDirect RDMA.
 
-Several ranks, with the parallel flags or --config of the run: a host's report, in what hosts differ, clocks, and a measurement of every
-group of this layout: tp all-reduce, pp messages along each boundary each way, dp reduce-scatter and all-gather, messages between hosts.
-Groups are compared with their like, and with the hardware table where the GPU is in it or is named. Links of a slow group are measured one
-by one, each way; the slow one is named. What is slow is measured twice before it is said.
+Several ranks, with the parallel flags or --config of the run: a host's report, in what hosts differ, clocks, and a
+measurement of every group of this layout: tp all-reduce, pp messages along each boundary each way, dp reduce-scatter
+and all-gather, messages between hosts. Groups are compared with their like, and with the hardware table where the GPU
+is in it or is named. Links of a slow group are measured one by one, each way; the slow one is named. What is slow is
+measured twice before it is said.
 
   --gpu NAME, --hardware FILE   what the links should reach (docs/planner.md)
   --slow-factor X               as many times slower than that is slow (default 2; twice that where cores are shared)
@@ -123,7 +125,8 @@ def _own_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
     if own.slow_factor <= 1:
         raise ConfigError(
-            f"--slow-factor {own.slow_factor:g} must be above 1: it is the factor from which a device or link counts as slow"
+            f"--slow-factor {own.slow_factor:g} must be above 1: it is the factor from which a device or link "
+            "counts as slow"
         )
     for flag, value in (("--seconds", own.seconds), ("--timeout-seconds", own.timeout_seconds)):
         if value <= 0:

@@ -2,12 +2,14 @@
 
     megapipe evaluate --load CHECKPOINTS --data held_out.txt
     megapipe evaluate --load CHECKPOINTS --data data/corpus_text_document --max-tokens 1000000 --json
-    megapipe launch --nproc-per-node 4 tools/evaluate.py --load CHECKPOINTS --pipeline-model-parallel-size 2 --data held_out.jsonl
+    megapipe launch --nproc-per-node 4 tools/evaluate.py --load CHECKPOINTS --pipeline-model-parallel-size 2 \\
+        --data held_out.jsonl
 
---data is PREFIX of PREFIX.bin/.idx, or text files (.txt, .jsonl with the key `text`, ...), each document followed by the end-of-document
-token. The tokens are one stream, cut into windows of --seq-length; every token but the first is scored once. With --stride N below the
-window's length each window scores its last N tokens, so that every token has at least seq-length - N before it: slower, and nearer to what
-the model knows. Ranks beyond tensor x pipeline parallel size share the windows. tools/evaluate.py is the same.
+--data is PREFIX of PREFIX.bin/.idx, or text files (.txt, .jsonl with the key `text`, ...), each document followed by
+the end-of-document token. The tokens are one stream, cut into windows of --seq-length; every token but the first is
+scored once. With --stride N below the window's length each window scores its last N tokens, so that every token has at
+least seq-length - N before it: slower, and nearer to what the model knows. Ranks beyond tensor x pipeline parallel size
+share the windows. tools/evaluate.py is the same.
 """
 
 from __future__ import annotations
@@ -76,13 +78,15 @@ def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:
         tokens = np.concatenate([_stream(file) for file in files])
         if len(tokens) and int(tokens.max()) >= vocab_size:
             raise DataError(
-                f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: the file was made with another tokenizer"
+                f"--data holds token {tokens.max()}, the model's vocabulary has {vocab_size}: the file was "
+                "made with another tokenizer"
             )
         return tokens, None
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise ConfigError(
-            f"{model.folder} was trained without a tokenizer: give --tokenizer-type and --tokenizer-model, or a token file"
+            f"{model.folder} was trained without a tokenizer: give --tokenizer-type and --tokenizer-model, or a "
+            "token file"
         )
     ids: list[int] = []
     num_bytes = 0
@@ -110,5 +114,6 @@ def _print(
         return
     in_bytes = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits a byte of text"
     print(
-        f"{model.folder}: loss {loss:.4f} nats a token, perplexity {perplexity:.4g}{in_bytes}, over {num_tokens:,} tokens"
+        f"{model.folder}: loss {loss:.4f} nats a token, perplexity {perplexity:.4g}{in_bytes}, over {num_tokens:,} "
+        "tokens"
     )

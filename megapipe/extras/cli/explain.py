@@ -1,4 +1,7 @@
-"""`megapipe explain FLAG`: explain a flag, its cost in memory and time for a configuration, and its paper. Needs no torch."""
+"""`megapipe explain FLAG`: explain a flag, its cost in memory and time for a configuration, and its paper.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,17 @@ from megapipe.extras.cli.pretrain import with_vocabulary
 from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers
 from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named, read_hardware
+from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
 HELP = """\
-usage: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--world-size N] [--ranks-per-node M] [--config FILE.yaml] [other flags]
+usage: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--world-size N] [--ranks-per-node M] [--config FILE.yaml]
+                             [other flags]
 
   megapipe explain --sequence-parallel --config configs/llama3_70b.yaml --world-size 64
 
-What the flag does, what Megatron means by it, who reads it and the paper; with a configuration also its cost: memory of the fullest
-pipeline rank, predicted step time and expected bubble with the flag's other values, or why they are refused. Default: --gpu h100, and the
-least world that the configuration runs on.
+What the flag does, what Megatron means by it, who reads it and the paper; with a configuration also its cost: memory of
+the fullest pipeline rank, predicted step time and expected bubble with the flag's other values, or why they are
+refused. Default: --gpu h100, and the least world that the configuration runs on.
 """
 MOST_COLUMNS = 100
 
@@ -46,7 +51,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def explained(word: str, rest: Sequence[str]) -> str:
-    """rest: hardware, world and configuration. Raises ConfigError for what is no flag, or for a configuration that cannot be read."""
+    """rest: hardware, world and configuration.
+
+    Raises ConfigError for an unknown flag, or for a configuration that cannot be read.
+    """
     name = normalised(word if word.startswith("--") else "--" + word)
     if name in REQUESTS:
         return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting of the run."
@@ -65,7 +73,7 @@ def _words(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
     yield f"{name}  {'as in Megatron-LM' if is_megatrons else '[megapipe]'}, sets {field.key}"
     if flag.value is not TAKES_VALUE:
         yield f"  sets it to {value_text(flag.value)}{'; ' + flag.help if flag.help else ''}"
-    yield f"  {unit_and_help(field)}"
+    yield f"  {unit_and_help(field, SCHEDULE_NAMES)}"
     for difference in DELIBERATE_DIFFERENCES:
         if difference.flag in (name, field.main_flag):
             yield f"  Megatron: {difference.megatron}; here: {difference.here}, because {difference.reason}"

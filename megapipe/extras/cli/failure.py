@@ -1,7 +1,7 @@
 """Print one readable error message for a run of many ranks.
 
-An error that all ranks raise is printed by rank 0; the others wait for a moment, during which the launcher ends them. A rank that lost
-its peer waits longer, because the peer's message is the one that helps.
+An error that all ranks raise is printed by rank 0; the others wait for a moment, during which the launcher ends them. A
+rank that lost its peer waits longer, because the peer's message is the one that helps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ INTERRUPTED = 130
 
 
 def guarded(body: Callable[[], int], global_rank: int, world_size: int) -> int:
-    """Run `body` and return its result, or print its error once and return the exit code. A bug is printed with its traceback."""
+    """Run `body` and return its result, or print its error once and return the exit code.
+
+    A bug is printed with its traceback.
+    """
     try:
         return body()
     except MegapipeError as error:
@@ -46,7 +49,7 @@ def guarded(body: Callable[[], int], global_rank: int, world_size: int) -> int:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this rank without the destructors of communicators and threads, which can hang or abort once a peer is gone."""
+    """End this rank without destructors of communicators and threads, which can hang or abort once a peer is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -5,8 +5,8 @@
     megapipe launch --nproc-per-node 4 tools/generate.py --load CHECKPOINTS --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --prompt "def main"
 
-A draw depends on --seed, the number of the prompt and the number of the token alone: neither the grid nor the batch changes a text, but
-for rounding. tools/generate.py is the same.
+A draw depends on --seed, the number of the prompt and the number of the token alone: neither the grid nor the batch
+changes a text, but for rounding. tools/generate.py is the same.
 """
 
 from __future__ import annotations

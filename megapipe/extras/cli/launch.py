@@ -19,20 +19,22 @@ usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]
 Starts SCRIPT on several ranks, as torchrun does and with torchrun's flags:
 
   megapipe launch --nproc-per-node 8 pretrain_gpt.py --config configs/quickstart.yaml
-  megapipe launch --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 8 pretrain_gpt.py ...
+  megapipe launch --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 8 \\
+      pretrain_gpt.py ...
 
-Differences: no traceback or log of the launcher; the exit code is that of the first rank that failed; SIGINT, SIGTERM and SIGUSR1 are
-forwarded to the ranks, which save and exit (code 0); a second Ctrl-C exits without saving, a third kills. OMP_NUM_THREADS is cores / ranks
-if it is not set. On one node the ranks connect through a free port of the loopback device.
+Differences: no traceback or log of the launcher; the exit code is that of the first rank that failed; SIGINT, SIGTERM
+and SIGUSR1 are forwarded to the ranks, which save and exit (code 0); a second Ctrl-C exits without saving, a third
+kills. OMP_NUM_THREADS is cores / ranks if it is not set. On one node the ranks connect through a free port of the
+loopback device.
 
   megapipe launch --dry-run --hosts node[01-16] --nproc-per-node 8 pretrain_gpt.py ...
 
-prints instead the command of each node, the host, GPU and grid position of each rank, and which groups span nodes with the bytes that they
-send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes them; --slurm: as a job of
-launch/slurm/pretrain.sbatch. docs/launch.md
+prints instead the command of each node, the host, GPU and grid position of each rank, and which groups span nodes with
+the bytes that they send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes
+them; --slurm: as a job of launch/slurm/pretrain.sbatch. docs/launch.md
 
---max-restarts N restarts all ranks when one has failed, unless a restart would not help: exit codes 2 (refused), 3 (restarted twice
-without progress) and 130 (interrupted twice), or after a signal.
+--max-restarts N restarts all ranks when one has failed, unless a restart would not help: exit codes 2 (refused), 3
+(restarted twice without progress) and 130 (interrupted twice), or after a signal.
 
 All flags: megapipe launch --torchrun-help
 """

@@ -1,4 +1,7 @@
-"""`megapipe launch --dry-run`: the commands of all nodes, the position of each rank, and the traffic between nodes. Starts nothing."""
+"""`megapipe launch --dry-run`: the commands of all nodes, the position of each rank, and the traffic between nodes.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,20 @@ def preview(arguments: Sequence[str]) -> str:
     num_ranks = launch.num_nodes * launch.ranks_per_node
     nodes = "1 node" if launch.num_nodes == 1 else f"{launch.num_nodes} nodes"
     lines = [
-        f"dry run: {num_ranks} rank{'s' * (num_ranks > 1)} on {nodes}, {launch.ranks_per_node} on each; nothing is started",
+        (
+            f"dry run: {num_ranks} rank{'s' * (num_ranks > 1)} on {nodes}, {launch.ranks_per_node} on each; nothing is "
+            "started"
+        ),
         "",
     ]
     lines += _slurm_commands(launch) if launch.slurm else _commands(launch)
     if Path(launch.script).name not in PRETRAINING:
         lines += [
             "",
-            f"{launch.script} is not pretrain_gpt.py: its grid is unknown; rank r is on node r // {launch.ranks_per_node}",
+            (
+                f"{launch.script} is not pretrain_gpt.py: its grid is unknown; rank r is on node r // "
+                f"{launch.ranks_per_node}"
+            ),
         ]
         return "\n".join(lines)
     plan = _plan(launch, num_ranks)
@@ -59,8 +68,8 @@ def _commands(launch: Launch) -> Iterator[str]:
         return
     if launch.is_elastic:
         yield (
-            "command, the same on every node; c10d numbers the nodes by their names as text (node10 before node2), not as "
-            "below"
+            "command, the same on every node; c10d numbers the nodes by their names as text (node10 before node2), "
+            "not as below"
         )
         yield "  " + shlex.join(launch.on_node(0))
         return
@@ -112,8 +121,8 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
         yield f"  over the network: {', '.join(crossing) or 'nothing but sums of a few numbers'}"
     if "tp" in [group.name for group in found if group.crossing]:
         yield (
-            "  tp spans nodes, and every layer has tp collectives: a tp that divides the ranks of a node keeps them inside the "
-            "node"
+            "  tp spans nodes, and every layer has tp collectives: a tp that divides the ranks of a node keeps them "
+            "inside the node"
         )
 
 

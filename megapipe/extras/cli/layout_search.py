@@ -76,8 +76,9 @@ def run(arguments: Sequence[str]) -> int:
     config = with_vocabulary(loaded.config)
     if config.offload.cpu_offloading_num_layers:
         raise ConfigError(
-            f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers}: the search does not vary it and compares layouts "
-            "without; leave it out, and add it to the layout that is found (--plan shows what it saves)"
+            f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers}: the search does not vary it "
+            "and compares layouts without; leave it out, and add it to the layout that is found (--plan shows what "
+            "it saves)"
         )
     pins = [rule for key, rule in PINS.items() if loaded.origins[key].startswith("flag ")]
     chosen = choose(config, own.gpus, hardware, objective, lambda layout: all(rule(layout, config) for rule in pins))
@@ -152,11 +153,13 @@ def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
             raise ConfigError(f"{flag} {value} must be above 0")
     if own.objective == "cost" and price is None:
         raise ConfigError(
-            "--objective cost needs the price of one accelerator and hour: give --price P, or price_per_hour in a --hardware file"
+            "--objective cost needs the price of one accelerator and hour: give --price P, or price_per_hour in a "
+            "--hardware file"
         )
     if own.objective == "time" and (own.price is not None or own.tokens_per_second is not None):
         raise ConfigError(
-            "--price and --tokens-per-second belong to --objective gpus or cost; they have no effect on the fastest step"
+            "--price and --tokens-per-second belong to --objective gpus or cost; they have no effect on the "
+            "fastest step"
         )
     return Objective(own.objective, own.tokens_per_second, price)
 

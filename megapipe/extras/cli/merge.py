@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         print("\nmerge_datasets: interrupted; no file was written", file=sys.stderr)
         return 130
     print(
-        f"wrote {arguments.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as "
-        f"{merged.dtype}"
+        f"wrote {arguments.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens "
+        f"as {merged.dtype}"
     )
     return 0

@@ -1,4 +1,7 @@
-"""End a rank when its launcher dies: a launcher that was killed with `kill -9` cannot end its ranks, which have their own sessions."""
+"""End a rank when its launcher dies.
+
+A launcher that was killed with `kill -9` cannot end its ranks, which have their own sessions.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def _watch(launcher: int, environment: Environment) -> None:
     if environment.local_rank == 0:
         with suppress(OSError):  # the terminal may be gone too
             print(
-                f"rank {environment.global_rank}: the launcher (process {launcher}) died without an error message (kill -9, or out "
-                "of memory). The ranks of this host are terminated; saved checkpoints are intact",
+                f"rank {environment.global_rank}: the launcher (process {launcher}) died without an error message "
+                "(kill -9, or out of memory). The ranks of this host are terminated; saved checkpoints are intact",
                 file=sys.stderr,
                 flush=True,
             )

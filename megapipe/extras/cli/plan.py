@@ -1,6 +1,7 @@
-"""`megapipe plan`: the plan of a configuration on any number of ranks, computed on a laptop in tenths of a second, without torch.
+"""`megapipe plan`: the plan of a configuration on any number of ranks.
 
-The same as `pretrain_gpt.py --plan --world-size N`, but the configuration may be incomplete.
+It is computed on a laptop in tenths of a second, without torch.
+It is the same as `pretrain_gpt.py --plan --world-size N`, but the configuration may be incomplete.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ usage: megapipe plan --world-size N [--ranks-per-node M] [--config FILE.yaml] [f
 
   megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
 
-Shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble and the memory of
-every rank; or why it cannot run. Data, length and learning rate may be omitted. --ranks-per-node: by default all ranks are on one node.
+Shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected bubble
+and the memory of every rank; or why it cannot run. Data, length and learning rate may be omitted. --ranks-per-node: by
+default all ranks are on one node.
 
-usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--objective time|gpus|cost] [--estimator megatron] [--output FILE] [--json]
-                     [--config FILE.yaml] [flags of pretrain_gpt.py]
+usage: megapipe plan --gpus N (--gpu NAME | --hardware FILE) [--objective time|gpus|cost] [--estimator megatron]
+                     [--output FILE] [--json] [--config FILE.yaml] [flags of pretrain_gpt.py]
 
   megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
 
-Searches for a layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule, microbatch, recompute,
-sequence parallelism, distributed optimizer and partition that are given as flags are kept, those in a YAML file are not.
+Searches for a layout instead and predicts its step time and memory; see docs/planner.md. Parallel sizes, schedule,
+microbatch, recompute, sequence parallelism, distributed optimizer and partition that are given as flags are kept, those
+in a YAML file are not.
 
   --objective time    the fastest step on N accelerators (default)
   --objective gpus    the fewest accelerators up to N that fit; with --tokens-per-second X the fewest that reach it
-  --objective cost    the cheapest tokens on N, N / 2, ...; --price P: per accelerator and hour; --tokens-per-second X as above
+  --objective cost    the cheapest tokens on N, N / 2, ...; --price P: per accelerator and hour;
+                      --tokens-per-second X as above
   --estimator megatron  also print Megatron-LM's estimate of the memory (also with --world-size)
   --output FILE       write the best layout as a configuration
   --json              print everything as JSON

@@ -132,8 +132,8 @@ def run(argv: Sequence[str]) -> None:
     vocab_size = factory().vocab_size
     for key in arguments.json_keys:
         print(
-            f"wrote {output_prefix(arguments.output_prefix, key)}.bin/.idx: {counts.tokens[key]:,} tokens as {token_dtype(vocab_size)}, "
-            f"vocabulary {vocab_size:,}"
+            f"wrote {output_prefix(arguments.output_prefix, key)}.bin/.idx: {counts.tokens[key]:,} tokens as "
+            f"{token_dtype(vocab_size)}, vocabulary {vocab_size:,}"
         )
 
 

@@ -21,7 +21,7 @@ from megapipe.extras.cli.failure import end_at_once, guarded
 from megapipe.extras.cli.orphan import end_with_launcher
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
-from megapipe.plan.schedule_choice import check_schedule
+from megapipe.plan.schedule_choice import SCHEDULE_NAMES, check_schedule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pretrain(arguments: list[str], environment: Environment) -> int:
-    loaded = load_config(arguments)
+    loaded = load_config(arguments, schedules=SCHEDULE_NAMES)
     if loaded.config.checkpoint.use_checkpoint_args:
         loaded = _with_model_of_checkpoint(loaded)
     check_schedule(loaded.config)
@@ -50,7 +50,8 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
         return 0
     if loaded.requests.dry_run and environment.is_distributed:
         raise ConfigError(
-            "--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks there will be"
+            "--dry-run needs no other ranks: start it without torchrun or srun, with --world-size N for the ranks "
+            "there will be"
         )
     plan = resolve(with_vocabulary(loaded.config), *_world(loaded, environment))
     if environment.global_rank == 0:
@@ -72,14 +73,14 @@ def _pretrain(arguments: list[str], environment: Environment) -> int:
 
 
 def _world(loaded: LoadedConfig, environment: Environment) -> tuple[int, int | None]:
-    """Return (ranks, ranks per node or None for all): those that were started, or with --world-size those that are planned."""
+    """Return (ranks, ranks per node or None for all): of the started ranks, or with --world-size of the plan."""
     if loaded.requests.world_size is not None:
         return loaded.requests.world_size, loaded.requests.ranks_per_node
     return environment.world_size, environment.local_world_size
 
 
 def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | None) -> str:
-    """Return the configuration as YAML with the values derived for this many ranks; without them if the number does not fit."""
+    """Return the configuration as YAML, with derived values if it fits this number of ranks."""
     try:
         return loaded.text(resolve(with_vocabulary(loaded.config), world_size, ranks_per_node).config)
     except ConfigError:
@@ -87,7 +88,7 @@ def _config_text(loaded: LoadedConfig, world_size: int, ranks_per_node: int | No
 
 
 def with_vocabulary(config: Config) -> Config:
-    """Fill in the tokenizer's vocabulary size if none is given. Raises ConfigError if the given size is too small."""
+    """Fill in the tokenizer's vocabulary size if it is not given. Raises ConfigError if the given size is too small."""
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
         return config
@@ -96,8 +97,8 @@ def with_vocabulary(config: Config) -> Config:
         given = None
     if given is not None and given < tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer {config.data.tokenizer_model}; "
-            "leave it out"
+            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer "
+            f"{config.data.tokenizer_model}; leave it out"
         )
     return dataclasses.replace(
         config, model=dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)

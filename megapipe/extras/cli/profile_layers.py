@@ -1,4 +1,4 @@
-"""`megapipe profile-layers`: measure embedding, layers and head of a configuration, for balancing the pipeline stages."""
+"""`megapipe profile-layers`: measure embedding, layers and head of a configuration, to balance pipeline stages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ HELP = """\
 usage: megapipe profile-layers --output FILE.json [--seconds S] [--config FILE.yaml] [flags of pretrain_gpt.py]
 
   megapipe profile-layers --output times.json --config run.yaml
-  megapipe launch --nproc-per-node 2 -m megapipe profile-layers --output times.json --config run.yaml      (tp 2: on as many ranks as tp)
+  megapipe launch --nproc-per-node 2 -m megapipe profile-layers --output times.json --config run.yaml
+                                                                            (tp 2: on as many ranks as tp)
 
-Forward, backward and its two halves of the embedding, a layer, and final norm, head and loss, at the run's shapes on this rank's device;
-the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE. --seconds: for each of some ten figures (default 1).
+Forward, backward and its two halves of the embedding, a layer, and final norm, head and loss, at the run's shapes on
+this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE. --seconds:
+for each of some ten figures (default 1).
 """
 
 
@@ -103,5 +105,5 @@ def _text(parts: tuple[PartCost, PartCost, PartCost]) -> str:
     for name, part in zip(("embedding", "layer", "head"), parts, strict=True):
         lines.append(f"{name:<12}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
     layer = parts[1].forward + parts[1].backward
-    return "\n".join([*lines, f"the head weighs {(parts[2].forward + parts[2].backward) / layer:.2f} layers, the embedding "
-                      f"{(parts[0].forward + parts[0].backward) / layer:.2f}"])  # fmt: skip
+    embedding, head = ((part.forward + part.backward) / layer for part in (parts[0], parts[2]))
+    return "\n".join([*lines, f"the head weighs {head:.2f} layers, the embedding {embedding:.2f}"])

@@ -1,4 +1,7 @@
-"""`megapipe progress`: the step that a run has reached, from its newest complete checkpoint, for job scripts. Needs no torch."""
+"""`megapipe progress`: the step that a run has reached, from its newest complete checkpoint, for job scripts.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ usage: megapipe progress --world-size N [--ranks-per-node M] [flags of pretrain_
   megapipe progress --world-size 8 --config configs/quickstart.yaml --save runs/one
   step 40 of 100, runs/one/step_00000040
 
-Prints the step of the newest complete checkpoint in --save, and the last step of the run on this many ranks; exits with 2 and an error
-message if the run is impossible. Starts nothing and writes nothing.
+Prints the step of the newest complete checkpoint in --save, and the last step of the run on this many ranks; exits with
+2 and an error message if the run is impossible. Starts nothing and writes nothing.
 """
 
 

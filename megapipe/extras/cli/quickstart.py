@@ -1,7 +1,7 @@
 """`megapipe quickstart`: train a small GPT on text of this machine; launch/quickstart.sh installs megapipe and runs it.
 
-Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files are reused; a
-second run continues from the checkpoint of the first for as many steps again.
+Corpus -> tokenizer -> token files -> training on a grid that fits the machine -> summary and report. Existing files are
+reused; a second run continues from the checkpoint of the first for as many steps again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="quickstart",
         usage="launch/quickstart.sh [options] [--] [any flag of pretrain_gpt.py]",
-        description="Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to continue.",
+        description=(
+            "Make a corpus, a tokenizer and token files, and pretrain a small GPT on this machine. Run it again to "
+            "continue."
+        ),
         allow_abbrev=False,
     )
     parser.error = refuse  # type: ignore[method-assign]
@@ -219,7 +222,7 @@ def pretrain_arguments(
 
 
 def profile_flags(done: int, steps: int) -> tuple[str, ...]:
-    """Return flags that profile two steps of the pipeline for the report, early in the run but after its first steps."""
+    """Return flags that profile two steps of the pipeline for the report, soon after the first steps."""
     start = done + max(0, min(PROFILE_STEP, steps - 2))
     return (
         "--profile-pipeline",
@@ -237,10 +240,9 @@ def summarize(prepared: Prepared, checkpoints: Path, step: int, seconds: float) 
     _say("done", f"{step} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
     if loss is not None:
         print(
-            f"   validation loss          {loss:.3f} nats a token\n"
-            f"   unigram entropy          {entropy:.3f} nats: the loss of a model that only knows the frequency of each token\n"
-            f"   learned beyond that      {entropy - loss:.3f} nats a token\n"
-            "   the same command continues from here for as many steps again",
+            f"   validation loss          {loss:.3f} nats a token\n   unigram entropy          {entropy:.3f} nats: "
+            "the loss of a model that only knows the frequency of each token\n   learned beyond that      "
+            f"{entropy - loss:.3f} nats a token\n   the same command continues from here for as many steps again",
             flush=True,
         )
 
@@ -258,7 +260,7 @@ def last_validation_loss(metrics: Path, step: int) -> float | None:
 
 
 def _config(configs: Sequence[Path], flags: Sequence[str]) -> Config:
-    """Load the configuration so far. Raises ConfigError for unknown flags, and for those that the quickstart sets itself."""
+    """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
     if not SCRIPT.is_file() or not all(path.is_file() for path in configs):
         raise ConfigError(f"the quickstart needs a clone of the repository; {REPOSITORY} is not one")
     loaded = load_config([word for path in configs for word in ("--config", str(path))] + list(flags), is_job=False)

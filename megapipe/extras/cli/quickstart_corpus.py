@@ -1,4 +1,4 @@
-"""The quickstart's data: corpus, tokenizer and token files, made once, in a folder whose name has a digest of the text."""
+"""The quickstart's data: corpus, tokenizer and token files, made once, in a folder named by a digest of the text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ PROMPT_WORDS, NUM_PROMPTS = 4, 3
 
 @dataclass(frozen=True)
 class Prepared:
-    """Prepared data. prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue."""
+    """Prepared data.
+
+    prefix: of the token files. entropy: of single validation tokens, in nats. prompts: texts to continue.
+    """
 
     folder: Path
     prefix: Path
@@ -40,9 +43,9 @@ class Prepared:
 
 
 def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) -> Prepared:
-    """Make the missing files, and print each step. The digest in the folder's name separates the tokenizers of different texts.
+    """Make the missing files, and print each step.
 
-    Raises ConfigError, DataError.
+    The digest in the folder's name separates the tokenizers of different texts. Raises ConfigError, DataError.
     """
     documents = corpus_documents(corpus, megabytes)
     name = STDLIB_NAME if corpus is None else re.sub(r"[^\w.-]", "_", Path(corpus).resolve().name)[:40]

@@ -1,4 +1,7 @@
-"""`megapipe report`: write an HTML report of a run from its folder. Needs no torch; the run may be in progress, or have crashed."""
+"""`megapipe report`: write an HTML report of a run from its folder.
+
+Needs no torch. The run may be in progress, or have crashed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     """Write the report and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="megapipe report",
-        description="Write an HTML report of a run: curves, plan and measured timeline, configuration, grid, versions, warnings. "
-        "RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash.",
+        description="Write an HTML report of a run: curves, plan and measured timeline, configuration, grid, versions, "
+        "warnings. RUN is the folder given as --save (or that of --metrics-file). Works during the run, and "
+        "after a crash.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--output", metavar="FILE", type=Path, help=f"where to write it (default: RUN/{FILE_NAME})")

@@ -1,4 +1,4 @@
-"""A model from a checkpoint on a grid of ranks, for `generate` and `evaluate`: their common flags, the plan, the runtime."""
+"""A model from a checkpoint on a grid of ranks, for `generate` and `evaluate`: common flags, plan, runtime."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def open_model(
     tokenizer = tokenizer_of(config, is_resolved=True)
     if tokenizer is not None and tokenizer.vocab_size > (model.vocab_size or 0):
         raise ConfigError(
-            f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {found.path} only {model.vocab_size}; "
-            "give the tokenizer that it was trained with"
+            f"--tokenizer-type {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {found.path} only "
+            f"{model.vocab_size}; give the tokenizer that it was trained with"
         )
     plan = resolve(config, environment.world_size, environment.local_world_size)
     return SavedModel(found.path, plan, tokenizer, environment, arguments.device)

@@ -26,7 +26,8 @@ usage: megapipe schedule COMMAND [arguments]      (each has --help)
 
   draw       text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV
   compare    one table over all schedules: megapipe schedule compare -p 8 -m 32 -v 2
-  check      prove a schedule, by name or from a CSV file (torch.distributed.pipelining's too); prints the send depth of every channel
+  check      prove a schedule, by name or from a CSV file (torch.distributed.pipelining's too);
+             prints the send depth of every channel
   simulate   makespan, idle, peaks and messages of one schedule, rank by rank
 
 """
@@ -292,13 +293,20 @@ def table_text(rows: Sequence[Measures | Refusal]) -> str:
     lines += [f"{row.schedule.ljust(width)}  refused: {row.reason}" for row in rows if isinstance(row, Refusal)]
     lines += [
         "",
-        "barrier, chained: idle share of the step, with a barrier after each step, and in consecutive steps without one",
-        "peak: microbatches alive until W (to I: until I) on the worst rank, each of 1/p of the model; inputs: received and waiting",
+        (
+            "barrier, chained: idle share of the step, with a barrier after each step, and in consecutive steps "
+            "without one"
+        ),
+        (
+            "peak: microbatches alive until W (to I: until I) on the worst rank, each of 1/p of the model; inputs: "
+            "received and waiting"
+        ),
         "depth: sends that a channel must be able to have in flight without a posted receive",
     ]
     if any(not row.is_synchronous for row in measured):
         lines.append(
-            "*: NOT synchronous: weights change while microbatches are in flight; part of an endless stream, including its ends"
+            "*: NOT synchronous: weights change while microbatches are in flight; part of an endless stream, "
+            "including its ends",
         )
     return "\n".join(lines)
 
@@ -332,7 +340,8 @@ def _check(arguments: argparse.Namespace) -> int:
     width = max((len(str(entry["channel"])) for entry in channels), default=0)
     for entry in channels:
         print(
-            f"  {str(entry['channel']).ljust(width)}  send depth {entry['least_send_depth']}, receives posted {entry['most_posted']}"
+            f"  {str(entry['channel']).ljust(width)}  send depth {entry['least_send_depth']}, receives posted "
+            f"{entry['most_posted']}"
         )
     return 0
 

@@ -1,4 +1,7 @@
-"""`megapipe status`: what every rank of a run does now, or last did; reads its folder and changes nothing. Needs no torch."""
+"""`megapipe status`: what every rank of a run does now, or last did.
+
+Reads the run's folder and changes nothing. Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,10 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table or JSON and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="megapipe status",
-        description="Show what every rank of a run does now: step, action, which ranks it waits for, and for how long. RUN is "
-        "the folder given as --save (or that of --metrics-file). Ranks of this host are read live, those of other hosts from "
-        "a copy that is about a second old. After a crash it shows the last records.",
+        description="Show what every rank of a run does now: step, action, which ranks it waits for, and for how long. "
+        "RUN is the folder given as --save (or that of --metrics-file). Ranks of this host are read live, "
+        "those of other hosts from a copy that is about a second old. After a crash it shows the last "
+        "records.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")

@@ -41,9 +41,11 @@ TORCHRUN_PORT = 29500
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch. flags: torchrun's that were given, and values of the environment's PET_ variables; '' for those without a value.
+    """A launch.
 
-    hosts: names of the nodes in the order of their ranks, () if none were given."""
+    flags: torchrun's that were given, and values of the environment's PET_ variables; '' for those without a value.
+    hosts: names of the nodes in the order of their ranks, () if not given.
+    """
 
     flags: Mapping[str, str]
     script: str
@@ -65,7 +67,8 @@ class Launch:
         text = self.flags.get("--nproc-per-node", "1")
         if not text.isdigit():
             raise ConfigError(
-                f"--nproc-per-node {text} depends on the machine it runs on, which a dry run may not be: give the number of ranks per node"
+                f"--nproc-per-node {text} depends on the machine it runs on, and a dry run can be on another one: "
+                "give the number of ranks per node"
             )
         if int(text) < 1:
             raise ConfigError(f"--nproc-per-node {text}: expected at least 1 rank")
@@ -81,8 +84,8 @@ class Launch:
         if self.num_nodes > 1 and not self.is_elastic:
             if not self.hosts and not {"--master-addr", "--rdzv-endpoint"} & set(flags):
                 raise ConfigError(
-                    f"--nnodes {self.num_nodes} without --master-addr: every node would look for the others on itself; give the first "
-                    "node's name or address, or all of them: --hosts node[01-16]"
+                    f"--nnodes {self.num_nodes} without --master-addr: every node would look for the others on "
+                    "itself; give the first node's name or address, or all of them: --hosts node[01-16]"
                 )
             flags["--node-rank"] = str(node)
             if "--rdzv-endpoint" not in flags:
@@ -124,7 +127,10 @@ def read_launch(arguments: Sequence[str]) -> Launch:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Expand names as SLURM writes them, or separated by commas or spaces: 'n[01-03,7],login' is n01 n02 n03 n7 login. Raises ConfigError."""
+    """Expand names as SLURM writes them, or separated by commas or spaces. Raises ConfigError.
+
+    'n[01-03,7],login' is n01 n02 n03 n7 login.
+    """
     names: list[str] = []
     for part in re.findall(r"(?:[^\s,\[\]]|\[[^\[\]]*\])+", text):
         names += _expanded(part, text)

@@ -1,4 +1,7 @@
-"""Forwarding of signals from a launcher to its ranks. Imports no torch, so that a launcher can listen before it imports torch."""
+"""Forwarding of signals from a launcher to its ranks.
+
+Imports no torch, so that a launcher can listen before it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ class InterruptedBeforeStart(Exception):
 
 
 class Forwarder:
-    """Forwards signals to the ranks while it is entered; each rank leads its own session, so terminal signals do not reach it directly.
+    """Forwards signals to the ranks while it is entered.
 
-    SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and it is repeated
-    to ranks that may not have a handler yet. Any other signal that arrives before the ranks exist raises InterruptedBeforeStart.
+    Each rank leads its own session, so terminal signals do not reach it directly.
+
+    SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and
+    it is repeated to ranks that possibly have no handler yet. Any other signal that arrives before the ranks exist
+    raises InterruptedBeforeStart.
     """
 
     def __init__(self) -> None:
@@ -58,7 +64,7 @@ class Forwarder:
         self._held.clear()
 
     def repeat_request(self) -> None:
-        """Send SIGUSR1 again to ranks that may not have had a handler when it was first forwarded."""
+        """Send SIGUSR1 again to ranks that possibly had no handler when it was first forwarded."""
         now = time.monotonic()
         if self._repeated_at is None or not self._ranks or now >= self._ready_at:
             return
@@ -67,7 +73,10 @@ class Forwarder:
             self._forward(signal.SIGUSR1)
 
     def forget_ranks(self) -> None:
-        """Forget the ranks, which are being terminated and replaced; until the new ones exist, signals are treated as before the start."""
+        """Forget the ranks, which are being terminated and replaced.
+
+        Until the new ones exist, signals are treated as before the start.
+        """
         self._ranks, self._ready_at = (), 0.0
 
     def __enter__(self) -> Forwarder:

@@ -16,8 +16,9 @@ SENDING = ("tp", "pp", "replicas", "embedding")  # groups that send much in a st
 class GroupTraffic:
     """One kind of group. ranks: of one such group. crossing: groups that have ranks on several nodes.
 
-    rank_bytes: sent by one rank in a step, the maximum over ranks. network_bytes: sent by a node to others, the maximum over nodes, if
-    rings follow the order of a group's ranks: each of its nodes then sends to one other node what a rank sends to the next.
+    rank_bytes: sent by one rank in a step, the maximum over ranks. network_bytes: sent by a node to others, the maximum
+    over nodes, if rings follow the order of a group's ranks: each of its nodes then sends to one other node what a rank
+    sends to the next.
     """
 
     name: str

@@ -15,7 +15,10 @@ Range = tuple[int, int]  # first and last
 
 @dataclass(frozen=True)
 class Box:
-    """Consecutive ranks on one or more similar nodes that fill a box of the grid. nodes, ranks, places (in the order of AXES): ranges."""
+    """Consecutive ranks on one or more similar nodes that fill a box of the grid.
+
+    nodes, ranks, places (in the order of AXES): ranges.
+    """
 
     nodes: Range
     ranks: Range
@@ -40,7 +43,10 @@ def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -
 
 
 def boxes(topology: Topology) -> list[Box]:
-    """Return all ranks in order as few boxes: neighbours are joined within a node along any axis, then similar nodes along one."""
+    """Return all ranks in order as few boxes.
+
+    Neighbours are joined within a node along any axis, then similar nodes along one.
+    """
     found: list[Box] = []
     for node in range(topology.num_nodes):
         of_node = _of_node(topology, node)

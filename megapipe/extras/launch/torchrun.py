@@ -1,7 +1,8 @@
-"""torchrun's agent without its output: it forwards signals to the ranks and returns the exit code of the first rank that failed.
+"""torchrun's agent without its output: it forwards signals and returns the exit code of the first failed rank.
 
-torchrun itself prints a traceback after every failure, turns exit code 2 into 1, and answers a signal by killing the ranks 30 seconds
-later, even if they are still saving. Here a signal is only forwarded: the ranks decide when to exit and with what code.
+torchrun itself prints a traceback after every failure, turns exit code 2 into 1, and answers a signal by killing the
+ranks 30 seconds later, even if they are still saving. Here a signal is only forwarded: the ranks decide when to exit
+and with what code.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from megapipe.errors import CommunicationError, ConfigError
 from megapipe.extras.launch.forwarder import Forwarder
 
 LAST_LINES = 30  # of a log file, shown if nothing was printed
-GRACE_SECONDS = 2  # for the remaining ranks when one has failed: they cannot save, and their messages would add nothing (cli.failure)
+# for the remaining ranks when one has failed: they cannot save, and their messages would add nothing (cli.failure)
+GRACE_SECONDS = 2
 SAVING_SECONDS = 60  # for healthy ranks that are restarted because a node joined
 TOLD_BY_RANK = (1, 2, 3, 130)  # exit codes of a program that has printed its error
 FINAL = (2, 3, 130)  # of these, where a restart would not help: refused, no progress, interrupted twice
@@ -47,7 +49,10 @@ LOOPBACK, TORCHRUN_PORT = "127.0.0.1", 29500
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of the ranks of this node. message: an error that no rank could print itself, or empty. rank: the first that failed."""
+    """The end of the ranks of this node.
+
+    message: an error that no rank could print itself, or empty. rank: the first that failed.
+    """
 
     exit_code: int
     message: str = ""
@@ -55,7 +60,7 @@ class Outcome:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's arguments. Raises ConfigError where torchrun would print its usage; `--help` prints and exits."""
+    """Parse torchrun's arguments. Raises ConfigError where torchrun would print its usage; `--help` exits."""
     parser = get_args_parser()
     parser.prog = "megapipe launch"
     known = [flag for action in parser._actions for flag in action.option_strings]
@@ -89,9 +94,10 @@ def ranks_here(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -> Outcome:
-    """Run the script on all ranks of this node and wait for their end. num_threads: OMP_NUM_THREADS of a rank, if it is not set.
-    forwarder: entered; it forwards the signals that it receives to the ranks.
+    """Run the script on all ranks of this node and wait for their end.
 
+    num_threads: OMP_NUM_THREADS of a rank, if it is not set.
+    forwarder: entered; it forwards the signals that it receives to the ranks.
     On one node, without flags about the rendezvous, the ranks connect through a free port of the loopback device.
     """
     set_for_libraries(OMP_NUM_THREADS=num_threads)
@@ -122,8 +128,9 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
 
 
 def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = None) -> Outcome:
-    """Return the outcome from the exit codes of the ranks that failed or were terminated here, by global rank, first failure first.
+    """Return the outcome from the exit codes of the ranks that failed or were terminated here.
 
+    exit_codes: by global rank, first failure first.
     received: the signal that was forwarded to the ranks.
     """
     own = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
@@ -157,8 +164,9 @@ def free_port() -> int:
 class _Agent(LocalElasticAgent):
     """torchrun's agent, whose ranks are known to the forwarder and get GRACE_SECONDS once one of them has failed.
 
-    --max-restarts: not after a signal, nor if a restart would not help (FINAL). Ranks that are restarted because a node joined may save
-    first if they are all on this node: those of other nodes would take part, exit with code 0 and count as finished.
+    --max-restarts: not after a signal, nor if a restart would not help (FINAL). Ranks that are restarted because a node
+    joined may save first if they are all on this node: those of other nodes would take part, exit with code 0 and count
+    as finished.
     """
 
     def __init__(self, forwarder: Forwarder, spec: WorkerSpec, logs_specs: Any) -> None:
@@ -167,7 +175,7 @@ class _Agent(LocalElasticAgent):
         self._end = signal.SIGTERM, GRACE_SECONDS  # how ranks are ended
 
     def last_words(self, rank: int, local_rank: int) -> str:
-        """Return the end of a rank's log if its standard error went only to a file (--log-dir with --redirects), else nothing."""
+        """Return the end of a rank's log if its standard error went only to a file (--log-dir with --redirects)."""
         assert self._pcontext is not None
         path = self._pcontext.stderrs.get(local_rank, "")
         try:
@@ -239,7 +247,7 @@ def _worker_spec(config: LaunchConfig, command: Any, command_arguments: Sequence
 
 
 def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return torch's rendezvous handler; the static one gets a store that listens only on the job's network interface."""
+    """Return torch's rendezvous handler; the static one's store listens only on the job's network interface."""
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
     return _Static(handler) if isinstance(handler, StaticTCPRendezvous) else handler
 

@@ -118,7 +118,7 @@ def test_many_nodes_are_told_shortly() -> None:
     ("words", "message"),
     [
         (["--nnodes", "2", SCRIPT], "without --master-addr: every node would look for the others on itself"),
-        (["--nproc-per-node", "gpu", SCRIPT], "a dry run may not be: give the number"),
+        (["--nproc-per-node", "gpu", SCRIPT], "a dry run can be on another one"),
         (["--nproc-per-nod=x", "--foo", "1", SCRIPT], "unrecognized arguments: --foo"),
         (["--hosts", "n[1-2", SCRIPT], "expected names such as node1,node2 or node"),
         (["--hosts", "n[2-1]", SCRIPT], "'2-1' is neither a number nor a range"),
