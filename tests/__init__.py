@@ -1,1 +1,1 @@
-"""The tests mirror megapipe/. A test's name is its claim; processes are started only through `tests.harness`."""
+"""The tests mirror megapipe/. A test's name states its claim; processes are started only through `tests.harness`."""

@@ -1,4 +1,8 @@
-"""Options and markers of all tests: --all and --gpu, reproducible hypothesis draws, torchfree and alone by folder, cheapest tests first."""
+"""Options and markers of all tests.
+
+It adds --all and --gpu, makes hypothesis draws reproducible, marks tests as torchfree and alone by folder, and runs the
+cheapest tests first.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ TORCH_FREE_PATHS = (
     *(package.replace(".", "/") + "/" for package in TORCH_FREE),
     *(f"test_{package}.py" for package in (*TORCH_FREE, "import_rules")),
 )
-# tests that measure time or expect events within seconds: they do not run in parallel with other tests
+# tests that measure time or expect events within seconds; they do not run in parallel with other tests
 ALONE_FOLDERS = ("extras/calibrate/", "extras/doctor/", "faults/", "cuda/", "lab/", "launch/")
 ALONE_FILES = (
     "comm/test_store_exchange.py",
@@ -38,7 +42,7 @@ NOT_ALONE_FILES = ("launch/test_saved_model.py", "launch/test_scripts.py")
 for name, derandomize in (("everyday", True), ("seeded", False)):
     hypothesis.settings.register_profile(name, derandomize=derandomize, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
-# Tests that run only with --all, one node id (or its beginning) a line, behind the seconds that it took on two idle cores.
+# Tests that run only with --all: one node id (or its beginning) per line, after its seconds on two idle cores.
 LONG_TESTS = tuple(line.split(maxsplit=1)[1] for line in (TESTS / "long_tests.txt").read_text().splitlines())
 
 
@@ -57,12 +61,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def is_torchfree(path: Path) -> bool:
-    """True for a test file of a package that imports no torch."""
+    """Return True for a test file of a package that imports no torch."""
     return path.relative_to(TESTS).as_posix().startswith(TORCH_FREE_PATHS)
 
 
 def is_alone(path: Path) -> bool:
-    """True for a test file whose tests run alone."""
+    """Return True for a test file whose tests run alone."""
     place = path.relative_to(TESTS).as_posix()
     return place in ALONE_FILES or (place.startswith(ALONE_FOLDERS) and place not in NOT_ALONE_FILES)
 
@@ -75,7 +79,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Callable[[int], RankPool]]:
-    """Live ranks by world size, shared by the session: rank_pools(4).run(function, *args). For jobs without side effects on the process."""
+    """Yield a function that returns live ranks by world size: rank_pools(4).run(function, *args).
+
+    The session shares the ranks, so use them only for jobs without side effects on the process.
+    """
     from tests.harness import RankPool
 
     pools: dict[int, RankPool] = {}
@@ -86,13 +93,19 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
 
 @functools.cache
 def cuda_is_there() -> bool:
-    """Ask a child process, since a parent that has initialized CUDA cannot fork ranks."""
+    """Return True if a GPU is available.
+
+    A child process checks it, since a parent that has initialized CUDA cannot fork ranks.
+    """
     probe = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
     return subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == 0
 
 
 def cost_class(item: pytest.Item) -> int:
-    """0 import rules, 1 pure, 2 one process, 3 gloo ranks, 4 gpu, 5 slow."""
+    """Return the rank of a test in the order of cost.
+
+    0 import rules, 1 pure, 2 one process, 3 gloo ranks, 4 gpu, 5 slow.
+    """
     if item.path.name == "test_import_rules.py":
         return 0
     if item.get_closest_marker("slow"):
@@ -124,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were left out, and why."""
+    """Print how many tests were left out and why."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
         for report in terminalreporter.stats.get("skipped", [])

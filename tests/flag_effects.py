@@ -1,15 +1,16 @@
-"""The rows of tests/test_flag_effects.py: for each configuration field the flags that change it, and how its effect is seen.
+"""Rows of tests/test_flag_effects.py: for each configuration field, the flags that change it and the expected effect.
 
-A line: FIELD | FLAGS THAT CHANGE IT | HOW IT IS SEEN | FLAGS GIVEN TO BOTH RUNS | RANKS. `!--flag` takes a flag of the base away. In
-paths {tmp} is the run's own folder, {saved} holds checkpoints of steps 1 and 2 of the base, {A} and {B} are token files.
+Format: FIELD | FLAGS THAT CHANGE IT | EXPECTED EFFECT | FLAGS GIVEN TO BOTH RUNS | RANKS. `!--flag` removes a flag of
+the base. In paths {tmp} is the run's own folder, {saved} holds checkpoints of steps 1 and 2 of the base, {A} and {B}
+are token files.
 
-records      the run succeeds, and what it logs of its steps and evaluations is another
-outcome      exit code or messages are others
-said X       the run says X, and did not without the flags
-file X       a file X appears, and did not without the flags
-plan X       part X of the plan is another (nothing is run)
-saved_bytes  activations of another size are kept for the backward
-ranks X      of a step on two ranks X is another: losses, or the order of events, or of collectives over tp
+records      the run succeeds with different records of steps and evaluations
+outcome      exit code or messages differ
+said X       the run prints X, and did not without the flags
+file X       the run writes a file X, and did not without the flags
+plan X       part X of the plan differs (nothing is run)
+saved_bytes  the size of the activations kept for the backward differs
+ranks X      in a step on two ranks X differs: losses, or the order of events, or of collectives over tp
 NAME         a function of the test file
 """
 
@@ -86,15 +87,19 @@ parallel.context_parallel_size | --context-parallel-size 2 | said context parall
 parallel.num_virtual_stages_per_pipeline_rank | --num-virtual-stages-per-pipeline-rank 2 | plan placement | {PP} | 2
 parallel.num_layers_per_virtual_pipeline_stage | --num-layers-per-virtual-pipeline-stage 1 | plan placement | {PP} | 2
 parallel.pipeline_model_parallel_layout | --pipeline-model-parallel-layout Et|tttL | plan partition | {PP} | 2
-parallel.decoder_first_pipeline_num_layers | --decoder-first-pipeline-num-layers 1 | plan partition | {PP} --pipeline-balance even | 2
-parallel.decoder_last_pipeline_num_layers | --decoder-last-pipeline-num-layers 1 | plan partition | {PP} --pipeline-balance even | 2
-parallel.account_for_embedding_in_pipeline_split | --account-for-embedding-in-pipeline-split | plan partition | {PP} --num-layers 3 | 2
+parallel.decoder_first_pipeline_num_layers | --decoder-first-pipeline-num-layers 1 | plan partition | \
+{PP} --pipeline-balance even | 2
+parallel.decoder_last_pipeline_num_layers | --decoder-last-pipeline-num-layers 1 | plan partition | \
+{PP} --pipeline-balance even | 2
+parallel.account_for_embedding_in_pipeline_split | --account-for-embedding-in-pipeline-split | plan partition | \
+{PP} --num-layers 3 | 2
 parallel.account_for_loss_in_pipeline_split | --account-for-loss-in-pipeline-split | plan partition | {PP5} | 2
 parallel.pipeline_balance | --pipeline-balance even | plan partition | {PP} --vocab-size 4096 | 2
 parallel.pipeline_layer_times | --pipeline-layer-times {{tmp}}/times.json | layer_times | {PP} | 2
 parallel.pipeline_rank_speeds | --pipeline-rank-speeds 1 0.3 | plan partition | {PP} | 2
 parallel.pipeline_rank_memory | --pipeline-rank-memory 1.1e-4 1 | plan partition | {PP} | 2
-parallel.microbatch_group_size_per_virtual_pipeline_stage | --microbatch-group-size-per-virtual-pipeline-stage 3 | plan rows | {VPP} | 2
+parallel.microbatch_group_size_per_virtual_pipeline_stage | --microbatch-group-size-per-virtual-pipeline-stage 3 | \
+plan rows | {VPP} | 2
 parallel.pipeline_schedule | --pipeline-schedule gpipe | plan rows | {PP} | 2
 parallel.pipeline_memory_limit | --pipeline-memory-limit 1 | plan rows | {PP} --pipeline-schedule zb-auto | 2
 parallel.pipeline_receive_depth | --pipeline-receive-depth 3 | plan rows | {PP} | 2
@@ -121,8 +126,10 @@ recompute.recompute_num_layers | --recompute-num-layers 2 | saved_bytes | {FULL}
 recompute.recompute_keep_attention | --recompute-keep-attention | saved_bytes | {FULL} --attention-dropout 0
 recompute.recompute_modules | --recompute-modules mlp | saved_bytes | --recompute-granularity selective
 
-offload.cpu_offloading_num_layers | --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1 | plan memory | --num-layers 4
-offload.min_offloaded_tensor_size | --min-offloaded-tensor-size 1 | plan memory | --num-layers 4 --cpu-offloading-num-layers 3
+offload.cpu_offloading_num_layers | --cpu-offloading-num-layers 3 --min-offloaded-tensor-size 1 | plan memory | \
+--num-layers 4
+offload.min_offloaded_tensor_size | --min-offloaded-tensor-size 1 | plan memory | \
+--num-layers 4 --cpu-offloading-num-layers 3
 
 training.micro_batch_size | --micro-batch-size 1 | plan batch
 training.global_batch_size | --global-batch-size 8 | records
@@ -147,7 +154,8 @@ training.spike_rollback | --spike-rollback 1 | said (rollback 1) | {SAVE} --save
 training.spike_limit | --spike-limit 1 | said --spike-limit 1 | {SAVE} --save-interval 1 --lr 1e30 --spike-rollback 1
 training.spike_threshold | --spike-threshold 1e-9 | said (rollback 1) | {SPIKES} --spike-window 8 --spike-steps 1
 training.spike_window | --spike-window 8 | said (rollback 1) | {SPIKES} --spike-steps 1 --spike-threshold 1e-9
-training.spike_steps | --spike-steps 1 | said (rollback 1) | {SPIKES} --spike-window 8 --spike-steps 50 --spike-threshold 1e-9
+training.spike_steps | --spike-steps 1 | said (rollback 1) | \
+{SPIKES} --spike-window 8 --spike-steps 50 --spike-threshold 1e-9
 training.device | --device cuda | device
 
 optimizer.optimizer | --optimizer sgd | records
@@ -162,7 +170,8 @@ optimizer.lr_warmup_samples | --lr-warmup-samples 8 | records | {SAMPLES}
 optimizer.lr_warmup_init | --lr-warmup-init 1e-3 | records | --lr-warmup-iters 2
 optimizer.lr_wsd_decay_style | --lr-wsd-decay-style linear | records | {WSD}
 optimizer.lr_wsd_decay_iters | --lr-wsd-decay-iters 2 | records | {WSD}
-optimizer.lr_wsd_decay_samples | --lr-wsd-decay-samples 8 | records | {SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 12
+optimizer.lr_wsd_decay_samples | --lr-wsd-decay-samples 8 | records | \
+{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 12
 optimizer.weight_decay | --weight-decay 0.5 | records
 optimizer.start_weight_decay | --start-weight-decay 0.2 | records | {RAMP}
 optimizer.end_weight_decay | --end-weight-decay 0.9 | records | {RAMP}
@@ -172,7 +181,8 @@ optimizer.adam_beta1 | --adam-beta1 0.5 | records
 optimizer.adam_beta2 | --adam-beta2 0.5 | records
 optimizer.adam_eps | --adam-eps 0.01 | records
 optimizer.sgd_momentum | --sgd-momentum 0.5 | records | --optimizer sgd
-optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | {PP} --untie-embeddings-and-output-weights | 2
+optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | \
+{PP} --untie-embeddings-and-output-weights | 2
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
 optimizer.decoupled_lr | --decoupled-lr 0.1 | records
 optimizer.decoupled_min_lr | --decoupled-min-lr 0.05 | records | --decoupled-lr 0.1
@@ -188,13 +198,18 @@ precision.hysteresis | --hysteresis 1 | records | --fp16 --initial-loss-scale 1e
 precision.fp8_format | --fp8-format e4m3 | records | {FP8}
 precision.fp8_recipe | --fp8-recipe tensorwise | records | {FP8} --fp8 hybrid
 precision.fp8_margin | --fp8-margin 3 | records | {FP8} --fp8 hybrid
-precision.fp8_amax_history_len | --fp8-amax-history-len 2 | records | {FP8} --fp8 hybrid --fp8-amax-compute-algo max --lr 0.1
-precision.fp8_amax_compute_algo | --fp8-amax-compute-algo max | records | {FP8} --fp8 hybrid --fp8-amax-history-len 2 --lr 0.1
+precision.fp8_amax_history_len | --fp8-amax-history-len 2 | records | \
+{FP8} --fp8 hybrid --fp8-amax-compute-algo max --lr 0.1
+precision.fp8_amax_compute_algo | --fp8-amax-compute-algo max | records | \
+{FP8} --fp8 hybrid --fp8-amax-history-len 2 --lr 0.1
 precision.first_last_layers_bf16 | --first-last-layers-bf16 | records | {FP8} --fp8 hybrid
-precision.num_layers_at_start_in_bf16 | --num-layers-at-start-in-bf16 0 | records | {FP8} --fp8 hybrid --first-last-layers-bf16
-precision.num_layers_at_end_in_bf16 | --num-layers-at-end-in-bf16 0 | records | {FP8} --fp8 hybrid --first-last-layers-bf16
+precision.num_layers_at_start_in_bf16 | --num-layers-at-start-in-bf16 0 | records | \
+{FP8} --fp8 hybrid --first-last-layers-bf16
+precision.num_layers_at_end_in_bf16 | --num-layers-at-end-in-bf16 0 | records | \
+{FP8} --fp8 hybrid --first-last-layers-bf16
 
-kernels.transformer_impl | --transformer-impl transformer_engine | said pip install --no-build-isolation 'transformer_engine | !--device
+kernels.transformer_impl | --transformer-impl transformer_engine | \
+said pip install --no-build-isolation 'transformer_engine | !--device
 kernels.attention_impl | --attention-impl flash | said pip install --no-build-isolation flash-attn | !--device --bf16
 kernels.optimizer_impl | --optimizer-impl apex | said git clone https://github.com/NVIDIA/apex | !--device
 kernels.compile_pointwise | --compile-pointwise | said pointwise functions compiled | --skip-train
@@ -247,7 +262,8 @@ logging.profile | --profile | file ckpt/trace_rank_00000.json | {SAVE} --profile
 logging.profile_step_start | --profile-step-start 1 | said trace of steps 1 to 1 | {PROFILE} --profile-step-end 2
 logging.profile_step_end | --profile-step-end 2 | said trace of steps 0 to 1 | {PROFILE} --profile-step-end 1
 logging.profile_ranks | --profile-ranks 0 | said trace of steps | {PROFILE} --profile-ranks 1 --profile-step-end 1
-logging.profile_pipeline | --profile-pipeline | file ckpt/pipeline_profile_*.json | {SAVE} --profile-step-start 0 --profile-step-end 1
+logging.profile_pipeline | --profile-pipeline | file ckpt/pipeline_profile_*.json | \
+{SAVE} --profile-step-start 0 --profile-step-end 1
 logging.metrics_file | --metrics-file {{tmp}}/lines.jsonl | file lines.jsonl | !--metrics-file
 logging.sample_prompts | --sample-prompts 1 2 | said samples: | --tokenizer-type NullTokenizer --vocab-size 31
 logging.sample_tokens | --sample-tokens 1 | outcome | --tokenizer-type NullTokenizer --vocab-size 31 --sample-prompts 1

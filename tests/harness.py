@@ -4,13 +4,15 @@
     with RankPool(4) as pool:              four live ranks, a few milliseconds per job
         pool.run(function, *args)
 
-`function(rank, world_size, *args)` must be a module-level function; its arguments and results must be picklable (tensors are). Both calls
-return the results by rank. Every rank has torch.distributed initialized over gloo (if world_size > 1) and computes with one thread.
+`function(rank, world_size, *args)` must be a module-level function; its arguments and results must be picklable
+(tensors are). Both calls return the results by rank. Every rank has torch.distributed initialized over gloo (if
+world_size > 1) and computes with one thread.
 
-Workers are forked from a server that has imported torch and megapipe (tests/preload.py) and never computes. They use a FileStore for the
-rendezvous (no ports), redirect their output to a file that is shown if they fail, and end with os._exit. The first rank that raises ends the
-job with its traceback; the others stay alive until then, so that its error is not hidden by their errors about a lost peer. At the
-time limit the stacks of all ranks are dumped and shown. Only the workers import torch, not this file.
+Workers are forked from a server that has imported torch and megapipe (tests/preload.py) and never computes. They use a
+FileStore for the rendezvous (no ports), redirect their output to a file that is shown if they fail, and end with
+os._exit. The first rank that raises ends the job with its traceback; the others stay alive until then, so that its
+error is not hidden by their errors about a lost peer. At the time limit the stacks of all ranks are dumped and shown.
+Only the workers import torch, not this file.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ LOG_TAIL_CHARACTERS = 4000
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or hung. `rank`, `error_type` (the exception's class name; None if it died or hung), `error_text`, `report`."""
+    """An error of a rank that raised, died or hung.
+
+    Attributes: `rank`, `error_type` (the exception's class name; None if the rank died or hung), `error_text`,
+    `report`.
+    """
 
     def __init__(self, rank: int, error_type: str | None, error_text: str, report: str) -> None:
         super().__init__(report)
@@ -56,7 +62,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank sends back: the pickled value, or what it raised."""
+    """The answer of a rank: its pickled value, or its exception."""
 
     value: bytes | None
     error_type: str = ""
@@ -89,17 +95,19 @@ def run_ranks(
 ) -> list[Any]:
     """Run function(rank, world_size, *args) on fresh ranks and return the results by rank.
 
-    timeout: seconds for the whole job. may_die: ranks that may end their process themselves (their result is None): tests of a lost peer.
-    Raises RankFailure with the traceback of the first rank that raised, or the stacks of all when the time is up.
+    timeout: seconds for the whole job. may_die: ranks that may end their own process, for tests of a lost peer; the
+    result of such a rank is then None. Raises RankFailure with the traceback of the first rank that raised, or with the
+    stacks of all ranks after a timeout.
     """
     with RankPool(world_size, timeout=timeout) as pool:
         return pool.run(function, *args, may_die=may_die)
 
 
 class RankPool:
-    """Live ranks for many jobs. If a job fails, its ranks are killed and the next job gets fresh ones.
+    """Live ranks for many jobs.
 
-    Between jobs the process groups a job made are destroyed and the default seed and dtype are restored.
+    If a job fails, its ranks are killed and the next job gets fresh ones. Between jobs the process groups of a job are
+    destroyed and the default seed and dtype are restored.
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
@@ -123,7 +131,7 @@ class RankPool:
             self._start()
         try:
             for worker in self._workers:
-                with contextlib.suppress(BrokenPipeError):  # a rank that died at start is reported by _collect
+                with contextlib.suppress(BrokenPipeError):  # _collect reports a rank that died at start
                     worker.connection.send_bytes(job)
             answers = self._collect(self.timeout if timeout is None else timeout, frozenset(may_die))
         except BaseException:
@@ -193,8 +201,11 @@ class RankPool:
 
     def _died(self, worker: _Worker) -> RankFailure:
         worker.process.join(5)
-        head = f"rank {worker.rank} of {self.world_size} died with exit code {worker.process.exitcode} and without an answer"
-        stacks = worker.stacks.read_text() if worker.stacks.exists() else ""  # a crash handler wrote here
+        head = (
+            f"rank {worker.rank} of {self.world_size} died with exit code {worker.process.exitcode} and without "
+            f"an answer"
+        )
+        stacks = worker.stacks.read_text() if worker.stacks.exists() else ""  # written by a crash handler
         return RankFailure(worker.rank, None, head, f"{head}\n{stacks}{worker.shown_log()}")
 
     def _hung(self, timeout: float, answered: set[int]) -> RankFailure:
@@ -218,7 +229,10 @@ class RankPool:
 
 
 def _fork_server() -> Any:
-    """Return the multiprocessing context whose server has imported torch; its first process starts the server."""
+    """Return the multiprocessing context of the fork server, which has imported torch.
+
+    Its first process starts the server.
+    """
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
     # the server imports PRELOADED before it gets our sys.path
@@ -230,7 +244,10 @@ def _fork_server() -> Any:
 
 
 def _serve(rank: int, world_size: int, connection: Connection, folder: str, timeout: float, parent: int) -> None:
-    """Main function of a rank: redirect output, join the process group, run jobs until the parent closes the pipe, and end with os._exit."""
+    """Run a rank: redirect output, join the process group, and run jobs until the parent closes the pipe.
+
+    It ends with os._exit.
+    """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         with _rank_output(Path(folder) / f"rank{rank}.log"), (Path(folder) / f"rank{rank}.stacks").open("w") as stacks:
@@ -260,7 +277,7 @@ def _answer(job: bytes, rank: int, world_size: int, folder: str, timeout: float,
 
 
 def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: bool) -> None:
-    """Reset the rank: one thread, default dtype and seed, only the world's process group."""
+    """Reset the rank to one thread, default dtype and seed, and only the world's process group."""
     import torch
     import torch.distributed as dist
 
@@ -287,7 +304,10 @@ def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: b
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the test run ends, so that a hung rank does not outlive a killed run. Runs in a separate thread."""
+    """End this process when the test run ends, so that a hung rank does not outlive a killed run.
+
+    Runs in a separate thread.
+    """
     wait_for_end(parent)
     os._exit(1)
 

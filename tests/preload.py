@@ -1,6 +1,7 @@
-"""Imported once by the server that ranks are forked from, so that no rank pays for imports: torch, the test tools, all of megapipe.
+"""Imports for the server that ranks are forked from: torch, the test tools, all of megapipe.
 
-A module that cannot be imported is left to the test that needs it, where the error is shown.
+Ranks then start without importing anything. A module that cannot be imported is skipped; the test that needs it shows
+the error.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ for _name in (
     "numpy",
     "pytest",
     "hypothesis",
-):  # the first torch.optim imports _dynamo: 1 s
+):  # the first import of torch.optim imports _dynamo: 1 s
     importlib.import_module(_name)
 for _path in sorted((REPOSITORY / "megapipe").rglob("*.py")):
     if _path.name not in ("__init__.py", "__main__.py"):
         with contextlib.suppress(Exception):
             importlib.import_module(".".join(_path.relative_to(REPOSITORY).with_suffix("").parts))
 gc.collect()
-gc.freeze()  # what was imported is never collected: a rank that collects between jobs need not walk it, nor copy its pages
+# exclude the imports from garbage collection: a rank that collects between jobs then neither traverses nor copies them
+gc.freeze()

@@ -1,10 +1,11 @@
-"""Every configuration field is read somewhere outside megapipe.config: nothing that a user sets is ignored.
+"""Every configuration field is read somewhere outside megapipe.config, so no setting is ignored.
 
-How a read is recognised, from the syntax alone: an attribute access `x.name` whose x ends in the section (`plan.config.training.seed`,
-`config.training`), in a name that somewhere in the same file was annotated with the section's class (`training: TrainingConfig`)
-or assigned from such an expression (`flags = config.checkpoint`). Names are not followed between files or scopes, so a
-read can be missed (then write it plainly), and one can be invented only by a name that stands for two sections with a field of the same
-name. That a field not only is read but does something is what tests/test_flag_effects.py shows.
+A read is recognized by syntax alone: an attribute access `x.name` whose x ends in the section
+(`plan.config.training.seed`, `config.training`), in a name that the same file annotates with the section's class
+(`training: TrainingConfig`), or in a name assigned from such an expression (`flags = config.checkpoint`). Names are not
+followed between files or scopes. A read can therefore be missed (then write it more plainly), and a false one arises
+only if one name is used for two sections with a field of the same name. tests/test_flag_effects.py checks that each
+field also has an effect.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SECTION_OF_CLASS = {section_type.__name__: section for section, section_type in 
 
 
 def reads_of(source: str) -> set[tuple[str, str]]:
-    """(section, field) that a file reads."""
+    """Return the (section, field) pairs that a file reads."""
     tree = ast.parse(source)
     stands_for: dict[str, set[str]] = {section: {section} for section in section_types()}
     for name, section in annotated(tree):
@@ -39,7 +40,7 @@ def reads_of(source: str) -> set[tuple[str, str]]:
 
 
 def annotated(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name, section) of arguments and variables whose annotation is a section's class."""
+    """Yield (name, section) of arguments and variables whose annotation is a section's class."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.arg)
@@ -56,7 +57,7 @@ def annotated(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """(name, value) of every assignment, those of tuples one by one."""
+    """Yield (name, value) of every assignment; tuples are unpacked."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -69,7 +70,7 @@ def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def last_name(node: ast.AST) -> str:
-    """'training' of `plan.config.training`, '' for what is no name."""
+    """Return 'training' for `plan.config.training`, and '' for an expression that is not a name."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 

@@ -1,4 +1,4 @@
-"""Who this process is, from the variables of torchrun, SLURM, or neither."""
+"""Rank, world and node of this process, from the variables of torchrun, SLURM, or neither."""
 
 from __future__ import annotations
 
@@ -153,5 +153,5 @@ def test_a_library_variable_that_the_user_set_is_kept(monkeypatch: pytest.Monkey
     monkeypatch.delenv("MEGAPIPE_TEST_ONLY", raising=False)
     set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", MEGAPIPE_TEST_ONLY=1)
     changed = child_environment()
-    monkeypatch.setenv("MEGAPIPE_TEST_ONLY", "1")  # so that it is taken away again
+    monkeypatch.setenv("MEGAPIPE_TEST_ONLY", "1")  # registers the variable for removal after the test
     assert (changed["CUBLAS_WORKSPACE_CONFIG"], changed["MEGAPIPE_TEST_ONLY"]) == ("mine", "1")

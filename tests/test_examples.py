@@ -1,4 +1,4 @@
-"""The examples run, in one process and on several ranks, and compute the same."""
+"""The examples give the same results in one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "vision_transfor
 
 
 def run_example(rank: int, world_size: int, log: str) -> None:
-    """The script as it is, in a world that is already there; its printed lines go to the log."""
+    """Run the unmodified script in an existing world and write its printed lines to the log."""
     pipeline_module.start = lambda *_: World(rank, world_size, rank, "gloo", torch.device("cpu"), 60.0)
     pipeline_module.shutdown = lambda: None
     lines: list[str] = []

@@ -1,4 +1,7 @@
-"""Each flag changes something: one row of tests/flag_effects.py for every field of the configuration, each run with and without."""
+"""Each flag has an effect.
+
+tests/flag_effects.py has one row per configuration field; each row is run with and without its flags.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,10 @@ from tests.train.jobs import job_on_rank
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
-    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 --hidden-dropout 0 "
-    "--attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --log-interval 1 --device cpu --metrics-file {tmp}/metrics.jsonl"
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 --lr 1e-2 "
+    "--hidden-dropout 0 "
+    "--attention-dropout 0 --mock-data --num-workers 0 --eval-iters 1 --log-interval 1 --device cpu --metrics-file "
+    "{tmp}/metrics.jsonl"
 )
 TIMES = (
     "time",
@@ -79,7 +84,7 @@ def rows() -> list[Row]:
     found = []
     for line in TABLE.strip().splitlines():
         if line:
-            # a layout string has | without blanks around it
+            # a layout string contains | without blanks around it
             field, flags, seen, *rest = (part.strip() for part in re.split(r"\s\|(?=\s|$)", line))
             given, ranks = [*rest, "", ""][:2]
             found.append(Row(field, flags, seen, given, int(ranks or 1)))
@@ -87,7 +92,7 @@ def rows() -> list[Row]:
 
 
 def words(text: str) -> list[list[str]]:
-    """Flags with the words that follow them."""
+    """Split flags into lists of a flag and its values."""
     found: list[list[str]] = []
     for word in text.split():
         if word.lstrip("!").startswith("--"):
@@ -98,7 +103,7 @@ def words(text: str) -> list[list[str]]:
 
 
 class Case:
-    """One command line; what it plans and what it does, each found out when first asked for."""
+    """A command line with its plan and its run, both computed on first use."""
 
     def __init__(self, texts: list[str], folders: dict[str, Path], tmp: Path) -> None:
         flags: dict[str, list[str]] = {}
@@ -116,7 +121,7 @@ class Case:
 
     @cached_property
     def done(self) -> tuple[int, str]:
-        """Exit code, and what was said."""
+        """The exit code and the output."""
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             code = main(self.argv)
@@ -139,7 +144,7 @@ Pools = Callable[[int], RankPool]
 
 @dataclass(frozen=True)
 class Pair:
-    """The run without the flags, and the one with them."""
+    """A run without the flags, and one with them."""
 
     row: Row
     base: Case
@@ -197,7 +202,7 @@ def plan(pair: Pair, part: str) -> None:
 
 
 def layer_times(pair: Pair, _: str) -> None:
-    """A file that says the head takes as long as nine layers."""
+    """Write a file in which the head takes as long as nine layers, and check that it changes the cut."""
     made, one = pair.base.plan(2), PartCost(1.0, 2.0, 1.0, 1.0)
     file = pair.changed.argv[pair.changed.argv.index("--pipeline-layer-times") + 1]
     Path(file).write_text(to_json(LayerTimes(setting_of(made.config), PartCost(), (one,), one * 9)))
@@ -236,7 +241,7 @@ def steps_on_a_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, An
     step = trainer(runtime)
     losses = [step.run(step_microbatches(runtime, batch_rows(), index), Rates(1e-2, 0.0)).loss for index in range(2)]
     runtime.gather.finish()
-    # a collective is sorted by its launch: the moment at which it is done is chance
+    # collectives are sorted by launch, since completion times vary
     events = sorted((event.start_ns, event.name) for event in tracer.events)
     names = [name for _, name in events]
     return {"losses": losses, "events": names, "collectives": [name for name in names if name.startswith("tp ")]}
@@ -247,7 +252,7 @@ def ranks(pair: Pair, part: str) -> None:
     assert before[part] != after[part]
     if part == "events":
         assert before["losses"] == after["losses"]
-    if part == "collectives":  # GEMMs of other sizes round otherwise
+    if part == "collectives":  # GEMMs of other sizes round differently
         assert before["losses"] == pytest.approx(after["losses"], rel=1e-6)
 
 
@@ -283,7 +288,7 @@ def comparisons(pair: Pair, _: str) -> None:
     seen = []
     pair.monkeypatch.setattr(Copies, "differ", lambda self: seen.append(0) or False)
     assert pair.base.done[0] == 0 and not seen
-    assert pair.changed.done[0] == 0 and len(seen) == 1 + 3  # before the first step, after each
+    assert pair.changed.done[0] == 0 and len(seen) == 1 + 3  # before the first step and after each
 
 
 def extremes(pair: Pair, _: str) -> None:
@@ -368,7 +373,8 @@ SEEN: dict[str, Callable[[Pair, str], None]] = {
     function.__name__: function
     for function in (
         layer_times,
-        records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device, readers, manifest,
+        records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device,
+        readers, manifest,
         extremes, checkpoints, failing_save, wandb, snapshot, recorded_after,
     )
 }  # fmt: skip
@@ -377,7 +383,7 @@ ROWS = rows()
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What rows name in braces."""
+    """Create the folders and files that rows name in braces."""
     root = tmp_path_factory.mktemp("given")
     for name in "AB":
         random = np.random.RandomState(ord(name))
@@ -393,7 +399,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def bases() -> dict[str, Case]:
-    """Runs without the flags, by what else was given."""
+    """Return a cache of the runs without the flags, by the flags given to both runs."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Text for people: sizes, times, counts and tables."""
+"""Formatting of sizes, times, counts and tables for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from megapipe.formatting import bytes_text, count_text, duration_text, milliseco
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (10.05 * 1024, "10.1 KiB"), (999.6 * 1024, "0.98 MiB"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (10.05 * 1024, "10.1 KiB"),
+     (999.6 * 1024, "0.98 MiB"),
      (80 * 2**30, "80.0 GiB"), (141.2 * 2**30, "141 GiB"), (5 * 2**60, "5120 PiB")],
 )  # fmt: skip
 def test_bytes_have_three_digits(size: float, text: str) -> None:

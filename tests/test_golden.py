@@ -1,4 +1,7 @@
-"""Files of every kind that a user may have on disk, written by an earlier version (golden/make.sh), are read as they were then."""
+"""Golden files of every kind that a user may have on disk.
+
+They were written by an earlier version (golden/make.sh) and are still read correctly.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ SCHEDULES = {"1f1b": [], "interleaved": ["-v", "2"], "zb-v": ["-v", "2"], "dualp
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    """A copy of the files that a test may write into."""
+    """Copy the golden files to a folder that a test may write to."""
     return Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
 
 
@@ -53,7 +56,7 @@ def pretrain(folder: Path, *words: str) -> str:
 
 
 def steps(file: Path) -> dict[int, dict[str, Any]]:
-    """The last row of each step in a metrics file."""
+    """Return the last row of each step in a metrics file."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {row["step"]: row for row in rows if row["kind"] == "step"}
 
@@ -81,12 +84,12 @@ def test_a_run_resumes_after_its_rollback_with_its_saved_configuration(golden: P
     assert "step" in out and "account" in json.dumps(state)
     rollback = json.loads((golden / "run" / "rollbacks.json").read_text())[0]
     assert list(rollback["account"]["skipped_samples"][0]) == [rollback["first_sample"], rollback["past_sample"]]
-    # the rollback is in rollbacks.json alone, not in the checkpoint that the run went back to
+    # only rollbacks.json records the rollback, not the checkpoint that the run went back to
     assert '"rollbacks": 1' in json.dumps(state) and '"skipped_samples": [[12, 20]]' in json.dumps(state)
 
 
 def test_the_starts_of_a_killed_run_are_counted(golden: Path) -> None:
-    """A third restart of the same job without progress ends with code 3."""
+    """A third restart of the same job without progress ends with exit code 3."""
     words = [*MODEL, *DATA, *TRAINING, "--train-iters", "5", "--save", "killed"]
     path = golden / "killed" / "starts.json"
     written = json.loads(path.read_text())
@@ -98,7 +101,7 @@ def test_the_starts_of_a_killed_run_are_counted(golden: Path) -> None:
 
 
 def test_token_files_and_index_caches_are_found(golden: Path) -> None:
-    """Entries are named by a hash of their description, which holds place and time of the source: both are set to the copy's."""
+    """Entries are named by a hash of path and mtime of the source, so both are set to those of the copy."""
     for entry in list((golden / "cache").iterdir()):
         content = json.loads((entry / "description.json").read_text())
         description = json.loads(content["description"])
@@ -197,7 +200,7 @@ SAME_VALUES = ("check", "draw", "compare", "plan", "inspect_checkpoint", "inspec
 
 
 def without_sentences(value: Any) -> Any:
-    """The value with every string of several words replaced: wording may change, keys and numbers may not."""
+    """Replace every string of several words: wording may change, keys and numbers must not."""
     if isinstance(value, dict):
         return {key: without_sentences(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -206,7 +209,7 @@ def without_sentences(value: Any) -> Any:
 
 
 def keys(value: Any) -> Any:
-    """The keys of nested objects; of a list those of its first element."""
+    """Return the keys of nested objects; for a list, those of its first element."""
     if isinstance(value, dict):
         return {key: keys(inner) for key, inner in sorted(value.items())}
     return (
@@ -226,7 +229,7 @@ def test_json_output_has_the_keys_that_it_had(name: str, golden: Path) -> None:
     found, stored = json.loads(run(golden, *words)), json.loads((golden / "json" / f"{name}.json").read_text())
     if name in SAME_VALUES:
         assert without_sentences(found) == without_sentences(stored)
-    elif name == "doctor":  # what a host has varies
+    elif name == "doctor":  # these differ between hosts
         assert set(found) == set(stored) and [set(host) for host in found["hosts"]] == [set(stored["hosts"][0])]
     else:
         assert keys(found) == keys(stored)

@@ -1,4 +1,7 @@
-"""The harness itself: results by rank, the first traceback wins, a hang is shown and killed, a failed pool is rebuilt."""
+"""The test harness itself.
+
+Results come by rank, the first traceback is reported, hung ranks are shown and killed, and a failed pool is rebuilt.
+"""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Import rules and other rules about the source code, checked on its syntax trees; imports inside functions count too.
+"""Import rules and other rules about the source code, checked on its syntax trees, including imports inside functions.
 
 Every rule is also tested on a small violation, so that a check that detects nothing fails.
 """
@@ -46,7 +46,9 @@ LIVE_STATE = {
     "Environment",
 }
 STATE_WITH_A_REASON = {
-    "changes _work of megapipe.data.preprocess": "a worker process of multiprocessing has no other place for what its initializer made",
+    "changes _work of megapipe.data.preprocess": (
+        "a worker process of multiprocessing has no other place for what its initializer made"
+    ),
 }
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 READS_PICKLES = {  # readers of foreign checkpoints that call nothing (tests/extras/convert/test_crafted_pickles.py)
@@ -90,7 +92,10 @@ def dotted_name(path: Path) -> str:
 
 
 def package_of(module: str) -> str:
-    """Return the package of a module: 'comm' for megapipe.comm.groups, 'extras.cli' for megapipe.extras.cli.plan, '' for megapipe itself."""
+    """Return the package of a module.
+
+    'comm' for megapipe.comm.groups, 'extras.cli' for megapipe.extras.cli.plan, '' for megapipe itself.
+    """
     words = [*module.split("."), "", ""]
     return words[1] if words[1] != "extras" else ".".join(words[1:3]) if words[2] else ""
 
@@ -101,7 +106,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str, tuple[str, ...]]]:
-    """Yield (line, imported module, imported names) of all imports: in functions, under TYPE_CHECKING, through importlib."""
+    """Yield (line, imported module, imported names) of all imports.
+
+    Imports in functions, under TYPE_CHECKING and through importlib are included.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -126,7 +134,10 @@ def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Itera
 
 
 def modules_imported(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield (line, module) as imports_of, with `from megapipe import topology` and `from megapipe.comm import groups` resolved to modules."""
+    """Yield (line, module) of all imports.
+
+    `from megapipe import topology` and `from megapipe.comm import groups` are resolved to modules.
+    """
     for line, name, taken in imports_of(tree, module, is_package):
         submodules = [f"{name}.{word}" for word in taken if f"{name}.{word}" in modules() or name == "megapipe"]
         yield from ((line, submodule) for submodule in submodules)
@@ -151,7 +162,8 @@ def violations_of_levels(tree: ast.Module, module: str, is_package: bool = False
             allowed = package != REFERENCE and target in LEVELS and LEVELS[target] < LEVELS[package]
         if not allowed:
             violations.append(
-                f"{module}:{line} (level {LEVELS.get(package, 'none')}) imports {name} (level {LEVELS.get(target, 'none')})"
+                f"{module}:{line} (level {LEVELS.get(package, 'none')}) imports {name} (level "
+                f"{LEVELS.get(target, 'none')})"
             )
     return violations
 
@@ -204,7 +216,10 @@ def violations_of_environment(tree: ast.Module, module: str) -> list[str]:
 
 
 def violations_of_code_execution(tree: ast.Module, module: str) -> list[str]:
-    """Find pickle outside the restricted readers, torch's object collectives (which unpickle received data), shells and eval."""
+    """Find unsafe calls: pickle outside the restricted readers, shells, eval, and torch's object collectives.
+
+    Object collectives unpickle the data that they receive.
+    """
     violations = [
         f"{module}:{line} imports {name}"
         for line, name, _ in imports_of(tree, module)
@@ -358,7 +373,7 @@ def test_plan_half_names_no_torch() -> None:
 
 
 def test_importing_the_plan_half_leaves_torch_out() -> None:
-    """Import them in a fresh interpreter, which covers third-party packages too."""
+    """Import these packages in a fresh interpreter, which covers third-party packages too."""
     plan = [module for module in modules() if package_of(module) in ("", *TORCH_FREE)]
     code = (
         "import importlib, sys\n"
@@ -524,7 +539,10 @@ def test_planted_read_of_the_environment_is_seen(source: str) -> None:
 )
 def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
     assert violations_of_code_execution(ast.parse(source), "megapipe.train.loop")
-    harmless = "torch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\nsubprocess.run(['ls'])\nbroadcast_object(1, group)"
+    harmless = (
+        "torch.load(p, weights_only=True)\nnp.load(p, "
+        "allow_pickle=False)\nsubprocess.run(['ls'])\nbroadcast_object(1, group)"
+    )
     assert not violations_of_code_execution(ast.parse(harmless), "megapipe.train.loop")
 
 

@@ -32,7 +32,7 @@ def topologies(draw: st.DrawFn, largest_world: int = LARGEST_WORLD) -> Topology:
 
 
 def expected_groups(topology: Topology, axes: tuple[str, ...]) -> set[tuple[int, ...]]:
-    """By numpy: an array with one dimension an axis, the group's axes moved last."""
+    """Compute the groups with numpy: an array with one dimension per axis, the group's axes moved last."""
     slowest_first = topology.order.split("-")[::-1]
     grid = np.arange(topology.world_size).reshape([topology.size(axis) for axis in slowest_first])
     moved = [slowest_first.index(axis) for axis in slowest_first if axis in axes]

@@ -1,4 +1,4 @@
-"""The tiny model of the tests, as options and as flags, and a builder of configurations from options of all sections."""
+"""The tiny model of the tests, as options and as flags, and builders of configurations."""
 
 from __future__ import annotations
 

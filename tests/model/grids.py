@@ -40,7 +40,7 @@ SCALING = {"rotary_base": 300.0, "rope_scaling_factor": 4.0, "rope_original_max_
 
 
 def model_config(**options: Any) -> ResolvedModelConfig:
-    """A model of two small layers with a padded vocabulary and a position table longer than the sequence."""
+    """Build a model of two small layers with a padded vocabulary and a position table longer than the sequence."""
     sizes = {
         "num_layers": 2,
         "hidden_size": 24,
@@ -60,7 +60,7 @@ def model_config(**options: Any) -> ResolvedModelConfig:
 def reference(
     config: ResolvedModelConfig, seed: int = 3, dtype: torch.dtype = torch.float64, loss: TrainingConfig | None = None
 ) -> ReferenceGPT:
-    """The oracle with every parameter drawn, norms and biases too."""
+    """Build the reference model with every parameter drawn at random, including norms and biases."""
     fields = {field.name for field in dataclasses.fields(ReferenceConfig)}
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in fields}
     if loss is not None:
@@ -71,7 +71,7 @@ def reference(
 
 
 def local_slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
-    """The rows (or columns) that ParamSpec gives to this tp_rank."""
+    """Return the rows (or columns) that ParamSpec assigns to this tp rank."""
     dim = spec.slicing.dim or 0
     return torch.cat([whole.narrow(dim, i.start, i.stop - i.start) for i in spec.intervals(tp_rank, tp)], dim)
 
@@ -88,7 +88,7 @@ def make_stage(
     queue: WeightQueue | None = None,
     kernels: Kernels = TORCH,
 ) -> GPTStage:
-    """A stage (by default the whole model) whose parameters are slices of `weights`, global tensors by name."""
+    """Build a stage (by default the whole model) whose parameters are slices of `weights`, global tensors by name."""
     tp = tp or Group.alone("tp")
     stage = GPTStage(
         config,
@@ -136,7 +136,7 @@ class Expected:
 def reference_run(
     model: ReferenceGPT, microbatch: Microbatch, tp: int = 1, sequence_parallel: bool = False
 ) -> Expected:
-    """Loss and gradients of the reference, with the dropout masks that a grid of this tp size draws."""
+    """Return loss and gradients of the reference with the dropout masks that a grid of this tp size draws."""
     model.zero_grad()
     masks = None
     if microbatch.dropout_key is not None:
@@ -149,7 +149,7 @@ def reference_run(
 
 @dataclass(frozen=True)
 class GridMasks:
-    """The reference's dropout masks, put together from the slices that the tp ranks of a grid draw."""
+    """Dropout masks for the reference, assembled from the slices that the tp ranks of a grid draw."""
 
     config: ReferenceConfig
     key: DropoutKey
@@ -172,6 +172,9 @@ class GridMasks:
 
 
 def assert_equal(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
-    """Assert max|a - b| <= tolerance max|b|, or 1e-13 for gradients that are mathematically zero (a key norm's bias)."""
+    """Assert max|a - b| <= tolerance max|b|, or 1e-13 if that is larger.
+
+    The second bound is for gradients that are mathematically zero (a key norm's bias).
+    """
     difference, size = (actual - expected).abs().max().item(), expected.abs().max().item()
     assert difference <= max(tolerance * size, 1e-13), f"{name}: differs by {difference} of {size}"

@@ -1,8 +1,10 @@
-"""What a forward keeps for its backward, counted: the bytes of distinct storages that autograd saves, without parameters and inputs.
+"""Bytes of activations that a forward keeps for its backward.
 
-with SavedBytes(stage, microbatch_tensors) as saved:
-    loss = stage(microbatch)
-saved.total
+Distinct storages saved by autograd are counted, without parameters and inputs::
+
+    with SavedBytes(stage, microbatch_tensors) as saved:
+        loss = stage(microbatch)
+    saved.total
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from torch import Tensor, nn
 
 
 class SavedBytes:
-    """Counts through saved-tensor hooks. A storage that several operations save, or save as views, counts once, in full.
+    """A counter of saved bytes that uses saved-tensor hooks.
 
-    excluded: tensors that are there anyway: the microbatch, masks and tables made once.
+    A storage that several operations save, or save as views, counts once and in full.
+
+    excluded: tensors that exist anyway: the microbatch, and masks and tables computed once.
     """
 
     def __init__(self, module: nn.Module, excluded: Iterable[Tensor] = ()) -> None:
         self._excluded = {_storage(tensor) for tensor in (*module.parameters(), *excluded)}
         self._sizes: dict[int, int] = {}
         self._shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._alive: list[Tensor] = []  # so that no address is used twice
+        self._alive: list[Tensor] = []  # prevents reuse of an address
         self._hooks: Any = None
 
     def __enter__(self) -> SavedBytes:
@@ -49,7 +53,7 @@ class SavedBytes:
 
     @property
     def storages(self) -> list[str]:
-        """One line a storage, largest first, for messages."""
+        """One line per storage for messages, largest first."""
         order = sorted(self._sizes, key=lambda address: -self._sizes[address])
         return [
             f"{self._sizes[a]:>8} bytes, first saved as {list(self._shapes[a][0])} {self._shapes[a][1]}" for a in order

@@ -1,4 +1,4 @@
-"""Initial weights depend on the seed and the name, and on nothing else."""
+"""Initial weights depend only on the seed and the name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_stages_of_any_cut_draw_the_same_weights(cut: list[tuple[int, int]]) -> 
         for name, parameter in list(stage.named_parameters()):
             replace_parameter(stage, parameter, torch.nn.Parameter(draw(by_name[name], 0, 1, SEED)))
         for name, parameter in stage.named_parameters():
-            assert name not in held or torch.equal(held[name], parameter), name  # both ends of a tie
+            assert name not in held or torch.equal(held[name], parameter), name  # both ends of a tied weight
             held[name] = parameter
     assert held.keys() == {spec.name for spec in specs}
     for spec in specs:

@@ -1,4 +1,4 @@
-"""The storages that the planner lets travel, one by one, are those that autograd keeps."""
+"""Each storage that the planner offloads is one that autograd keeps."""
 
 from __future__ import annotations
 

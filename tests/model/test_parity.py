@@ -1,4 +1,4 @@
-"""The whole model in one stage, loss and every gradient, against the reference in fp64, option by option."""
+"""The whole model in one stage against the reference in fp64: loss and every gradient, option by option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says a stage keeps for its backward, against what autograd saves: equal to the byte, for every recompute option."""
+"""Planned bytes that a stage keeps for its backward equal those that autograd saves, for every recompute option."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Bytes that hooks saw in the forward, and new ones in the backward's replays; storages: one line each, for messages."""
+    """Bytes that hooks saw in the forward, and new bytes in the backward's replays.
+
+    storages: one line per storage, for messages.
+    """
 
     forward: int
     replayed: int
@@ -169,7 +172,7 @@ def planned(
 def test_a_stage_keeps_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
     config = model_config(num_layers=LAYERS, **SHAPES[shape])
     for part, name in CASES:
-        if name in KEEPS_ATTENTION and is_explicit(config):  # refused by the configuration
+        if name in KEEPS_ATTENTION and is_explicit(config):  # the configuration rejects this combination
             continue
         count = counted(config, PARTS[part], RECOMPUTES[name], DTYPES[dtype])
         plan = planned(config, PARTS[part], RECOMPUTES[name], dtype)
@@ -214,12 +217,12 @@ def test_documents_cost_what_the_plan_says(groups: int, qk_norm: bool, recompute
     )
     shape = shape_of(config, "fp64", RECOMPUTES[recompute], documents=documents)
     plan = stage_bytes(spec_of(config), shape, PARTS["whole"])
-    unseen = plan["rotary tables"]  # autograd's context holds it as an attribute
+    unseen = plan["rotary tables"]  # an attribute of autograd's context
     if recompute in (
         "core_attn",
         "uniform2",
         "uniform2_kept",
-    ):  # all layers replay their attention, from a closure that holds the mask
+    ):  # all layers replay their attention from a closure that holds the mask
         unseen += plan["document masks"]
     assert sum(plan.values()) - unseen == count.forward, f"{plan}\n" + "\n".join(count.storages)
 
@@ -244,7 +247,8 @@ def test_a_replay_makes_the_bytes_in_the_plan(shape: str, recompute: str, num_la
     part = StageLayers(0, num_layers, True, True)
     count = counted(config, part, RECOMPUTES[recompute], DTYPES[dtype], backward=True)
     shape = shape_of(config, dtype, RECOMPUTES[recompute])
-    unseen = 0  # the replay's output is handed to the linear behind it; hooks see it only where the backward of what made it needs it
+    # the replay passes its output to the next linear; hooks see it only if its producer needs it in its backward
+    unseen = 0
     if "mlp" in recompute:
         unseen = shape.tokens * config.feed_forward_size() * shape.element
     elif recompute == "core_attn" and is_explicit(config):
@@ -291,7 +295,7 @@ def test_what_waits_for_its_weight_gradient_has_the_bytes_in_the_plan(shape: str
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Every tensor that an object of megapipe's holds, functions and replays included."""
+    """Yield every tensor reachable from an object of megapipe, including functions and replays."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, (torch.nn.Module, str, int, float, type(None))):
         return

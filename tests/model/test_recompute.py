@@ -1,4 +1,7 @@
-"""Recompute changes bytes, not bits: loss and gradients with dropout on, whole and split backward."""
+"""Recomputation changes memory but no bits: loss and gradients with dropout, with whole and split backwards.
+
+Replays run the same kernels on the same shapes.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,7 @@ def test_each_segment_is_recomputed_once(
 
 
 class CountedKernels(TorchDispatchMode):
-    """How often attention kernels run, forward and backward."""
+    """A recorder of attention kernels that ran, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +121,7 @@ def test_what_attention_returned_is_freed_with_the_graph() -> None:
     with LiveBytes() as live:
         stage(make_microbatch(config)).loss_sum.backward()
     assert live.peak > 2 * parameters
-    assert live.now < 2.1 * parameters  # themselves, their gradients, tables
+    assert live.now < 2.1 * parameters  # parameters, their gradients, tables
 
 
 def test_a_librarys_kernel_is_kept_by_the_name_that_the_dispatcher_knows() -> None:

@@ -1,4 +1,7 @@
-"""The table in megapipe/model/block.py, counted: bytes that one layer keeps for its backward, for each recompute option."""
+"""The table in megapipe/model/block.py against the bytes that one layer saves for its backward.
+
+Every recompute option is counted.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ OPTIONS = {
 
 
 def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wide: int) -> int:
-    """What the table says of one layer. element: bytes of the model's dtype; wide: of at least fp32."""
+    """Compute the table's bytes of one layer.
+
+    element: bytes per element of the model's dtype. wide: the same for at least fp32.
+    """
     tokens = BATCH * SEQ
     assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
     heads, kv_heads, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
@@ -50,7 +56,7 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
     explicit = config.attn_logit_softcapping is not None or config.attention_dropout > 0
 
     total = 2 * tokens * (hidden * element + statistics)  # residual stream at the two norms
-    total += 2 * tokens * hidden * (config.hidden_dropout > 0)  # masks, one byte an element
+    total += 2 * tokens * hidden * (config.hidden_dropout > 0)  # masks, one byte per element
     total += (0 if "layernorm" in modules else 2) * tokens * hidden * element
     total += tokens * (q + 2 * kv) * element
     if config.qk_layernorm:
@@ -59,7 +65,7 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
         total += tokens * q * element
         if explicit:
             square = BATCH * heads * SEQ * SEQ
-            total += tokens * q * element * (heads > kv_heads)  # q in the order of its batched GEMM
+            total += tokens * q * element * (heads > kv_heads)  # q in the layout of its batched GEMM
             total += square * wide  # probabilities
             total += square * (wide if config.attn_logit_softcapping is not None else 0)  # tanh
             total += square * (
@@ -71,7 +77,7 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
         total += tokens * ffn * gates * element * (config.activation != "relu")
         total += tokens * ffn * element * ("activation" not in modules or config.activation == "relu")
     elif "layernorm" in modules:
-        total -= tokens * statistics  # the replay starts at the norm's input: its statistics are not kept either
+        total -= tokens * statistics  # the replay starts at the norm's input, so its statistics are not kept either
     return total
 
 

@@ -1,4 +1,4 @@
-"""Stages: names and shapes as declared, their composition equals one stage, inference, dtypes."""
+"""Stages: names and shapes match their declarations, their composition equals one stage, inference, dtypes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_stages_one_after_another_equal_the_reference(name: str, cut: str, docum
     microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
     expected = reference_run(model, microbatch)
     stages = [make_stage(config, dict(model.named_parameters()), layers=layers) for layers in CUTS[cut]]
-    hidden: list[Tensor] = []  # (input of each stage but the first), as a pipeline cuts the graph
+    hidden: list[Tensor] = []  # (input of each stage but the first), detached like messages of a pipeline
     outputs: list[Tensor] = []
     for stage in stages[:-1]:
         outputs.append(stage(*hidden[-1:], microbatch))
@@ -82,7 +82,7 @@ def test_stages_one_after_another_equal_the_reference(name: str, cut: str, docum
     assert_equal(loss.loss_sum, expected.loss_sum, "loss")
     grads: dict[str, Tensor] = {}
     for stage in stages:
-        for key, parameter in stage.named_parameters():  # both ends of a tie add up
+        for key, parameter in stage.named_parameters():  # the gradients of both ends of a tied weight are summed
             grads[key] = grads[key] + parameter.grad if key in grads else parameter.grad
     assert grads.keys() == expected.grads.keys()
     for key, grad in grads.items():
@@ -168,7 +168,7 @@ def test_slots_collect_what_autograd_would(name: str) -> None:
     slotted(microbatch).loss_sum.backward()
     assert sorted(ready) == sorted(
         key for key, slots in holders.items() if slots
-    )  # once each, a tied weight after both uses
+    )  # once each; a tied weight after both uses
     for key, parameter in slotted.named_parameters():
         total = main_grads[key] if parameter.grad is None else parameter.grad
         assert_equal(total, dict(plain.named_parameters())[key].grad, key)

@@ -1,5 +1,6 @@
-"""The model over two and four tp ranks against the reference in fp64: loss, and every gradient slice by slice as
-ParamSpec declares it.
+"""The model on two and four tp ranks against the reference in fp64.
+
+The loss and every gradient slice, as declared by ParamSpec, are compared.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ def pools() -> Iterator[dict[int, RankPool]]:
 def compared_tensors(
     rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, recompute: RecomputeConfig
 ) -> int:
-    """Run one rank's slice and compare, summing partial gradients as ParamSpec declares.
+    """Run one rank's slice, compare it with the reference, and return the number of tensors compared.
 
-    Return the number of tensors.
+    Partial gradients are summed as ParamSpec declares.
     """
     config = model_config(**options)
     model = reference(config)
@@ -80,7 +81,7 @@ def compared_tensors(
 def assert_gradients(
     stage: GPTStage, config: ModelConfig, expected: Expected, rank: int, world_size: int, sequence_parallel: bool
 ) -> int:
-    """Every gradient of this rank's slices, partial ones summed, is the reference's. Returns the number of tensors."""
+    """Assert that this rank's gradient slices, with partial ones summed, equal the reference's; return their number."""
     grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
     specs = {spec.name: spec for spec in model_parameters(config, sequence_parallel)}
     assert grads.keys() == specs.keys()

@@ -1,4 +1,4 @@
-"""Logits of a GPTStage equal those of transformers' own models with random weights, every model option, in fp32."""
+"""Logits of a GPTStage equal those of transformers' models with random weights, for every model option, in fp32."""
 
 from __future__ import annotations
 

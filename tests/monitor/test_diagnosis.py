@@ -1,4 +1,7 @@
-"""The rank that the others wait for is found, for hangs of any shape; a run that gets on is left alone."""
+"""Diagnosis of hangs of any shape.
+
+It finds the rank that the others wait for, and reports nothing while a run makes progress.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ def seen(
     patience: int = 1,
     answers: bool = True,
 ) -> Sighting:
-    """A rank that waits for a message of `peer`, or in collective (group, number), or that works. joined: collectives of group "g"."""
+    """Build the sighting of a rank that works or waits.
+
+    peer: the rank whose message it waits for. collective: (group, number) of the collective it waits in. joined: number
+    of collectives of group "g" that it has joined.
+    """
     wait, what, number = Wait.NOTHING, "", 0
     if peer is not None:
         wait, what = Wait.RECEIVE, "activation from stage 0 to 1"
@@ -46,7 +53,7 @@ def roster(size: int, *groups: tuple[int, ...]) -> Roster:
 
 @given(st.integers(2, 40), st.integers(0, 10**6), st.integers(1, 3))
 def test_the_roots_of_any_forest_of_waits_are_missing(size: int, seed: int, num_roots: int) -> None:
-    """Every rank but the roots waits, for a message or in a collective, for one nearer to a root."""
+    """Each rank except the roots waits, for a message or in a collective, for a rank nearer to a root."""
     choose = random.Random(seed)
     order = list(range(size))
     choose.shuffle(order)
@@ -59,7 +66,7 @@ def test_the_roots_of_any_forest_of_waits_are_missing(size: int, seed: int, num_
         target = choose.choice(order[:place])
         if choose.random() < 0.5:
             sightings[rank] = seen(rank, peer=target)
-        else:  # a group in which this rank alone has come to its place-th collective
+        else:  # a group of two in which only this rank has joined the collective
             pairs.append(tuple(sorted((rank, target))))
             sightings[rank] = seen(rank, collective=(f"g{len(pairs)}", 1))
     groups = {f"g{i + 1}": (pair,) for i, pair in enumerate(pairs)}

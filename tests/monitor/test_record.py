@@ -1,4 +1,4 @@
-"""Records: what is written is read, whatever the moment; a torn one is noticed."""
+"""Heartbeat records: a reader gets what was written at any moment, and detects a torn record."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_while_a_slot_is_damaged_the_record_before_it_counts(num_beats: int, byt
 
 
 def test_a_reader_sees_only_whole_records_while_another_thread_writes(tmp_path: Path) -> None:
-    """Each record carries one number four times."""
+    """The writer puts the same number into four fields of a record, and the reader checks that they agree."""
     heartbeat, path = Heartbeat(("world",)), tmp_path / "rank_00000"
     heartbeat.share(path)
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""From the times of all ranks to the slow rank: it is named, and no other, whatever the others' noise."""
+"""Detection of stragglers from the times of all ranks: the slow rank is named and no other, despite noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ TP_GROUPS = {"tp": [(0, 1), (2, 3), (4, 5), (6, 7)]}
 
 
 def paces(computing: list[float], **changes: dict[int, object]) -> list[RankPace]:
-    """Ranks that all have the same to do and wait for the rest of a step. changes: field -> {rank: value}."""
+    """Build ranks with equal work that wait for the rest of the step.
+
+    changes: field -> {rank: value}.
+    """
     found = []
     for rank, seconds in enumerate(computing):
         peers = tuple(other for other in range(len(computing)) if other != rank)

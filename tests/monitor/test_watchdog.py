@@ -1,4 +1,4 @@
-"""The watchdog across hosts: what comes over the exchange, who reports, and what is no hang."""
+"""The watchdog across hosts: heartbeats from the exchange, which rank reports, and what does not count as a hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_SECONDS = 0.4
 
 
 class OtherHost:
-    """An exchange behind which rank 1 lives, or has stopped to."""
+    """An exchange with another host, where rank 1 is alive or has stopped."""
 
     def __init__(self, heartbeat: Heartbeat, answers: bool, is_taken: bool = False) -> None:
         self.heartbeat, self.answers, self.is_taken = heartbeat, answers, is_taken
@@ -103,7 +103,7 @@ def test_a_rank_leaves_in_silence_when_another_host_has_told(tmp_path: Path) -> 
 def test_after_a_pause_of_the_whole_process_the_clock_starts_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after SIGSTOP and SIGCONT of the whole job: every record looks old."""
+    """The records look old on every rank, as after SIGSTOP and SIGCONT of the whole job."""
     exchange = OtherHost(Heartbeat(("world",)), True)
     heartbeat, _, ended, watchdog = watched(tmp_path, exchange)
     hang(heartbeat)

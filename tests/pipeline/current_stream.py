@@ -1,4 +1,4 @@
-"""What every stand-in for torch.cuda has in common: a current stream, and a context in which it is another."""
+"""The current stream and the stream context that all fakes of torch.cuda in these tests share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ Stream = TypeVar("Stream")
 
 
 class CurrentStream(Generic[Stream]):
-    """main: the stream that is current outside of all contexts."""
+    """A current stream and a context that changes it.
+
+    main: the current stream outside of all contexts.
+    """
 
     def __init__(self, main: Stream) -> None:
         self._current = main

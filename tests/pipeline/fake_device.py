@@ -1,4 +1,4 @@
-"""A device with streams and events on a clock of its own, in the place of torch.cuda: work takes the time that it is told to take."""
+"""A fake of torch.cuda with streams and events on a simulated clock: work takes a given time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from tests.pipeline.current_stream import CurrentStream
 
-LOOK_NS = 1_000  # that a look at the host's clock takes
-WAKING_NS = 5_000  # from the end of what the host waited for to its going on
+LOOK_NS = 1_000  # duration of one reading of the host's clock
+WAKING_NS = 5_000  # delay between the end of what the host waited for and its return
 
 
 class FakeStream:
-    """busy_until: on the host's clock."""
+    """A stream that is busy until `busy_until` on the host's clock."""
 
     def __init__(self) -> None:
         self.busy_until = 0
@@ -22,7 +22,11 @@ class FakeStream:
 
 
 class FakeDevice(CurrentStream[FakeStream]):
-    """drift: by how much its clock runs faster than the host's. `now` is the host's clock, in nanoseconds."""
+    """A device with one main stream and a simulated host clock.
+
+    drift: how much faster than the host's clock its own clock runs, as a fraction. `now` returns the host's clock in
+    nanoseconds.
+    """
 
     def __init__(self, drift: float = 0.0) -> None:
         self.host_ns, self.drift = 10**15, drift
@@ -38,7 +42,7 @@ class FakeDevice(CurrentStream[FakeStream]):
         return self.records_a_graph
 
     def launch(self, nanoseconds: int) -> None:
-        """Work on the current stream; the host does not wait."""
+        """Launch work on the current stream without blocking the host."""
         self._current.busy_until = max(self._current.busy_until, self.host_ns) + nanoseconds
 
     def Stream(self, device: Any = None) -> FakeStream:
@@ -50,7 +54,10 @@ class FakeDevice(CurrentStream[FakeStream]):
 
 
 class FakeEvent:
-    """at: when it came, on the host's clock, which nobody but a test knows."""
+    """An event of the fake device.
+
+    at: its time on the host's clock, which only the tests read.
+    """
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
@@ -66,7 +73,7 @@ class FakeEvent:
             self._device.host_ns = self.at + WAKING_NS
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        """fp32 milliseconds, as CUDA has them; both must have come."""
+        """Return fp32 milliseconds, like CUDA; both events must have completed."""
         assert self.at is not None and end.at is not None and max(self.at, end.at) <= self._device.host_ns, (
             "still under way"
         )

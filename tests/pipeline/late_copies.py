@@ -1,5 +1,7 @@
-"""Copies that run as late as the waits between streams allow, or those to the host as early: whoever waits too little reads what is not
-there."""
+"""Copies that run as late as the waits between streams allow, or, to the host, as early as possible.
+
+Code with a missing wait reads wrong data.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from tests.pipeline.current_stream import CurrentStream
 
 
 class Stream:
-    """What it is asked for is done when somebody waits for it, or at once where it is early. One that computes does everything at once."""
+    """A stream whose work runs only when something waits for it, or at once if it is early.
+
+    Work on the compute stream always runs at once.
+    """
 
     def __init__(self, cuda: LateCuda, name: str) -> None:
         self._cuda, self.name = cuda, name
@@ -52,7 +57,7 @@ class Stream:
 
 
 class LateCuda(CurrentStream[Stream]):
-    """The part of torch.cuda that deals with streams."""
+    """The stream functions of torch.cuda."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str, str]] = []
@@ -65,7 +70,10 @@ class LateCuda(CurrentStream[Stream]):
 
 
 class LateCopies(StreamCopies):
-    """A GPU's copies on those streams. early: those to the host come as soon as they may."""
+    """Copies of a GPU on streams that run late.
+
+    early: copies to the host run as soon as they are issued.
+    """
 
     def __init__(self, early: bool = False) -> None:
         self.cuda = LateCuda()

@@ -1,4 +1,4 @@
-"""Plain modules as pipeline stages, of another width at every boundary, and the same modules in one process."""
+"""Plain modules as pipeline stages, with a different width at every boundary, and the same modules in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Payload = dict[str, Tensor]
 
 
 class Plain(nn.Module):
-    """[rows, 3 + stage] -> [rows, 4 + stage]; with `tuples` also a factor a row, which is trained, and integers, which travel only."""
+    """A stage [rows, 3 + stage] -> [rows, 4 + stage].
+
+    With `tuples` it also takes and returns a factor per row, which is trained, and integers, which are only passed on.
+    """
 
     def __init__(self, stage: int, tuples: bool) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ def payloads(count: int) -> list[Payload]:
 
 
 def loss_of(output: Any, payload: Payload) -> Tensor:
-    """The integers count stages, so that a message that went astray is seen."""
+    """Return the loss; it depends on the integers, which count stages, so a misrouted message changes it."""
     if isinstance(output, Tensor):
         return (output * payload["factor"][:, None]).square().sum()
     x, factor, numbers = output
@@ -60,7 +63,7 @@ def loss_of(output: Any, payload: Payload) -> Tensor:
 
 
 def in_one_process(num_stages: int, count: int, tuples: bool) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
-    """Losses, and gradients of each stage's parameters, of the mean over microbatches."""
+    """Return the losses, and the gradients of each stage's parameters for the mean over microbatches."""
     modules = [Plain(stage, tuples) for stage in range(num_stages)]
     losses = []
     for payload in payloads(count):
@@ -82,5 +85,5 @@ def pp_group(rank: int, world_size: int, timeout_seconds: float = 30.0, tracer: 
 
 
 def merged(results: Sequence[tuple[Any, dict[int, Any]]]) -> dict[int, Any]:
-    """What every rank says about its stages."""
+    """Merge the ranks' results by stage."""
     return {stage: value for _, by_stage in results for stage, value in by_stage.items()}

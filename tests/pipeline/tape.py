@@ -1,11 +1,13 @@
-"""`TapeRecorder`: what a CUDA graph does, on a CPU.
+"""`TapeRecorder`: a CPU replacement for CUDA graphs that follows their rules.
 
-- While something is recorded nothing lasts: tensors that were there before get their values back, those that were made hold NaN.
-- A replay runs the recorded operations on the recorded memory, so that results lie where they lay. Python between them does not run.
-- Collectives of gloo stand for those of NCCL: a replay starts them again, and waits for them.
-- What reads a value on the host, or brings one from there, cannot be recorded.
-- Memory that nobody holds any more when a recording ends may be given to it: after each replay it holds NaN, whoever has written it since.
-- Memory that comes from outside and was given back is not read: that raises.
+- Recording has no lasting effect: existing tensors get their values back, new ones hold NaN.
+- A replay runs the recorded operations on the recorded memory, so results appear in the same tensors. Python code
+  between the operations does not run.
+- gloo collectives replace those of NCCL: a replay starts them again and waits for them.
+- Operations that read a value on the host, or copy one from it, cannot be recorded.
+- Memory that is unreferenced when a recording ends may be reused by it: it holds NaN after each replay, even if
+  something else has written to it.
+- Replaying a read of outside memory that has been freed raises an error.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ HOST = {
 
 
 class Memory:
-    """Storages, and whether anybody but the tapes holds them. One for a pool, one for what comes from outside."""
+    """Storages of a pool or of the memory outside, with counts of the tapes' own references to them."""
 
     def __init__(self) -> None:
         self.held: dict[int, UntypedStorage] = {}
         self._aliases: Counter[int] = Counter()
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory as a tensor of the tapes' own."""
+        """Return a tensor on the same memory that belongs to the tapes."""
         at = storage(tensor)
         if at not in self.held:
             self.held[at] = tensor.untyped_storage()
@@ -55,7 +57,7 @@ class Pool(Memory):
 
 
 class Tape(TorchDispatchMode):
-    """The operations inside `with tape:`."""
+    """A recording of the operations inside `with tape:`."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
@@ -63,8 +65,8 @@ class Tape(TorchDispatchMode):
         self._steps: list[
             tuple[Any, Any, Any, list[tuple[int, Tensor]]]
         ] = []  # operation, arguments, results to be written
-        self._before: dict[int, Tensor] = {}  # outside: storage -> what it held, as bytes
-        self._read: set[int] = set()  # outside
+        self._before: dict[int, Tensor] = {}  # outside memory: storage -> bytes before the recording
+        self._read: set[int] = set()  # outside memory
         self._collected: set[int] = set()  # by collectives
         self._freed: list[UntypedStorage] = []
 
@@ -72,7 +74,7 @@ class Tape(TorchDispatchMode):
         if func in HOST:
             raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
         if func is torch.ops.aten.copy_.default and storage(args[0]) in self._collected:
-            return func(*args, **(kwargs or {}))  # gloo's own, at the end of a reduce-scatter
+            return func(*args, **(kwargs or {}))  # internal to gloo, at the end of a reduce-scatter
         given = {storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and storage(leaf) not in self._pool.held:
@@ -82,12 +84,12 @@ class Tape(TorchDispatchMode):
         new = [(i, self._pool.alias(tensor)) for i, tensor in enumerate(results) if storage(tensor) not in given]
         if func.namespace == "c10d":
             self._collected |= given
-        if new or func._schema.is_mutable or func.namespace == "c10d":  # else it is a view
+        if new or func._schema.is_mutable or func.namespace == "c10d":  # otherwise it is a view
             self._steps.append((func, *tree_map(self._kept, (args, kwargs or {})), new))
         return result
 
     def end(self) -> None:
-        """Nothing has been computed, and what nobody holds is free."""
+        """Undo the recorded operations and collect the memory that is no longer referenced."""
         for at, before in self._before.items():
             if at in self._outside.held:
                 _bytes(self._outside.held[at]).copy_(before)
@@ -123,7 +125,10 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """pools: in the order in which they were asked for."""
+    """A recorder of tapes.
+
+    pools: in the order in which they were requested.
+    """
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []

@@ -1,4 +1,4 @@
-"""Times of events in streams on the host's clock, and of a row's actions, on a device that tells the truth about itself."""
+"""Event times in streams and times of a row's actions on the host's clock, against the true times of a fake device."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def clock_of(device: FakeDevice) -> EventClock:
 def test_an_events_time_is_told_on_the_hosts_clock_within_its_bound(drift: float) -> None:
     device = FakeDevice(drift)
     clock = clock_of(device)
-    device.launch(SECOND // 10)  # of the step before
+    device.launch(SECOND // 10)  # work of the previous step
     clock.begin()
     marks = []
     for milliseconds in (0, 1, 250, 500):
         device.launch(milliseconds * SECOND // 1000)
         marks.append(clock.mark())
     clock.end()
-    rounding = 100  # fp32 milliseconds, after a second
+    rounding = 100  # fp32 milliseconds, after one second
     assert clock.error_ns < 10_000
     for mark in marks:
         assert abs(clock.time_of(mark) - mark.event.at) <= clock.error_ns + rounding
@@ -67,7 +67,7 @@ def test_the_two_runtimes_tell_times_alike() -> None:
 
 
 class Computing(StageStreams):
-    """Each computation takes the device as long as its stage says."""
+    """Streams on which each computation occupies the device for the time of its stage."""
 
     def __init__(self, device: FakeDevice, nanoseconds: dict[int, int]) -> None:
         super().__init__(nanoseconds, CPU, device)
@@ -81,7 +81,7 @@ class Computing(StageStreams):
 
 
 def test_actions_have_the_times_of_their_streams_and_halves_of_a_pair_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dualpipe-v on one rank: both stages are here; stage 1 computes three times as long as stage 0."""
+    """dualpipe-v on one rank, which holds both stages; stage 1 computes three times as long as stage 0."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     device, took = FakeDevice(drift=1e-5), {0: SECOND // 100, 1: 3 * SECOND // 100}
     clock = clock_of(device)

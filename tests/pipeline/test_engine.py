@@ -1,4 +1,4 @@
-"""The engine runs any valid schedule, keeps no more than it must, and fails in a way that says why."""
+"""The engine runs any valid schedule, frees memory as early as possible, and reports errors clearly."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Linears(nn.Module):
 
 
 def split(schedule: Schedule, delay: int) -> Schedule:
-    """Every B cut into I and a W that comes `delay` backwards later, or at the end of the row."""
+    """Split every B into I and a W that runs `delay` backwards later, or at the end of the row."""
     rows = []
     for row in schedule.rows:
         cut: list[Action] = []
@@ -81,7 +81,10 @@ def split(schedule: Schedule, delay: int) -> Schedule:
 def run_linears(
     rank: int, world_size: int, chunks: int, count: int, delay: int | None
 ) -> tuple[tuple[list[Tensor], list[tuple[int, int]]], dict[int, list[Tensor]]]:
-    """delay: None for full backwards. Also returns (stage, weight gradients that have run) at each reduction."""
+    """Train the linears with full backwards, or with split ones if `delay` is given.
+
+    The result includes (stage, weight gradients that have run) at each reduction.
+    """
     schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", world_size, chunks, count)
     lowered = lower(schedule if delay is None else split(schedule, delay))
     validate(lowered)
@@ -133,7 +136,7 @@ def test_a_split_backward_gives_the_gradients_of_the_whole_one(
     for stage, tensors in expected.items():
         assert all(tensor.abs().sum() > 0 for tensor in tensors)
         assert all(torch.equal(a, b) for a, b in zip(found[stage], tensors, strict=True)), stage
-    for rank, ((_, reduced), _) in enumerate(cut):  # no weight gradient waits when a stage is reduced
+    for rank, ((_, reduced), _) in enumerate(cut):  # no weight gradient is pending when a stage is reduced
         assert sorted(reduced) == [(stage, 0) for stage in range(rank, 2 * chunks, 2)]
 
 
@@ -147,14 +150,14 @@ def test_both_directions_together_give_the_losses_and_gradients_of_one(
     )
     losses = one[-1][0][0]
     assert [len(reports) for (reports, _), _ in two] == [count // 2] + [0] * (ranks - 2) + [count // 2]
-    assert torch.equal(torch.stack(two[-1][0][0]), torch.stack(losses[::2]))  # even ones come down to the last rank
+    assert torch.equal(torch.stack(two[-1][0][0]), torch.stack(losses[::2]))  # the even ones end on the last rank
     assert torch.equal(torch.stack(two[0][0][0]), torch.stack(losses[1::2]))
     for stage, expected in merged(one).items():
         holders = [gradients for _, by_stage in two for held, gradients in by_stage.items() if held == stage]
         for whole, half, other in zip(expected, *holders, strict=True):
             assert half.abs().sum() > 0 and other.abs().sum() > 0
             assert (half + other - whole).abs().max() <= 1e-13 * whole.abs().max()
-    for rank, ((_, reduced), _) in enumerate(two):  # the last stage first on both of its ranks
+    for rank, ((_, reduced), _) in enumerate(two):  # the last stage comes first on both of its ranks
         assert reduced == [(stage, 0) for stage in sorted((rank, ranks - 1 - rank), reverse=True)]
 
 
@@ -172,7 +175,10 @@ def test_dualpipe_v_gives_the_losses_and_gradients_of_interleaved(
 
 
 class Watched(nn.Module):
-    """A linear whose output nothing saves; writes down, at each forward, how many of its outputs are still in memory."""
+    """A linear whose output nothing saves.
+
+    It records, at each forward, how many of its outputs are still alive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +195,9 @@ class Watched(nn.Module):
 
 
 def watch_outputs(rank: int, world_size: int, count: int, in_flight: int) -> tuple[list[int], int, int]:
-    """(outputs alive at each forward, the most microbatches live, outputs alive after the step) of this rank."""
+    """Return this rank's counts: (outputs alive at each forward, maximum of live microbatches, outputs alive at the
+    end).
+    """
     schedule = build_lowered("gpipe", world_size, 1, count)
     module = Watched()
     runner = StageRunner(module)
@@ -205,12 +213,12 @@ def watch_outputs(rank: int, world_size: int, count: int, in_flight: int) -> tup
 def test_outputs_are_freed_once_sent_while_their_graphs_live_on(rank_pools: Callable[[int], RankPool]) -> None:
     for num_alive, num_live, after in rank_pools(2).run(watch_outputs, 8, 2):
         assert num_live == 8
-        assert max(num_alive) <= 2  # those on their way
+        assert max(num_alive) <= 2  # those being sent
         assert after == 0
 
 
 def peak(rank: int, world_size: int, name: str, chunks: int, count: int) -> int:
-    """The most microbatches live on this rank, over all its stages."""
+    """Return the maximum of live microbatches on this rank, over all its stages."""
     schedule = build_lowered(name, world_size, chunks, count)
     runners = {stage: StageRunner(Plain(stage, tuples=False)) for stage in schedule.placement.stages_of(rank)}
     most = 0
@@ -244,7 +252,7 @@ def test_as_many_microbatches_live_as_the_schedule_says(
 
 
 class Broken(Plain):
-    """Raises in the forward of its second microbatch."""
+    """A stage that raises in the forward of its second microbatch."""
 
     def forward(self, *inputs: Any) -> Any:
         if torch.equal(inputs[-1]["x"], payloads(2)[1]["x"]):
@@ -323,7 +331,7 @@ def test_the_trace_tells_every_action_in_order_within_the_row() -> None:
 
 
 class Half(nn.Module):
-    """Uses the second of its two inputs only."""
+    """A stage that uses only the second of its two inputs."""
 
     def forward(self, unused: Tensor, used: Tensor, payload: Any) -> Tensor:
         return used * 3.0
@@ -344,7 +352,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 class Scaled(nn.Module):
-    """One number that several versions share a module for."""
+    """A module whose single parameter is exchanged between weight versions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +363,10 @@ class Scaled(nn.Module):
 
 
 class Versions:
-    """Weights of one's own for the engine: version t is the number t + 1. log: what was asked, in order."""
+    """Weight versions for the engine: version t has the value t + 1.
+
+    log: the engine's calls in order.
+    """
 
     def __init__(self, module: Scaled, late: int) -> None:
         self.module, self.late, self.newest = module, late, 0
@@ -387,7 +398,7 @@ def test_a_row_with_updates_runs_every_forward_and_backward_with_its_version(
     rank_pools: Callable[[int], RankPool],
 ) -> None:
     (_, first_log, first_grads), (losses, last_log, last_grads) = rank_pools(2).run(run_versions)
-    assert losses == [1 * 1, 1 * 2, 2 * 3, 3 * 4]  # first stage one update late, last one not
+    assert losses == [1 * 1, 1 * 2, 2 * 3, 3 * 4]  # the first stage is one update late, the last one is not
     assert last_log == [line for k in range(4) for line in (f"{k} uses {k}", f"{k} uses {k}", f"update {k}")]
     assert first_log[:5] == ["0 uses 0", "1 uses 0", "0 uses 0", "update 0", "2 uses 1"]
     assert first_grads == [1 + 2, 3, 4, None, None], (

@@ -1,4 +1,4 @@
-"""Graphs of single stages, with tapes in the place of CUDA graphs; whole steps are in tests/train/test_graphs.py."""
+"""Graphs of single stages, with tapes in place of CUDA graphs; tests/train/test_graphs.py tests whole steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGE = (MessageSpec((3, 1, WIDTH), torch.float64),)
 
 
 class Middle(nn.Module):
-    """One linear with a main gradient, times what the microbatch brings."""
+    """A linear with a main gradient; its output is multiplied by a value of the microbatch."""
 
     def __init__(self, queue: WeightQueue) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def example(**payload: Any) -> Example:
 
 
 def values(seed: int) -> tuple[Tensor, dict[str, Any], Tensor]:
-    """A message, a microbatch, a gradient."""
+    """Return a message, a microbatch and a gradient."""
     draw = torch.Generator().manual_seed(seed)
     x, factor, gradient = (
         torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -68,7 +68,7 @@ def values(seed: int) -> tuple[Tensor, dict[str, Any], Tensor]:
 
 
 def expected(*seeds: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Outputs, input gradients and the sum of weight gradients, without graphs."""
+    """Return outputs, input gradients and the sum of the weight gradients, computed without graphs."""
     module, graphs = middle()
     outputs: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -98,7 +98,7 @@ def test_two_slots_in_any_order_give_what_two_microbatches_give(splits: bool) ->
         torch.testing.assert_close(outputs[seed], want_outputs[seed - 1])
         torch.testing.assert_close(
             gradients[seed], want_gradients[seed - 1]
-        )  # those of 1 too, whose slot 3 has used since
+        )  # those of microbatch 1 too, because microbatch 3 has reused its slot
     torch.testing.assert_close(module.main_grad, want)
     assert module.calls == calls
 

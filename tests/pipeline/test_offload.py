@@ -1,4 +1,4 @@
-"""Units of activations on their way to the host and back: what waits for what, and what happens out of order."""
+"""Units of offloaded activations: which copy waits for what, and what happens out of order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Log = list[tuple[str, str, str]]
 
 
 class Rank:
-    """One stage of four groups, each tanh(w x), on a row, with copies that come as late as they may."""
+    """A row with one stage of four groups, each tanh(w x), and with copies that run as late as possible."""
 
     def __init__(self, row: str, min_elements: int = 1, early: bool = False) -> None:
         self.actions = [parse_action(word) for word in row.split()]
@@ -68,13 +68,14 @@ def test_copies_wait_for_what_computes_and_what_computes_for_copies() -> None:
     rank.row.begin()
     outputs = [rank.forward(f"0F{number}", x) for number in range(2)]
     left: Log = [("out", "waits for", "compute"), ("compute", "waits for", "out"), ("out", "copies", "")]
-    # of two groups: a copy is waited for when the group after the next begins
+    # two groups: a copy is waited for when the group after the next begins
     assert rank.log[:6] == [left[0], left[0], *left[1:], left[0], left[1]]
     rank.backward("0B0", outputs[0])
     rank.log.clear()
     rank.backward("0B1", outputs[1])
     came: Log = [("compute", "waits for", "in"), ("in", "copies", "")]
-    # the first unit has begun to come in the action before; at each moment the next one begins before this one is waited for
+    # loading of the first unit begins in the previous action; each later load begins before the current one is waited
+    # for
     assert rank.log == (GROUPS - 1) * [("in", "waits for", "compute"), *came] + came
     for weight, expected in zip(rank.weights, plain(x), strict=True):
         assert weight.grad is not None
@@ -107,7 +108,7 @@ def test_what_is_saved_several_times_is_moved_once_and_small_tensors_and_paramet
             x = x * 2
             return (
                 x * weight + x.view(20).sin().view(4, 5) + x * stays + x[0].exp()
-            )  # keep x three times, once as a view, and an output
+            )  # these keep x three times, once as a view, and one output
 
         with rank.acting("0F0"):
             rank.offload.run(0, 0, several, torch.randn(4, 5, requires_grad=True), [weight, stays])

@@ -1,4 +1,7 @@
-"""A pipeline of plain modules computes what the same modules compute in a row, to the bit."""
+"""A pipeline of plain modules computes bit-identically what the same modules compute in sequence.
+
+Pipeline and sequence run the same kernels on the same shapes.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def make(rank: int, world_size: int, chunks: int, schedule: str, tuples: bool) -
 def train(
     rank: int, world_size: int, chunks: int, schedule: str, count: int, tuples: bool
 ) -> tuple[tuple[list[Tensor], list[Tensor], list[Tensor]], dict[int, list[Tensor]]]:
-    """Evaluate, train a step on fewer microbatches, then the step that counts: runs leave nothing to each other."""
+    """Evaluate, train a step on fewer microbatches, then train and evaluate again.
+
+    Each run must be independent of the ones before it.
+    """
     pipeline = make(rank, world_size, chunks, schedule, tuples)
     evaluated = pipeline.evaluate(payloads(count))
     pipeline.train_step(payloads(1))

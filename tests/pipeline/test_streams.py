@@ -1,4 +1,4 @@
-"""The order in which `StageStreams` lets streams wait for one another, on streams that write it down."""
+"""The order in which `StageStreams` makes streams wait for each other, on fake streams that log it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Log = list[tuple[str, ...]]
 
 
 class FakeStream:
-    """Its name, and what is launched on it, in a log."""
+    """A stream that logs its name and what is launched on it."""
 
     def __init__(self, name: str, log: Log) -> None:
         self.name, self._log = name, log
@@ -24,7 +24,7 @@ class FakeStream:
 
 
 class FakeCuda(CurrentStream[FakeStream]):
-    """The part of torch.cuda that deals with streams."""
+    """The stream functions of torch.cuda."""
 
     def __init__(self) -> None:
         self.log: Log = []
@@ -97,7 +97,7 @@ def test_what_another_stream_made_is_kept_until_the_computation_that_uses_it_is_
 def test_the_engine_runs_both_halves_of_each_pair_on_the_streams_of_their_stages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """dualpipe-v on one rank: both stages are here, no messages."""
+    """dualpipe-v on one rank, which holds both stages: there are no messages."""
     cuda, streams = fakes()
     used: list[str] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: used.append(stream.name))

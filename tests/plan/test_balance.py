@@ -1,4 +1,4 @@
-"""Cuts by measured times, for ranks of unequal speed and within a memory; the file of measured times."""
+"""Cuts by measured layer times, for ranks of unequal speed and limited memory, and the file of layer times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ ONE = PartCost(1.0, 2.0, 1.0, 1.0)
 
 
 def times_file(folder: Path, config: Config, head: float = 0.0, layers: tuple[PartCost, ...] = (ONE,)) -> str:
-    """Layers of one second each (a backward two), a head of `head` layers; measured for `config`."""
+    """Write a file of layer times measured for `config` and return its path.
+
+    Each layer has one forward second and two backward seconds by default; the head takes as long as `head` layers.
+    """
     plan = resolve(config, config.parallel.pipeline_model_parallel_size)
     path = folder / "times.json"
     path.write_text(
@@ -44,7 +47,7 @@ def test_measured_times_decide_the_cut_and_are_the_clock(tmp_path: Path) -> None
     plan = resolve(wish(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file), 2)
     assert plan.partition.layer_counts == (6, 2)
     assert plan.stage_costs.seconds[1, Op.F] == 6.0
-    assert expected_bubble(plan, 8).idle_seconds == pytest.approx(18.0)  # one fill of 1F1B: F + B of a rank
+    assert expected_bubble(plan, 8).idle_seconds == pytest.approx(18.0)  # the fill of 1F1B: F + B of a rank
     by_flops = resolve(
         wish(pipeline_model_parallel_size=2, global_batch_size=16, pipeline_layer_times=file, pipeline_balance="flops"),
         2,
@@ -63,7 +66,7 @@ def test_layers_that_differ_may_be_written_with_counts(tmp_path: Path) -> None:
     plan = resolve(wish(pipeline_model_parallel_size=4, global_batch_size=16, pipeline_layer_times=str(file)), 4)
     assert (
         max(plan.stage_costs.seconds[stage, Op.F] for stage in range(4)) == 4.0
-    )  # of 1, 1, 1, 1, 2, 2, 2, 2 on contiguous stages
+    )  # contiguous stages of layers that take 1, 1, 1, 1, 2, 2, 2, 2
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_a_slow_rank_gets_fewer_layers_and_the_step_is_as_the_speeds_say() -> No
     assert (equal.partition.layer_counts, mixed.partition.layer_counts) == ((6, 6), (8, 4))
     layer = 3 * equal.layer_costs.layers[0].forward
     head = 3 * equal.layer_costs.head.forward
-    # 16 microbatches on the busier rank, and one fill by the other
+    # 16 microbatches on the busier rank, plus the fill by the other one
     busy, other = sorted([8 * layer, 2 * (4 * layer + head)], reverse=True)
     assert step_of_costs(mixed, mixed.layer_costs, mixed.partition) == pytest.approx(16 * busy + other, rel=1e-6)
     slowed = step_of_costs(mixed, mixed.layer_costs, equal.partition)
@@ -167,7 +170,7 @@ def test_speeds_of_ranks_reach_every_kind_of_schedule(schedule: str) -> None:
     count = equal.batch.full // equal.batch.samples_per_microbatch
     steps = [sum(expected_bubble(plan, count)) for plan in (equal, mixed)]
     assert steps[1] > 1.1 * steps[0]
-    if schedule != "dualpipe":  # there both ranks hold everything
+    if schedule != "dualpipe":  # with dualpipe both ranks hold everything
         held = [
             sum(mixed.partition.layer_counts[stage] for stage in mixed.placement.stages_of(rank)) for rank in (0, 1)
         ]

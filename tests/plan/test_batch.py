@@ -1,4 +1,4 @@
-"""The global batch over a run, with and without ramp-up."""
+"""The global batch size during a run, with and without ramp-up."""
 
 from __future__ import annotations
 

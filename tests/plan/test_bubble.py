@@ -1,4 +1,4 @@
-"""The bubble a run is told to expect: with the barrier of the norm, and without it."""
+"""The expected bubble of a run, with and without the barrier of the gradient norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What collectives in chunks leave exposed, predicted for a machine whose GEMMs take the time of their FLOPs."""
+"""Exposed time of chunked collectives, predicted for a machine whose GEMM times are proportional to their FLOPs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = model_spec(resolve_model(gpt(48, 6144, 64), TP), PrecisionConfig())
 def of(
     chunks: CommChunks, rate: float, sequence_parallel: bool = True, recompute: RecomputeConfig | None = None
 ) -> tuple[OpSeconds, OpSeconds, float]:
-    """(a layer, the head, seconds on the wire of one collective of hidden states)"""
+    """Return (seconds of a layer, seconds of the head, transfer seconds of one collective of hidden states)."""
     shape = RankShape(1, 2048, "bf16", TP, sequence_parallel, recompute or RecomputeConfig(), chunks=chunks)
     wire, link = shape.tokens * 6144 * 2 * (TP - 1) / TP / rate, Link(rate, LATENCY)
     return layer_seconds(MODEL.layers[0], shape, SMOOTH, link), head_seconds(MODEL, shape, SMOOTH, link), wire
@@ -68,7 +68,7 @@ def test_a_forward_that_is_computed_again_gains_again() -> None:
 
 
 def test_many_chunks_cost_what_small_gemms_and_latencies_do() -> None:
-    """At the shares of a real card, a chunk of some tokens wastes more than it hides."""
+    """With the efficiency curve of a real GPU, a chunk of a few tokens costs more than it hides."""
     hardware = hardware_named("h100")
     shapes = [RankShape(1, 2048, "bf16", TP, True, chunks=CommChunks(count, count)) for count in (4, 256)]
     few, many = (layer_seconds(MODEL.layers[0], shape, hardware, hardware.node) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Cuts from the flags, and what every plan that resolve() makes must have: all layers, all parameters, once."""
+"""Cuts from the flags, and a property of every resolved plan: it has each layer and each parameter exactly once."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from tests.plan.test_resolve import wish
         ({"num_layers": 5}, (3, 2)),
     ],
     ids=[
-        "layout_of_5_stages", "layout", "layout_with_chunks_and_an_empty_stage", "layout_of_5_stages_again", "first", "last",
-        "first_and_last", "first_with_chunks", "embedding_and_loss", "embedding", "loss", "layers_a_stage", "even", "by_cost",
+        "layout_of_5_stages", "layout", "layout_with_chunks_and_an_empty_stage", "layout_of_5_stages_again", "first",
+        "last",
+        "first_and_last", "first_with_chunks", "embedding_and_loss", "embedding", "loss", "layers_a_stage", "even",
+        "by_cost",
     ],
 )  # fmt: skip
 def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tuple[int, ...] | None) -> None:
@@ -65,7 +67,7 @@ def test_a_cut_that_would_drop_layers_is_refused(fields: dict[str, object], mess
 
 @st.composite
 def wishes(draw: st.DrawFn) -> dict[str, object]:
-    """A small model, a grid, and one way to cut; about half of them can be planned."""
+    """Draw a small model, a grid, and one way to cut; about half of the draws are valid."""
     fields = {
         "num_layers": draw(st.integers(1, 13)),
         "tensor_model_parallel_size": draw(st.sampled_from([1, 2, 4])),
@@ -102,7 +104,7 @@ def wishes(draw: st.DrawFn) -> dict[str, object]:
     return fields | draw(st.sampled_from(ways))
 
 
-resolved: list[int] = []  # stages of each plan that was made: the property must not hold for want of plans
+resolved: list[int] = []  # stages of each valid plan: the property must not pass for lack of plans
 
 
 @settings(max_examples=90)

@@ -38,7 +38,7 @@ def test_the_head_of_the_small_benchmark_model_weighs_2_3_layers() -> None:
 def test_full_recompute_that_keeps_attention_computes_all_but_its_products_again() -> None:
     model = gpt(num_layers=2, hidden_size=256, num_attention_heads=4, seq_length=512, vocab_size=1000)
     full, kept = (RecomputeConfig("full", "uniform", 1, recompute_keep_attention=keeps) for keeps in (False, True))
-    attention = 4.0 * 512 * 256  # q k^T and the product with v, a token
+    attention = 4.0 * 512 * 256  # q k^T and the product with v, per token
     spared = recomputed_flops(model, full, 3, causal=False) - recomputed_flops(model, kept, 3, causal=False)
     assert spared == pytest.approx(3 * 512 * 2 * attention)
     replays = [flop_costs(spec_of(model), 512, each).layers[0].replay for each in (full, kept)]

@@ -1,4 +1,4 @@
-"""fp8 in the plan: rates of the linears' GEMMs alone, what casts move, copies of weights, and layers left in bf16."""
+"""fp8 in the plan: faster GEMMs in the linears only, bytes moved by casts, weight copies, and layers left in bf16."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_card_without_fp8_is_refused_with_a_way_out() -> None:
 
 
 def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where GEMMs run at the peak whatever their size, and casts are free: half the time, less than that for no part."""
+    """With GEMMs always at peak rate and free casts, fp8 halves the time of the linears and of nothing else."""
     hardware = dataclasses.replace(H100, gemm_shares=((1, 1.0), (2, 1.0)), memory_bytes_per_second=1e18)
     hardware = dataclasses.replace(hardware, flops=dict(hardware.flops) | {"fp8": 2 * hardware.flops["bf16"]})
     pp2: dict[str, Any] = {"world_size": 2, "pipeline_model_parallel_size": 2}
@@ -76,7 +76,7 @@ def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("compiles", "moved"), [(False, 2 + 27), (True, 2 + 3)], ids=["as_written", "one_kernel"])
 def test_a_cast_moves_what_its_kernels_read_and_write(compiles: bool, moved: float) -> None:
-    """bf16: one pass for the largest element; read, raised, scaled, clamped, rounded, or read and rounded."""
+    """A cast takes one pass for the maximum, then one per operation (upcast, scale, clamp, round) or one fused kernel."""
     cast = casts(plan_of(fp8_format="e4m3", compile_pointwise=compiles).shape)
     assert cast.inputs == cast.gradients == moved
     found, plain = (

@@ -1,4 +1,4 @@
-"""The table of accelerators, and files in its place."""
+"""The table of accelerators, and hardware files that replace it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Bytes of each rank: peaks against the schedules' own, buffers and optimizer against real ones, activations against the literature."""
+"""Memory of each rank.
+
+Peaks are compared with those of the schedules, buffers and optimizer states with real ones, and activations with
+published formulas.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,7 @@ def test_equal_stages_peak_where_the_schedule_says(
             {0: 1, 2: 10},
             15,
             {0: 1, 2: 2},
-        ),  # of a split backward 4 are left until W
+        ),  # 4 bytes of the split backward are kept until W
         ("0F0 2F0 2I0 2W0 2F1 2B1 0F1 0B0 0B1", {0: 1, 2: 10}, 11, {0: 1, 2: 1}),
     ],
     ids=["large_first", "large_last", "split", "split_in_time"],
@@ -79,7 +83,7 @@ def test_uneven_chunks_peak_by_their_own_bytes(
 @pytest.mark.parametrize(
     ("text", "pp_rank", "placement", "messages"),
     [
-        ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", 1, linear(2), 3),  # come, and not used yet
+        ("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1F1 1F2", 1, linear(2), 3),  # received, but not used yet
         (
             "1RECV_F0 1F0 1B0",
             1,
@@ -91,9 +95,9 @@ def test_uneven_chunks_peak_by_their_own_bytes(
             0,
             linear(2),
             2,
-        ),  # sent ones are held until they are known to have come
-        ("0F0 0SEND_F0 0RECV_B0 0B0", 0, linear(2), 2),  # the output gradient is there while its backward runs
-        ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", 0, loop(1, 2), 2),  # two stages of one rank hand over directly
+        ),  # sent messages are held until they are known to have arrived
+        ("0F0 0SEND_F0 0RECV_B0 0B0", 0, linear(2), 2),  # the output gradient is alive during its backward
+        ("0F0 0F1 1F0 1F1 1B0 0B0 1B1 0B1", 0, loop(1, 2), 2),  # two stages on one rank pass tensors directly
         ("0F0 0SEND_F0 2RECV_F0 2F0 3F0 3B0 2B0", 0, v_shape(2), 2),
     ],
     ids=["received", "used", "sent", "gradient", "local", "turn_of_a_v"],
@@ -113,7 +117,7 @@ def test_the_whole_grid_holds_every_parameter_once_and_the_copy_of_the_tied_embe
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_two_directions_hold_every_parameter_twice_and_share_its_optimizer_state(tied: bool) -> None:
-    """6 + 12 / (2 dp) bytes for each held copy in bf16."""
+    """Each copy in bf16 takes 6 + 12 / (2 dp) bytes per parameter."""
     changes = {
         "pipeline_schedule": "dualpipe",
         "pipeline_model_parallel_size": 4,
@@ -182,11 +186,14 @@ def test_more_recompute_keeps_less() -> None:
     ("tp", "sequence_parallel", "expected"), [(1, False, 34), (4, False, 10 + 24 / 4), (4, True, 34 / 4)]
 )
 def test_a_gpt_block_keeps_what_korthikanti_2022_says(tp: int, sequence_parallel: bool, expected: float) -> None:
-    """Table 2, without core attention. Theirs keeps q, k, v (6) and no norm statistics; an output of GELU (8) as ours."""
+    """Compare with Table 2 of the paper, without core attention.
+
+    The paper, too, counts q, k, v (6) and the output of GELU (8); it leaves out the statistics of norms.
+    """
     model = resolve_model(wish(num_layers=1, hidden_size=256, attention_dropout=0.0).model, tp)
     shape = RankShape(2, model.seq_length, "bf16", tp, sequence_parallel)
     kept = bytes_by_name(layer_table(model_spec(model, PrecisionConfig()).layers[0], shape).keeps)
-    for small in ("norm statistics", "attention statistics"):  # a few numbers a token
+    for small in ("norm statistics", "attention statistics"):  # a few numbers per token
         assert kept.pop(small) * tp < 0.5 * expected * shape.tokens * model.hidden_size
     assert sum(kept.values()) == expected * 2 * model.seq_length * model.hidden_size
 
@@ -212,7 +219,9 @@ def test_bf16_reduction_copies_the_gradients_only_where_they_travel() -> None:
     assert alone["reduction"] == 0
     copies = (replicated["gradients"] - 64 * len(resolve(wish(**changes), 2).buffers(0, 0))) // 2
     goes = sum(replicated[item] for item in ("activations", "recompute", "temporaries", "messages"))
-    assert replicated["reduction"] == max(0, copies - goes)  # without overlap they come when all that has gone
+    assert replicated["reduction"] == max(
+        0, copies - goes
+    )  # without overlap, copies are made when these are already freed
     few = rank_memory(
         resolve(wish(**changes, num_layers=64, seq_length=8, global_batch_size=4, vocab_size=100), 2), 0
     ).items

@@ -1,4 +1,4 @@
-"""Offloaded activations in the plan: bytes on the device and in the host's memory, the time that copies add, and what the report says."""
+"""Offloaded activations in the plan: bytes on the device and in host memory, time of the copies, and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_rank_keeps_two_layers_and_what_is_not_offloaded() -> None:
     assert without == 8 * groups[0].kept + of_head
     assert rank_memory(plan, 0).host == {
         "activations": 7 * groups[0].host
-    }  # the last layer's backward follows its forward
+    }  # all but the last layer, whose backward directly follows its forward
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])

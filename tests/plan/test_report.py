@@ -1,4 +1,4 @@
-"""The plan as text: what it says is true of the plan, and it stays short for large worlds."""
+"""The plan as text: it agrees with the plan, and it stays short for large worlds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from megapipe.plan.run_plan import RunPlan
 from tests.plan.test_resolve import wish
 
 LLAMA_405B = {
-    "num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128, "num_query_groups": 8,
-    "seq_length": 8192, "vocab_size": 128256, "position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu",
-    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "dtype": "bf16", "sequence_parallel": True, "use_distributed_optimizer": True, "micro_batch_size": 1, "global_batch_size": 2048,
+    "num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128,
+    "num_query_groups": 8,
+    "seq_length": 8192, "vocab_size": 128256, "position_embedding_type": "rope", "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "dtype": "bf16", "sequence_parallel": True, "use_distributed_optimizer": True, "micro_batch_size": 1,
+    "global_batch_size": 2048,
 }  # fmt: skip
 
 
@@ -31,7 +35,10 @@ def interleaved(**changes: object) -> RunPlan:
 
 
 def stage_rows(text: str) -> list[tuple[list[str], int, str]]:
-    """(words before the number of parameters, that number, what follows) of each line of the stage table, the sum's too."""
+    """Return the rows of the stage table, including the sum.
+
+    Each row is (words before the parameter count, parameter count, rest).
+    """
     lines = text[text.index(" parameters  holds\n") :].splitlines()[1:]
     rows = [
         re.fullmatch(r"\s+(\S.*?)\s\s+([\d,]+)  ([a-z].*)", line)

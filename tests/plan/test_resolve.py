@@ -1,4 +1,4 @@
-"""From a configuration and a world to a plan: derived values, and refusals that name rule and way out."""
+"""From a configuration and a world size to a plan: derived values, and errors that name the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.plan.resolve import resolve
 
 
 def wish(**changes: object) -> Config:
-    """A small configuration; changes go to whichever section has the field."""
+    """Build a small configuration; each change goes to the section that has the field."""
     config = Config(
         model=ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=32, vocab_size=100),
         training=TrainingConfig(micro_batch_size=2, train_iters=10),
@@ -71,40 +71,52 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("changes", "world", "message"),
     [
-        ({"tensor_model_parallel_size": 3}, 3, r"--tensor-model-parallel-size 3 .*--num-attention-heads 8.* use .*1, 2, 4"),
+        ({"tensor_model_parallel_size": 3}, 3,
+         r"--tensor-model-parallel-size 3 .*--num-attention-heads 8.* use .*1, 2, 4"),
         ({"pipeline_schedule": "dualpipe"}, 1, r"--pipeline-model-parallel-size 1 is odd.*dualpipe.*use 2$"),
-        ({"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 3}, 3, r"--pipeline-model-parallel-size 3 is odd.*use 2 or 4$"),
-        (DUAL | {"global_batch_size": 12}, 4, r"at least 2 x 2 ranks = 4 microbatches; --global-batch-size 12, 3 .*use 16 instead"),
-        (DUAL | {"global_batch_size": 20}, 4, r"as many microbatches from either end; --global-batch-size 20, 5 .*use 16 or 24 instead"),
+        ({"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 3}, 3,
+         r"--pipeline-model-parallel-size 3 is odd.*use 2 or 4$"),
+        (DUAL | {"global_batch_size": 12}, 4,
+         r"at least 2 x 2 ranks = 4 microbatches; --global-batch-size 12, 3 .*use 16 instead"),
+        (DUAL | {"global_batch_size": 20}, 4,
+         r"as many microbatches from either end; --global-batch-size 20, 5 .*use 16 or 24 instead"),
         (
-            DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64), "train_iters": None, "train_samples": 200},
+            DUAL | {"global_batch_size": 32, "rampup_batch_size": (16, 4, 64), "train_iters": None,
+            "train_samples": 200},
             4,
             r"from either end; --rampup-batch-size 16 4 reaches 20, 5 microbatch.es. of 2 x dp 2: use 16 or 24 instead",
         ),
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6, r"a world of 6 ranks .* multiple of 4"),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6,
+         r"a world of 6 ranks .* multiple of 4"),
         ({"num_query_groups": 4, "tensor_model_parallel_size": 8, "global_batch_size": 3}, 8, r"--global-batch-size 3"),
         ({"pipeline_model_parallel_size": 3, "pipeline_balance": "even"}, 3, r"8 layers .* do not divide over 3"),
         ({"pipeline_model_parallel_size": 16}, 16, r"--num-layers 8 is fewer than 16 pipeline ranks"),
-        ({"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 34}, 4, r"--seq-length 34.*use 32 or 36"),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 4, "seq_length": 34}, 4,
+         r"--seq-length 34.*use 32 or 36"),
         ({"pipeline_model_parallel_layout": "Ett|tttttL", "pipeline_model_parallel_size": 2}, 2, r"holds 7 layers"),
-        ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2, r"3 stages, not a multiple"),
+        ({"pipeline_model_parallel_layout": "Ett|tt|ttttL", "pipeline_model_parallel_size": 2}, 2,
+         r"3 stages, not a multiple"),
         ({"vocab_size": None}, 1, r"size of the vocabulary is unknown"),
         ({"context_parallel_size": 2}, 2, r"--context-parallel-size 2"),
         (
-            {"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            {"pipeline_schedule": "gpipe", "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 2},
             2,
             r"gpipe runs one chunk",
         ),
-        ({"optimizer_post_validation": True, "pipeline_model_parallel_size": 2}, 2, r"tied embedding .* --untie-embeddings"),
+        ({"optimizer_post_validation": True, "pipeline_model_parallel_size": 2}, 2,
+         r"tied embedding .* --untie-embeddings"),
         (
-            {"optimizer_post_validation": True, "pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 8},
+            {"optimizer_post_validation": True, "pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe",
+            "global_batch_size": 8},
             2,
             r"--pipeline-schedule dualpipe is not",
         ),
     ],
     ids=[
         "heads", "no_pair", "odd_pairs", "few_microbatches", "odd_microbatches", "odd_ramp",
-        "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary", "cp", "chunks",
+        "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary",
+        "cp", "chunks",
         "post_validation_tied", "post_validation_dualpipe",
     ],
 )  # fmt: skip
@@ -125,7 +137,7 @@ def test_ends_of_a_v_are_tied_on_one_rank_so_that_nothing_is_waited_for() -> Non
         ),
         2,
     )
-    assert plan.head_start(4) == (1, 0)  # 0F0; the message it sends is first behind the border
+    assert plan.head_start(4) == (1, 0)  # 0F0; the message that it sends comes after the head start
 
 
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])

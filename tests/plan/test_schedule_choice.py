@@ -1,4 +1,7 @@
-"""Schedules, chunks, groups and memory limits that fit together, from the flags; what does not is refused with a way out."""
+"""Schedules, chunks, groups and memory limits from the flags.
+
+Combinations that do not fit together are rejected with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,10 @@ def test_a_schedule_that_needs_two_chunks_takes_them_by_itself(name: str) -> Non
 )
 def test_a_schedule_and_chunks_that_do_not_fit_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        schedule_and_chunks(ParallelConfig(**{"pipeline_model_parallel_size": 2} | fields), num_layers=8)  # type: ignore[arg-type]
+        schedule_and_chunks(
+            ParallelConfig(**{"pipeline_model_parallel_size": 2} | fields),  # type: ignore[arg-type]
+            num_layers=8,
+        )
 
 
 def test_only_schedules_with_groups_take_a_group_size() -> None:
@@ -128,7 +134,7 @@ def test_only_the_automatic_scheduler_takes_a_memory_limit() -> None:
 
 
 def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages() -> None:
-    """The head weighs more than a layer; a larger limit makes a shorter step."""
+    """The head costs more than a layer; a larger memory limit gives a shorter step."""
     sizes = {
         "num_layers": 9,
         "pipeline_model_parallel_size": 4,
@@ -157,7 +163,7 @@ def test_a_resolved_plan_resolves_again_to_the_same(name: str) -> None:
     assert again.schedule_name == plan.schedule_name
 
 
-# (flags that break a rule of an asynchronous schedule or of CUDA graphs, words of the message)
+# (flags that break a rule of an asynchronous schedule or of CUDA graphs, regex of the message)
 PIPEDREAM = "--pipeline-model-parallel-size 2 --pipeline-schedule pipedream"
 UNTIED = "--untie-embeddings-and-output-weights"
 GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"

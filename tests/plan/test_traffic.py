@@ -1,4 +1,4 @@
-"""What a layout sends, by its formulas and by hand; which of it leaves a node."""
+"""Traffic of a layout, by its formulas and by hand, and the share of it that leaves a node."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE = (
     ),
     *("--micro-batch-size", "2", "--bf16", "--make-vocab-size-divisible-by", "1"),
 )
-HIDDEN_STATES = 2 * 32 * 64 * 2  # bytes of a microbatch's hidden states
+HIDDEN_STATES = 2 * 32 * 64 * 2  # bytes of the hidden states of one microbatch
 
 
 def planned(world_size: int, ranks_per_node: int | None, **sizes: int | bool) -> RunPlan:
@@ -48,14 +48,14 @@ def test_a_pipeline_of_two_sends_one_hidden_state_a_microbatch_each_way() -> Non
     assert (tied.name, tied.rank_bytes) == (
         "embedding",
         128 * 64 * 4,
-    )  # one table of fp32 gradients: a ring of two sends it once
+    )  # one table of fp32 gradients: a ring of two ranks sends it once
 
 
 def test_tensor_parallelism_moves_hidden_states_four_times_a_layer_and_half_step() -> None:
     plan = planned(2, None, tensor_model_parallel_size=2, global_batch_size=2, untie_embeddings_and_output_weights=True)
     expected = (
         (4 * 8 + 2 + 2) * HIDDEN_STATES / 2
-    )  # layers; the embedding's all-reduce, that of the head's input gradient
+    )  # layers; the embedding's all-reduce and that of the head's input gradient
     assert step_bytes(plan, 0) == {"tp": expected, "pp": 0, "replicas": 0, "embedding": 0}
 
 

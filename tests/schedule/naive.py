@@ -1,4 +1,7 @@
-"""An executor that shares nothing with the package's own: ranks take turns, messages travel in queues. The oracle of validate."""
+"""An executor that shares no code with the package's own: ranks take turns and messages travel in queues.
+
+It is the oracle for `validate`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from megapipe.schedule.schedule import Schedule
 
 
 def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
-    """True if a lowered schedule comes to its end, every message is the expected one, and all work is done exactly once."""
+    """Return True if a lowered schedule finishes with the expected messages and all work done exactly once."""
     last, m = schedule.num_stages - 1, schedule.num_microbatches
     have: list[set[tuple[str, int, int]]] = [set() for _ in schedule.rows]
     sent: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -57,7 +60,7 @@ def runs(schedule: Schedule, send_depth: float = float("inf")) -> bool:
         return True
 
     def try_pair(rank: int) -> bool:
-        """A forward and a backward that start together: neither can feed the other."""
+        """Run a forward and a backward that start together: neither may depend on the other."""
         slot = position[rank]
         marker, halves = schedule.rows[rank][slot], schedule.rows[rank][slot + 1 : slot + 3]
         if [a.op.value for a in halves] not in (["F", "B"], ["F", "I"]) or halves[0][::2] != marker[::2]:

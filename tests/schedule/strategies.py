@@ -1,4 +1,7 @@
-"""Schedules to test with: all shapes of the named families, and random valid ones over any placement, with full and split backwards."""
+"""Hypothesis strategies for schedules.
+
+They draw all shapes of the named families, and random valid schedules on any placement, with full and split backwards.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megapipe.schedule.simulate import Costs
 
 @st.composite
 def named_schedules(draw: st.DrawFn) -> Schedule:
-    """gpipe, 1f1b or interleaved with p 1..8, m 1..24, v 1..4 and any group size."""
+    """Draw gpipe, 1f1b or interleaved with p 1..8, m 1..24, v 1..4 and any group size."""
     name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved"]))
     p, m = draw(st.integers(1, 8)), draw(st.integers(1, 24))
     if name != "interleaved":
@@ -25,7 +28,10 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
 
 
 def family_shapes(name: str, p: int, v: int, m: int, group_extra: int = 0) -> tuple[str, int, int, int, int | None]:
-    """Arguments of build_schedule for `name`: the asked shape, moved to the nearest one that the family can do."""
+    """Return arguments of build_schedule for `name`.
+
+    They give the requested shape, moved to the nearest one that the family supports.
+    """
     family = SCHEDULES[name]
     if name == "dualpipe":
         p = p + p % 2
@@ -38,7 +44,7 @@ def family_shapes(name: str, p: int, v: int, m: int, group_extra: int = 0) -> tu
 
 @st.composite
 def family_schedules(draw: st.DrawFn, max_p: int = 8, max_m: int = 24) -> Schedule:
-    """Any family of the table but the automatic one (searching takes long): p, m, v and group sizes that it can do."""
+    """Draw any family but the automatic one, whose search is slow, with p, m, v and group size that it supports."""
     name = draw(st.sampled_from([name for name in SCHEDULES if name != "zb-auto"]))
     p, m, v = draw(st.integers(1, max_p)), draw(st.integers(1, max_m)), draw(st.integers(1, 4))
     return build_schedule(*family_shapes(name, p, v, m, draw(st.integers(0, 9))))
@@ -62,7 +68,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 @st.composite
 def random_schedules(draw: st.DrawFn) -> Schedule:
-    """Any order that the dependencies allow: actions that are ready are picked at random until none is left."""
+    """Draw a random order that the dependencies allow: repeatedly pick one of the actions that are ready."""
     placement, m = draw(placements()), draw(st.integers(1, 5))
     rng = random.Random(draw(st.integers(0, 10**6)))
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]

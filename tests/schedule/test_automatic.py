@@ -14,9 +14,10 @@ from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.simulate import Costs, live_curve, simulate
 from megapipe.schedule.validate import validate
 
-# Qi et al. 2023, arXiv:2401.10241: measured microseconds of F, I, W and of a message for models of four sizes, with hidden size and heads,
-# and the bubble rates of the authors' heuristic for them with the memory of p and of 2 p microbatches: what auto_schedule.py of
-# github.com/sail-sg/zero-bubble-pipeline-parallelism at 6229e79 computes (initial_solution); the paper prints the same or a little more.
+# Qi et al. 2023, arXiv:2401.10241: measured microseconds of F, I, W and of a message for models of four sizes, with
+# hidden size and heads, and the bubble rates of the authors' heuristic with memory for p and for 2 p microbatches, as
+# computed by auto_schedule.py (initial_solution) of github.com/sail-sg/zero-bubble-pipeline-parallelism at 6229e79; the
+# paper prints the same values or slightly larger ones.
 PROFILES = {
     "1.5B": (8, (18522, 18086, 9337, 601), (2304, 24)),
     "6.2B": (8, (29718, 29444, 19927, 527), (4096, 32)),
@@ -36,7 +37,8 @@ RATES = {
     ("28.3B", 96): (0.1421, 0.0038),
     ("28.3B", 128): (0.1105, 0.0028),
 }
-# the same heuristic for drawn times: p, m, F, I, W, message, memory limit in microbatches, part that stays for W, time of the longest rank
+# the same heuristic for random times: p, m, F, I, W, message, memory limit in microbatches, fraction kept until W, time
+# of the slowest rank
 HEURISTIC = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "schedules" / "zero_bubble_heuristic.json").read_text()
 )
@@ -62,7 +64,9 @@ QUICK = {("1.5B", 24, 2), ("6.2B", 24, 1)}
 def test_as_good_as_the_zero_bubble_authors_heuristic(profile, m, times_p):
     p, (forward, inputs, weights, hop), (hidden, heads) = PROFILES[profile]
     costs = Costs.equal(p, forward, inputs, weights, latency_seconds=hop)
-    kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # their model of memory: what W needs of 34 h + 5 a s
+    kept = (
+        32 * hidden / (34 * hidden + 5 * heads * 1024)
+    )  # the paper's memory model: W needs this fraction of 34 h + 5 a s
     goal = AutoGoal(costs, times_p * p, kept)
     timeline = simulate(build_schedule("zb-auto", p, 1, m, goal=goal), costs)
     work = m * (forward + inputs + weights)

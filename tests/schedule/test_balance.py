@@ -1,4 +1,7 @@
-"""Cuts for ranks that hold several stages: the least busy busiest rank, within memory, never worse than balancing stages alone."""
+"""Cuts for ranks that hold several stages.
+
+They minimize the time of the busiest rank within its memory, and are never worse than balancing single stages.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,10 @@ def test_the_best_simulated_cut_is_never_slower_than_balancing_stages_alone(
 
 
 def test_rank_sums_beat_stages_alone_where_the_head_is_heavy() -> None:
-    """A V on two ranks, nine layers, a head as heavy as five: stage by stage the rank with both ends gets 2 + 1 layers and the head."""
+    """A V on two ranks with nine layers and a head as heavy as five.
+
+    Balancing single stages gives the rank with both ends 2 + 1 layers and the head.
+    """
     question = question_of(v_shape(2), [1.0] * 9, 0.0, 5.0, (1.0, 1.0))
     cuts = balanced_cuts(question)
     assert busiest(question, cuts[0]) == 8.0
@@ -155,7 +161,7 @@ def test_a_slow_rank_holds_fewer_layers_and_the_step_is_what_the_speeds_say() ->
     question = question_of(linear(2), [1.0] * 12, 0.0, 0.0, (1.0, 0.5))
     cut = balanced_cuts(question)[0]
     assert cut.layer_counts == (8, 4)
-    # F + B of a microbatch takes both ranks 24: eight of them and the pipeline's fill
+    # F + B of a microbatch takes 24 on both ranks: eight microbatches plus the fill of the pipeline
     assert simulated("1f1b", question, cut, 8) == pytest.approx((8 + 1) * 24.0)
     even = from_counts([6, 6], 12)
     assert simulated("1f1b", question, even, 8) == pytest.approx(8 * 36.0 + 18.0)

@@ -34,7 +34,7 @@ def test_the_table_of_8_ranks_and_32_microbatches():
         "pipedream": (0.1795, 0.1795, 8),
         "pipedream-2bw": (0.1795, 0.1795, 8),
     }
-    assert all(row.work_seconds == 96 for row in rows.values())  # the same model and step for all of them
+    assert all(row.work_seconds == 96 for row in rows.values())  # all schedules run the same model and step
     assert {name for name, row in rows.items() if not row.is_synchronous} == {"pipedream", "pipedream-2bw"}
 
 

@@ -1,4 +1,8 @@
-"""The families beyond 1F1B: closed forms and peaks inside the domain that each form names, lower bounds everywhere, torch's own lists."""
+"""The families beyond 1F1B.
+
+They are compared with closed forms and memory peaks in the domain of each form, with lower bounds, and with torch's own
+lists.
+"""
 
 import itertools
 import re
@@ -20,7 +24,9 @@ from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs
 from tests.schedule.strategies import family_schedules, family_shapes, uneven_costs
 
-FIXTURES = Path(__file__).parent.parent / "fixtures" / "schedules"  # made by torch 2.13.0, see make_with_torch.py there
+FIXTURES = (
+    Path(__file__).parent.parent / "fixtures" / "schedules"
+)  # written by torch 2.13.0 with make_with_torch.py there
 TORCH_LISTS = sorted(FIXTURES.glob("*.csv"))
 SEARCHED = "zb-auto"
 WRITTEN = [name for name in SCHEDULES if name != SEARCHED]
@@ -32,7 +38,10 @@ ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers
 
 
 def timeline_of(schedule, F=1.0, I=1.0, W=1.0, FB=None):  # noqa: E741
-    """F, I, W of all the layers of a rank with one copy of each parameter; FB of a pair of stages."""
+    """Simulate a schedule.
+
+    F, I, W: times of all layers of a rank with one copy of each parameter. FB: time of a pair of stages.
+    """
     share = schedule.num_ranks / schedule.num_stages
     return simulate(schedule, Costs.equal(schedule.num_stages, F * share, I * share, W * share, pair_seconds=FB))
 
@@ -205,7 +214,7 @@ def test_the_asynchronous_ancestors_never_drain_and_say_that_they_are_not_synchr
     assert not schedule.is_synchronous
     assert SCHEDULES[name].summary.startswith("NOT synchronous")
     timeline = timeline_of(schedule)
-    for rank, row in enumerate(schedule.rows):  # idle only while the stretch of the stream fills and drains
+    for rank, row in enumerate(schedule.rows):  # idle only while the pipeline fills and drains
         steady = [slot for slot, a in enumerate(row) if a.op in (Op.F, Op.B) and p <= a.microbatch < m - p]
         starts, ends = timeline.starts[rank], timeline.ends[rank]
         assert (
@@ -222,7 +231,10 @@ def test_all_synchronous_families_are_marked_so():
 
 
 def assert_above_lower_bounds(schedule, costs):
-    """No step is shorter than the way of one microbatch there and back, nor than the work of the busiest rank."""
+    """Assert lower bounds on the length of a step.
+
+    They are the way of one microbatch through the pipeline and back, and the work of the busiest rank.
+    """
     timeline = simulate(schedule, costs)
     back = Op.I if Op.I in schedule.ops else Op.B
     way = sum(
@@ -247,7 +259,7 @@ def test_every_family_validates_lowers_runs_and_stays_above_the_lower_bounds(sch
 
 
 def runs_as_planned(lowered):
-    """The naive executor moves one action a turn: keep it to small schedules."""
+    """Run the naive executor, which executes one action per turn: use small schedules only."""
     return sum(map(len, lowered.rows)) > 1500 or runs(lowered)
 
 
@@ -287,7 +299,7 @@ def test_mutated_families_are_rejected_or_still_run(schedule, seed):
         is_accepted = True
     except ScheduleError:
         is_accepted = False
-    if is_accepted or len(schedule.placement.directions) == 1:  # the naive executor knows no order of collectives
+    if is_accepted or len(schedule.placement.directions) == 1:  # the naive executor ignores the order of collectives
         assert runs(mutated) is is_accepted
 
 
@@ -327,7 +339,7 @@ def test_the_two_halves_of_a_pair_stay_together_when_lowered():
 def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
     schedule = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n")
     timeline = simulate(schedule, Costs.equal(2, 1.0, 1.0, 1.0, pair_seconds=2.5))
-    # rank 1 is back with B0 at 4; the pair runs 4..6.5 and F1 of rank 1 starts after it
+    # rank 1 finishes B0 at 4; the pair runs from 4 to 6.5 and F1 of rank 1 starts after it
     assert timeline.starts[0] == (0, 4, 4, 4, 9.5)
     assert timeline.ends[0] == (1, 6.5, 6.5, 6.5, 11.5)
     assert timeline.work_seconds == (5.5, 6)

@@ -1,4 +1,4 @@
-"""With room for the depth that is named no send waits; with less, schedules that run ahead stand still."""
+"""The send depth of a schedule: with it no send blocks; with less, schedules that run ahead stall."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILIES = [(name, family.chunks or (2 if family.takes_chunks else 1)) for name,
 
 
 def makespan(schedule: Schedule, send_depth: int | None) -> float:
-    """Of a machine whose senders wait for a posted receive once `send_depth` of their messages have none."""
+    """Return the makespan when a send blocks once `send_depth` earlier messages have no posted receive."""
     machine = Machine(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0).seconds, send_depth=send_depth)
     assert machine.run()
     return max(machine.clocks)

@@ -1,4 +1,4 @@
-"""The families against the closed forms of their papers, inside the domain in which each form holds."""
+"""The families against the closed forms of their papers, in the domain of each form."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from megapipe.schedule.simulate import Costs, simulate
 from tests.schedule.strategies import placements
 
 ranks, microbatches, chunks = st.integers(1, 8), st.integers(1, 24), st.integers(1, 4)
-HALF, THIRD = 0.5, 0.75  # of I and W: costs that floats add exactly
+HALF, THIRD = 0.5, 0.75  # times of I and W that floats add exactly
 
 
 def timeline_of(schedule):

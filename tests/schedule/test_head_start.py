@@ -1,4 +1,8 @@
-"""The forwards before the verdict: closed under messages, the same computation, and just enough that nobody waits for the verdict."""
+"""The head start: the forwards that run before the validation of the previous step.
+
+It receives exactly the messages that it sends, changes no computation, and is just long enough that no rank waits for
+the validation.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ def test_no_message_is_under_way_at_the_border_and_the_computation_stays(
     assert received <= used
     assert all(
         stage < schedule.num_stages - 1 for stage, _ in used
-    )  # the loss scale of the step is not known before the verdict
+    )  # the loss scale of the step is unknown before the validation
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
@@ -48,11 +52,11 @@ def test_messages_that_wait_at_the_border_delay_nobody(name: str) -> None:
         sum(action.op is Op.F for action in row[:n])
         for row, n in zip(started.schedule.rows, started.lengths, strict=True)
     ]
-    assert forwards == ([2, 1, 1, 0] if name == "v-min" else [3, 2, 1, 0])  # v-min's forwards stand further apart
+    assert forwards == ([2, 1, 1, 0] if name == "v-min" else [3, 2, 1, 0])  # in v-min the forwards are further apart
 
 
 def two_steps(schedule: Schedule) -> Schedule:
-    """The step and the next one without a barrier, as one schedule of twice the microbatches."""
+    """Combine a step and the next one without a barrier into one schedule of twice the microbatches."""
     m = schedule.num_microbatches
     later = tuple(
         tuple(Action(a.stage, a.op, a.microbatch + m) for a in row if a.microbatch is not None) for row in schedule.rows
@@ -79,7 +83,5 @@ def test_nobody_waits_for_the_verdict_and_the_step_is_shorter_by_the_barrier(nam
     verdict = max(ends[count - 1] for ends, count in zip(both.ends, rows, strict=True))
     for rank, count in enumerate(rows):
         forwards = sum(action.op is Op.F for action in started.schedule.rows[rank][: started.lengths[rank]])
-        assert (
-            both.starts[rank][count + forwards] >= verdict - 1e-9
-        )  # what follows the head start begins no earlier anyway
+        assert both.starts[rank][count + forwards] >= verdict - 1e-9  # later actions begin no earlier anyway
     assert 2 * step.makespan_seconds - both.makespan_seconds == pytest.approx(gained * (p - 1))

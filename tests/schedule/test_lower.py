@@ -100,7 +100,7 @@ def test_lowering_is_refused_where_it_makes_no_sense():
 
 
 def test_two_ranks_with_a_shared_stage_reduce_in_one_order():
-    # each rank finishes the stage it got from the other direction first: the orders of completion are opposite
+    # each rank finishes the stage of the other direction first, so the orders of completion are opposite
     rows = from_csv("0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1\n", placement=two_directions(2)).rows
     lowered = lower(Schedule("two", two_directions(2), 2, rows))
     validate(lowered)

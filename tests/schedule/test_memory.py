@@ -25,7 +25,7 @@ def test_the_live_curve_of_one_rank_by_hand():
         (0, 1),
         (6, 1),
         (12, 0),
-    ]  # F I W, then the second microbatch takes the place of the first
+    ]  # F I W, then the second microbatch reuses the memory of the first
     assert live_curve(timeline, 0, kept_for_weights=0.25) == [(0, 1), (3, 0.25), (6, 1), (9, 0.25), (12, 0)]
 
 
@@ -49,7 +49,8 @@ def test_a_message_waits_from_its_arrival_not_from_its_sending():
     timeline = simulate(
         build_schedule("gpipe", 2, 1, 2), Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.5, latency_seconds=0.25)
     )
-    # rank 1 gets its inputs at 1.75 and 2.75 and is free for the second at 2.75; rank 0 gets gradients at 6.5 and 8.5, one at a time
+    # rank 1 receives inputs at 1.75 and 2.75 and starts the second at 2.75; rank 0 receives gradients at 6.5 and 8.5,
+    # one at a time
     assert waiting_message_curves(timeline)[1] == []
     late = simulate(
         build_schedule("gpipe", 2, 1, 2), Costs({**Costs.equal(2).seconds, (1, timeline.schedule.rows[1][0].op): 3.0})

@@ -1,4 +1,4 @@
-"""The plan of what leaves the device and comes back: for every schedule, each unit in time and none too early."""
+"""The plan of offloads and loads: for every schedule, each unit is loaded in time and none too early."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_of_fully_offloaded_stages_no_more_than_four_units_are_on_the_device() -
                 here += len(moves.loaded.get(index, ())) - len(moves.released.get(index, ()))
                 unit = Unit(moment.stage, moment.microbatch, moment.group)
                 here += moment.op is Op.F and unit in moves.moved
-                # one made, one being copied, one used, one coming back
+                # one being computed, one being offloaded, one in use, one being loaded
                 assert here <= 4, (name, rank, moment)
                 here -= moment.op in (Op.B, Op.I) and unit in moves.moved
 
@@ -73,7 +73,7 @@ def test_host_buffers_are_made_of_powers_of_two_with_little_waste(num_bytes: int
 
 
 def test_the_last_layer_stays_where_its_backward_follows() -> None:
-    """Of five layers on one rank: the head's backward comes between the last forward and the last layer's backward."""
+    """Five layers on one rank: only the head's backward separates the last layer's forward and backward."""
     moves = plan_moves([parse_action("0F0"), parse_action("0B0")], {0: StageGroups(5, 5, has_head=True)})
     assert {unit.group for unit in moves.moved} == {0, 1, 2, 3}
     assert [str(moment.op.value) + str(moment.group) for moment in moves.moments] == [

@@ -20,7 +20,7 @@ costs = st.integers(0, 40).map(float)
 
 
 def brute_force(layer_costs, embedding, head, num_stages):
-    """(least maximum, least sum of squares of the counts) over all contiguous cuts."""
+    """Return (minimum of the maximum cost, minimum of the sum of squared counts) over all contiguous cuts."""
     n = len(layer_costs)
     cuts = (
         combinations(range(1, n), num_stages - 1)

@@ -9,7 +9,7 @@ from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.validate import validate
 from tests.schedule.strategies import named_schedules
 
-# rows as torch.distributed.pipelining writes them: an empty cell is a bubble
+# rows as written by torch.distributed.pipelining: an empty cell is a bubble
 TORCH_1F1B = "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
 
 

@@ -1,4 +1,4 @@
-"""docs/schedules.md has a section and a picture for every family, and its links to pictures lead somewhere."""
+"""docs/schedules.md has a section and a picture for every family, and no broken links to pictures."""
 
 import re
 from pathlib import Path

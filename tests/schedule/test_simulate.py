@@ -20,7 +20,7 @@ schedules = st.one_of(named_schedules(), random_schedules())
 
 
 def compute_times(timeline):
-    """{action: (start, end)} of the computation."""
+    """Return {action: (start, end)} of the compute actions."""
     return {
         action: (start, end)
         for row, starts, ends in zip(timeline.schedule.rows, timeline.starts, timeline.ends, strict=True)
@@ -78,7 +78,7 @@ def test_a_channel_carries_one_message_after_another():
     costs = Costs.equal(2, 1.0, 1.0, 1.0, transfer_seconds=3.0)
     timeline = simulate(build_lowered("gpipe", 2, 1, 2), costs)
     starts = {str(a): s for a, s in zip(timeline.schedule.rows[1], timeline.starts[1], strict=True)}
-    assert (starts["1F0"], starts["1F1"]) == (4.0, 7.0)  # made at 1 and 2, on the wire 1..4 and 4..7
+    assert (starts["1F0"], starts["1F1"]) == (4.0, 7.0)  # computed at 1 and 2, in transfer 1..4 and 4..7
 
 
 def test_without_overlap_a_rank_stands_still_while_it_sends_and_reduces():

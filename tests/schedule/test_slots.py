@@ -1,4 +1,4 @@
-"""Microbatches in flight never share a slot, and no stage has a slot too many."""
+"""Slots of microbatches: no two microbatches in flight share a slot, and no stage has more slots than it needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_stage_has_as_many_slots_as_microbatches_in_flight(schedule: Schedule)
 @settings(max_examples=40)
 @given(st.one_of(family_schedules(), random_schedules()))
 def test_a_slot_is_used_again_after_the_gradient_that_answers_its_message(schedule: Schedule) -> None:
-    """So what a forward sent has arrived: the gradient comes from where it went."""
+    """The message of the forward has already arrived, because the gradient comes from the rank that received it."""
     lowered = lower(schedule)
     for row in lowered.rows:
         slots = assign_slots(row)

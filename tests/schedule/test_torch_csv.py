@@ -1,4 +1,7 @@
-"""CSV files go to torch.distributed.pipelining and come back: read by its own _load_csv, lowered by it, written by its own _dump_csv."""
+"""CSV files exchanged with torch.distributed.pipelining.
+
+torch reads them with _load_csv, lowers them, and writes them back with _dump_csv.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.validate import validate
 
 RANKS, MICROBATCHES = 2, 8
-ONLY_HERE = {"dualpipe", "pipedream", "pipedream-2bw"}  # stages on two ranks; UPDATE
+ONLY_HERE = {"dualpipe", "pipedream", "pipedream-2bw"}  # unsupported by torch: stages on two ranks; UPDATE
 
 
 def made(name: str, lowered: bool = False) -> Schedule:
@@ -22,7 +25,7 @@ def made(name: str, lowered: bool = False) -> Schedule:
 
 
 def torch_runtime(schedule: Schedule) -> torch_schedules._PipelineScheduleRuntime:
-    """torch's runtime without stages and process groups: as much of it as reads, lowers and writes."""
+    """Build torch's runtime without stages and process groups: only the parts that read, lower and write."""
     runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = (
         RANKS,

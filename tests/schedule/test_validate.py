@@ -26,7 +26,7 @@ def with_rows(schedule, rows):
 
 
 def is_accepted(schedule):
-    """A rejection has to bring its grid."""
+    """Return True if the schedule is valid; check that a rejection shows the grid."""
     try:
         validate(schedule)
     except ScheduleError as error:
@@ -47,7 +47,7 @@ def test_swapped_actions_are_accepted_exactly_when_a_naive_executor_comes_throug
     j = min(len(row) - 1, i + rng.choice([1, 1, 2, 3, len(row)]))
     row[i], row[j] = row[j], row[i]
     mutated = with_rows(schedule, rows)
-    assume(len(schedule.placement.directions) == 1)  # the naive executor knows no order of collectives
+    assume(len(schedule.placement.directions) == 1)  # the naive executor ignores the order of collectives
     assert is_accepted(mutated) == runs(mutated)
 
 
@@ -63,7 +63,7 @@ def test_a_dropped_doubled_or_moved_action_is_rejected(schedule, is_lowered, see
     rest = with_rows(schedule, dropped)
     if (
         rest.has_backward and rest.is_lowered == is_lowered
-    ):  # else it is a whole forward-only or compute-only schedule again
+    ):  # otherwise it is a complete forward-only or compute-only schedule
         assert not is_accepted(rest)
     assert not is_accepted(with_rows(schedule, doubled))
     for other in set(range(len(rows))) - {rank}:
@@ -169,7 +169,7 @@ def test_a_channel_that_receives_in_another_order_is_rejected():
 
 @pytest.mark.parametrize("rank", range(4))
 def test_two_holders_that_reduce_their_stages_in_different_orders_are_rejected(rank: int) -> None:
-    """Each rank of DualPipe may delay a reduction to its row's end, but then its opposite waits in another one."""
+    """A DualPipe rank may delay a reduction to the end of its row only if the other holder does so too."""
     schedule = build_lowered("dualpipe", 4, 1, 8)
     validate(schedule)
     rows = [list(row) for row in schedule.rows]

@@ -1,4 +1,7 @@
-"""Weight versions of the asynchronous schedules: the published formulas, and no buffer written while a microbatch still needs it."""
+"""Weight versions of the asynchronous schedules.
+
+They follow the published formulas, and no buffer is overwritten while a microbatch still needs it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trains a configuration on the ranks of the test harness, through the same build and step functions as pretrain_gpt.py."""
+"""Helpers that train a configuration on the ranks of the test harness.
+
+They use the same build and step functions as pretrain_gpt.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from megapipe.train.step import TrainStep
 
 
 def local_slice(whole: Tensor, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-    """This tp_rank's part of a whole tensor whose vocabulary padding may be missing."""
+    """Return this tp rank's slice of a whole tensor whose vocabulary padding may be missing."""
     if whole.shape[0] < spec.shape[0]:
         whole = torch.cat([whole, whole.new_zeros(spec.shape[0] - whole.shape[0], *whole.shape[1:])])
     rows = torch.cat([torch.arange(i.start, i.stop) for i in spec.intervals(tp_rank, tp)])
@@ -34,7 +37,7 @@ def runtime_of(
     weights: Mapping[str, Tensor] | None = None,
     tracer: Tracer | None = None,
 ) -> TrainingRuntime:
-    """This rank's runtime on gloo. weights: whole tensors by name instead of drawn ones."""
+    """Build this rank's runtime on gloo, from `weights` (whole tensors by name) if given, else freshly initialized."""
     plan = resolve(config, world_size)
     groups = build_process_groups(plan.topology, rank, "gloo", 60, tracer)
     draw: Callable[[ParamSpec, int, int], Tensor] | None = None
@@ -46,7 +49,7 @@ def runtime_of(
 def step_microbatches(
     runtime: TrainingRuntime, rows: np.ndarray, step: int, rules: DocumentRules | None = None
 ) -> Microbatches:
-    """The microbatches of this rank for a global batch of rows [global batch, seq + 1]."""
+    """Return this rank's microbatches of a global batch of rows [global batch, seq + 1]."""
     training = runtime.plan.config.training
     micro, dp, dp_rank = training.micro_batch_size, runtime.plan.topology.dp, runtime.coordinates.dp_rank
 
@@ -62,6 +65,6 @@ def trainer(runtime: TrainingRuntime) -> TrainStep:
 
 
 def whole_parameters(runtime: TrainingRuntime) -> Sequence[tuple[str, Tensor]]:
-    """(name, local tensor) of every parameter on this rank."""
+    """Return (name, local tensor) of every parameter on this rank."""
     runtime.gather.finish()
     return [(name, buffers.parameter(name)) for buffers in runtime.buffers.values() for name in buffers.names]

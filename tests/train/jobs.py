@@ -1,4 +1,7 @@
-"""Whole jobs for tests of the loop: `pretrain_gpt.py` with tiny flags, in this process or on the ranks of the harness."""
+"""Whole jobs for tests of the training loop.
+
+`pretrain_gpt.py` runs with the flags of a tiny model, in this process or on the ranks of the harness.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ from megapipe.train.run import pretrain
 
 TINY = (
     "--num-layers 4 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
-    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --num-workers 0 --eval-iters 0 "
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --mock-data --num-workers "
+    "0 --eval-iters 0 "
     "--log-interval 1 --device cpu"
 )
 
 
 def job(flags: str) -> tuple[int, str]:
-    """Exit code of a job on one rank, and all that it said."""
+    """Run a job on one rank and return its exit code and its output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main([*TINY.split(), *flags.split()])
@@ -36,7 +40,10 @@ def job(flags: str) -> tuple[int, str]:
 def job_on_rank(
     rank: int, world_size: int, flags: str, prepare: Callable[..., None] | None = None, *arguments: Any
 ) -> tuple[str, str, str | None]:
-    """The same on a rank of the harness: (what it said, type and text of what was raised, or None). prepare: called first on every rank."""
+    """Run a job on a rank of the harness and return its output, with type and text of its exception or None.
+
+    prepare: called first on every rank.
+    """
     run_module.shutdown = lambda code=0: None  # type: ignore[assignment]
     if prepare is not None:
         prepare(rank, *arguments)
@@ -55,7 +62,7 @@ def job_on_rank(
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Records of a metrics.jsonl."""
+    """Return the records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -64,7 +71,7 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 
 
 def furthest(first: Path, second: Path) -> float:
-    """The largest difference between any two elements of two runs' newest checkpoints, masters and moments."""
+    """Return the largest difference of any master or moment element between the newest checkpoints of two runs."""
     one, other = own.read(first), own.read(second)
     assert one.step == other.step and one.tensors.keys() == other.tensors.keys()
     return max(

@@ -1,4 +1,4 @@
-"""What the tests of saving and resuming share: tiny runs on any grid."""
+"""Shared by the tests of saving and resuming: tiny runs on any grid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from megapipe.sharding.boxes import pieces
 
 
 def tiny(**changes: Any) -> Config:
-    """A model of four layers with a padded vocabulary; changes go to whichever section has the field."""
+    """Build the configuration of a four-layer model with a padded vocabulary.
+
+    Each change goes to the section that has the field.
+    """
     config = Config(
         model=ModelConfig(
             num_layers=4,
@@ -54,7 +57,7 @@ def runtime_of(rank: int, world_size: int, **changes: Any) -> TrainingRuntime:
 
 
 def scramble(runtime: TrainingRuntime, salt: int = 0) -> None:
-    """Fill masters and moments with values that depend on the global element alone, as a trained run's state does."""
+    """Fill masters and moments with values that depend only on the global element, as in the state of a trained run."""
     for held in runtime.optimizer.state():
         held.values.copy_(
             expected(held.key, held.piece.spec.name, held.piece.spec.shape, salt)[held.piece.box.slices].reshape(-1)
@@ -64,8 +67,8 @@ def scramble(runtime: TrainingRuntime, salt: int = 0) -> None:
 
 
 def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
-    """The whole tensor that `scramble` gives to a parameter, fp32."""
-    # rows of the padding differ between grids, those of the vocabulary do not: one stream a row
+    """Return the whole fp32 tensor that `scramble` gives to a parameter."""
+    # one random stream per row: vocabulary rows are the same on every grid, padding rows differ
     seed = salt * 7919 + sum(map(ord, f"{key}/{name}"))
     rows = [
         torch.randn(shape[1:], generator=torch.Generator().manual_seed(seed * 1009 + row)) for row in range(shape[0])
@@ -74,7 +77,7 @@ def expected(key: str, name: str, shape: tuple[int, ...], salt: int = 0) -> Tens
 
 
 def differences(runtime: TrainingRuntime, keys: tuple[str, ...], salt: int = 0) -> list[str]:
-    """Where masters, moments and parameters are not those of `scramble`, vocabulary padding aside; and how many values were compared."""
+    """Return the masters, moments and parameters that differ from those of `scramble`, ignoring vocabulary padding."""
     runtime.gather.finish()
     found = []
     for held in runtime.optimizer.state():
@@ -100,7 +103,7 @@ def _unequal(what: str, true_rows: int | None, box: Any, whole: Tensor, values: 
 
 
 def state_of(runtime: TrainingRuntime) -> dict[str, Tensor]:
-    """A copy of everything this rank holds, vocabulary padding aside: it means nothing and is not saved."""
+    """Return a copy of this rank's state without vocabulary padding, which is not saved."""
     runtime.gather.finish()
     found = {}
     for held in runtime.optimizer.state():

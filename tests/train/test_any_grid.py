@@ -1,4 +1,7 @@
-"""Twelve layouts of up to eight ranks: a checkpoint of each loads on each, bit-identically, and training continues there."""
+"""Checkpoints across twelve layouts of up to eight ranks.
+
+A checkpoint of any layout loads bit-identically on any other, and training continues.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ Pools = Callable[[int], RankPool]
 
 
 def simulated(world: int, changes: dict[str, Any]) -> list[TrainingRuntime]:
-    """The runtime of every rank, in one process: they hold tensors and cannot communicate."""
+    """Build the runtime of every rank in one process: they hold tensors and cannot communicate."""
     plan = resolve(tiny(**MODEL, **changes), world)
     return [TrainingRuntime(plan, groups_of(plan.topology, rank), torch.device("cpu")) for rank in range(world)]
 
@@ -119,11 +122,11 @@ def test_every_layout_loads_what_every_other_saved(
                 assert torch.equal(box.values, there), (writer, reader, box.name, box.box)
 
 
-# --- pairs with processes: there, on, and back
+# --- pairs with processes: from one layout to another and back
 
 
 def begun(rank: int, world: int, changes: dict[str, Any], root: str) -> list[float]:
-    """Two steps, a save, and the losses of the next three."""
+    """Train two steps, save, and return the losses of the next three steps."""
     runtime, state = runtime_of(rank, world, **MODEL, **changes), TrainingState()
     schedules = Schedules.of(runtime.plan.config)
     train(runtime, state, schedules, 2)
@@ -132,7 +135,7 @@ def begun(rank: int, world: int, changes: dict[str, Any], root: str) -> list[flo
 
 
 def taken_over(rank: int, world: int, changes: dict[str, Any], there: str, root: str) -> list[float]:
-    """Load, save the same elsewhere, and the losses of the next three steps."""
+    """Load a checkpoint, save it under another path, and return the losses of the next three steps."""
     runtime = runtime_of(rank, world, **MODEL, **changes)
     resumed = load(runtime, Path(there))
     assert resumed.schedules is not None and resumed.state.step == 2
@@ -141,7 +144,9 @@ def taken_over(rank: int, world: int, changes: dict[str, Any], there: str, root:
 
 
 NAMES = list(LAYOUTS)
-PAIRS = [(name, NAMES[(index * 5 + 1) % 12]) for index, name in enumerate(NAMES)]  # each once on each side
+PAIRS = [
+    (name, NAMES[(index * 5 + 1) % 12]) for index, name in enumerate(NAMES)
+]  # each layout appears once on each side
 QUICK = {"dp2", "tp2", "pp4_cut_by_hand", "zb_v_pp2_dp2_zero"}
 CASES = [pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in QUICK else pytest.mark.slow) for pair in PAIRS]
 

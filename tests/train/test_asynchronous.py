@@ -1,4 +1,7 @@
-"""Training with the asynchronous schedules: where they meet the synchronous ones, resuming, and messages to the user."""
+"""Training with the asynchronous schedules.
+
+Covers the cases in which they equal the synchronous ones, resuming, and messages to the user.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,10 @@ def test_half_saved_loaded_and_half_equals_all_at_once(
         (
             "pipedream",
             8,
-            "8 updates in a step of 8 microbatches, every stage at its own time, 4 to 1 versions of the weights on a rank",
+            (
+                "8 updates in a step of 8 microbatches, every stage at its own time, "
+                "4 to 1 versions of the weights on a rank"
+            ),
         ),
         (
             "pipedream-2bw",

@@ -1,4 +1,8 @@
-"""A flipped bit on one rank is found within the interval, the rank and the parameter are named, and nothing bad is saved."""
+"""Checks of replicated parameters against bit flips.
+
+A flipped bit on one rank is found within the interval, the rank and the parameter are named, and no bad checkpoint is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,12 @@ STRIKES_AFTER = 3
 
 
 def flip(values: torch.Tensor, element: int) -> None:
-    """One bit of one element, the lowest of its highest byte but one: a value that stays finite."""
+    """Flip the lowest bit of the second-highest byte of one element, which leaves the value finite."""
     raw_bytes(values)[element * values.element_size() + values.element_size() - 2] ^= 1
 
 
 def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "parameter") -> None:
-    """After step STRIKES_AFTER, in the memory of some ranks."""
+    """Flip a bit in the memory of the victim ranks after step STRIKES_AFTER."""
     finish, count = TrainStep.finish, 0
 
     def finished(self: TrainStep, *arguments: Any) -> Any:
@@ -118,13 +122,19 @@ def test_a_flipped_bit_is_found_and_named(
     [
         (
             4,
-            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather --bf16 --ddp-bucket-size 700",
+            (
+                "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-param-gather --bf16 "
+                "--ddp-bucket-size 700"
+            ),
         ),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),
         (
             2,
-            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --optimizer-post-validation --untie-embeddings-and-output-weights",
+            (
+                "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --optimizer-post-validation "
+                "--untie-embeddings-and-output-weights"
+            ),
         ),
     ],
     ids=["zero_bf16", "tp_sp", "dualpipe", "post_validation"],

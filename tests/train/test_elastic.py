@@ -1,4 +1,4 @@
-"""A run that is started again on fewer ranks, and then on more: the same batches of the same samples."""
+"""A run restarted on fewer ranks and then on more trains on the same batches of the same samples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.train.runs import runtime_of
 Pools = Callable[[int], RankPool]
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 6"
 ZERO = f"{DROPOUT} --fp64 --adam-eps 1e-4 --use-distributed-optimizer"
-# flags, ranks of one replica, how far weights, moments and losses may be from the undisturbed run's: gradients are added to one another in
-# GEMMs on one rank and in a reduction between two, so that sums are rounded in another order
+# (flags, ranks of one replica, tolerance of weights, moments and losses against the undisturbed run): gradients are
+# summed by GEMMs on one rank and by a reduction between two, so their sums are rounded in another order
 CASES = {
     "dp": (f"{DROPOUT} --fp64 --adam-eps 1e-4 --global-batch-size 4", 1, 1e-12),
     "dp_sharded_optimizer": (ZERO, 1, 1e-12),

@@ -1,4 +1,4 @@
-"""Where a NaN arises is named: module, stage, rank, microbatch and samples, whatever kind of place it is."""
+"""The search for the origin of a NaN: it names module, stage, rank, microbatch and samples for every kind of origin."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
 
 FLAGS = "--train-iters 3 --pipeline-model-parallel-size 2"
-HIT = 21  # a sample of step 3, in its microbatch 2: samples 20 and 21
+HIT = 21  # a sample of microbatch 2 in step 3, which holds samples 20 and 21
 
 
 def in_step_three(rank: int, plant: Callable[[Any], None]) -> None:
-    """Called on both ranks: the third step and each repetition of it run with what `plant` breaks."""
+    """Run the third step and each repetition of it with the fault from `plant`; called on both ranks."""
     launch, count = TrainStep.run, 0
 
     def launched(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
@@ -33,7 +33,7 @@ def in_step_three(rank: int, plant: Callable[[Any], None]) -> None:
 
 
 class Break(torch.autograd.Function):
-    """Multiplies with a NaN what goes through it, forwards or backwards."""
+    """Multiply by NaN in the forward or in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, backwards: bool) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Break(torch.autograd.Function):
 
 
 def break_mlp(runtime: Any, backwards: bool, transient: bool = False) -> None:
-    """The MLP of layer 2 gives NaN in the third microbatch."""
+    """Make the MLP of layer 2 return NaN in the third microbatch."""
     if 1 not in runtime.stages:
         return
     broken = runtime.stages[1].decoder.layers["2"].mlp
@@ -97,11 +97,14 @@ def weight_gradient(runtime: Any) -> None:
 
 
 CASES = {
-    forward: r"decoder\.layers\.2\.mlp \(MLP\) returns values that are not finite from finite inputs: stage 1 on rank 1, microbatch 2, "
+    forward: r"decoder\.layers\.2\.mlp \(MLP\) returns values that are not finite from finite inputs: "
+    r"stage 1 on rank 1, microbatch 2, "
     r"samples 20, 21 \(1 of 4 microbatches are affected\)",
-    backward: r"the backward of what follows decoder\.layers\.2\.mlp\.?\S* \(\w+\) gives a gradient that is not finite: "
+    backward: r"the backward of what follows decoder\.layers\.2\.mlp\.?\S* \(\w+\) "
+    r"gives a gradient that is not finite: "
     r"stage 1 on rank 1, microbatch 2, samples 20, 21",
-    weight: r"weight decoder\.layers\.1\.self_attention\.linear_qkv\.weight of stage 0 on rank 0 was not finite before the step",
+    weight: r"weight decoder\.layers\.1\.self_attention\.linear_qkv\.weight of stage 0 on rank 0 "
+    r"was not finite before the step",
     weight_gradient: r"the gradient of weight decoder\.layers\.0\.mlp\.linear_fc1\.weight is not finite .*"
     r": stage 0 on rank 0, microbatch 1, samples 18, 19",
     once: r"repeated, the step is finite everywhere: the fault does not repeat itself",

@@ -1,4 +1,8 @@
-"""Training with fp8 linears, emulated on CPUs: the loss falls, every schedule gives one process's bits, tp stays within fp8's rounding."""
+"""Training with fp8 linears, emulated on CPUs.
+
+The loss falls, every schedule gives the same bits as one process, and tensor parallelism stays within the rounding of
+fp8.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,16 @@ from tests.train.grids import runtime_of, step_microbatches, trainer, whole_para
 Pools = Callable[[int], RankPool]
 BASE = (
     "--num-layers 4 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 32 "
-    "--make-vocab-size-divisible-by 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-2 --hidden-dropout 0 "
-    "--attention-dropout 0 --mock-data --init-method-std 0.1 --normalization RMSNorm --swiglu --untie-embeddings-and-output-weights "
-    "--clip-grad 0"  # the norm is a sum over pipeline ranks: another order, other bits
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-2 "
+    "--hidden-dropout 0 "
+    "--attention-dropout 0 --mock-data --init-method-std 0.1 --normalization RMSNorm --swiglu "
+    "--untie-embeddings-and-output-weights "
+    "--clip-grad 0"  # the norm is a sum over pipeline ranks, whose order depends on the grid
 )
 
 
 def trained(rank: int, world_size: int, flags: str, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of some steps over one batch, with an evaluation between them, and this rank's weights after them."""
+    """Train some steps on one batch with an evaluation in between; return the losses and this rank's final weights."""
     runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
     step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 32, (4, 17))
@@ -73,13 +79,13 @@ def test_every_schedule_and_recomputation_gives_the_bits_of_one_process(
     precision = f"--fp8 hybrid --fp8-recipe {recipe}"
     expected, weights = trained(0, 1, precision)
     for losses, found in rank_pools(world_size).run(trained, f"{flags} {precision}"):
-        assert losses == pytest.approx(expected, rel=1e-7)  # the mean over microbatches is formed in another order
+        assert losses == pytest.approx(expected, rel=1e-7)  # the mean over microbatches is summed in another order
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0, msg=name)
 
 
 def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> None:
-    """Slices of the weights have scales of their own: other roundings, not more of them."""
+    """Each slice of a weight has its own scale, so rounding differs from one process but is no coarser."""
     expected, _ = trained(0, 1, "--fp8 hybrid --fp8-recipe tensorwise")
     grid = "--tensor-model-parallel-size 2 --sequence-parallel --fp8 hybrid --fp8-recipe tensorwise"
     (losses, _), (others, _) = rank_pools(2).run(trained, grid)
@@ -90,11 +96,12 @@ def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> N
 
 @pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed"])
 def test_collectives_in_chunks_use_the_scale_of_the_whole(rank_pools: Pools, recipe: str) -> None:
-    """The scale is that of the whole tensor, although chunks of it are multiplied before all of it has arrived.
+    """Chunks are multiplied with the scale of the whole tensor, even before all of it has arrived.
 
-    Not bit-identically: on some processors a GEMM of a chunk of rows rounds unlike the GEMM of the whole (6e-8 on AMD Zen 5), and such a
-    difference may move an element to the next fp8 number. With other scales over 70 % of the elements of every weight differ by more
-    than 1e-4 after these steps; biases are left out because the gradient of a key bias is nothing but rounding.
+    The comparison needs a tolerance: on some processors a GEMM on a chunk of rows rounds differently from the GEMM on
+    all rows (6e-8 on AMD Zen 5), and such a difference may move an element to the next fp8 number. With wrong scales,
+    over 70 % of the elements of every weight differ by more than 1e-4 after these steps. Biases are left out because
+    the gradient of a key bias is pure rounding error.
     """
     grid = (
         f"--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --fp8 hybrid --fp8-recipe {recipe}"

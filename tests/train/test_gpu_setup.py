@@ -1,4 +1,7 @@
-"""What is done for the sake of a GPU, seen without one: memory that runs out, ranges named by actions, waits of the host in a step."""
+"""GPU support, tested without a GPU.
+
+Covers out-of-memory errors, profiler ranges named by actions, and host synchronization in a step.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,8 @@ def test_fp8_is_refused_at_the_start_by_a_card_that_cannot(
 def test_ways_out_name_only_what_is_not_done_yet() -> None:
     plain = ways_out(resolve(tiny(tensor_model_parallel_size=2, micro_batch_size=1), 4))
     assert (
-        "--use-distributed-optimizer; --sequence-parallel; --recompute-granularity selective; --recompute-granularity full"
-        in plain
+        "--use-distributed-optimizer; --sequence-parallel; --recompute-granularity selective; "
+        "--recompute-granularity full" in plain
     )
     done = {
         "tensor_model_parallel_size": 2,
@@ -149,12 +152,12 @@ def test_ranges_go_to_whom_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None
 READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique_dim"}
 METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 PACKAGE = str(Path(megapipe.__file__).parent)
-OTHERWISE_ON_A_GPU = ("check_ids", "_local_rows")  # branches for CPUs
+OTHERWISE_ON_A_GPU = ("check_ids", "_local_rows")  # these functions take another branch on a GPU
 
 
 @contextmanager
 def host_waits(seen: list[str]) -> Iterator[None]:
-    """Collects where the host reads a tensor: on a GPU it waits for the device there."""
+    """Record every place where the host reads a tensor, which on a GPU makes it wait for the device."""
 
     def note() -> None:
         frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
@@ -179,7 +182,7 @@ def host_waits(seen: list[str]) -> Iterator[None]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """By part of a step: where the host read something of the device in it."""
+    """Record where the host reads device values in each part of a step."""
     found: dict[str, list[str]] = {"start": [], "finish": []}
     for part, seen in found.items():
         run = getattr(TrainStep, part)

@@ -1,4 +1,4 @@
-"""Steps that replay graphs are, bit-identically, the steps that Python would have made: on a CPU, with tapes in the place of CUDA graphs."""
+"""Steps that replay graphs equal eager steps bit-identically: on a CPU, with tapes in place of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.train.grids import step_microbatches, trainer
 from tests.train.runs import tiny
 
 WARMUP = 2
-BATCHES = (8, 8, 4, 8)  # samples of each step; two are a microbatch
+BATCHES = (8, 8, 4, 8)  # samples of each step; a microbatch has two
 THREE = {"pipeline_model_parallel_layout": "Et|tt|tL"}
 LLAMA = {
     "position_embedding_type": "rope",
@@ -41,7 +41,10 @@ WIDE = THREE | {"hidden_size": 32, "ffn_hidden_size": 32, "num_attention_heads":
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank saw. losses: of each step. forwards: calls of each stage's module. pools: how many, and recordings in each."""
+    """Results of one rank's training.
+
+    losses: per step. forwards: calls of each stage's module. pools: one entry per pool, its number of recordings.
+    """
 
     losses: list[tuple[float, float]]
     sums: list[dict[tuple[int, int], float]]
@@ -52,7 +55,7 @@ class Trained:
 
 @contextmanager
 def as_on_a_card() -> Iterator[None]:
-    """On a CPU ids are looked at by the host, on a card by the device."""
+    """Check ids on the device, as on a GPU; on a CPU the host checks them."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (embedding, cross_entropy):
             patch.setattr(module, "check_ids", lambda *_: None)
@@ -109,7 +112,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
 
 
 def num_live(trained: Trained, stage: int) -> int:
-    """Forwards that a stage ran to be recorded."""
+    """Return the number of forwards that a stage ran in order to be recorded."""
     counts = [samples // 2 for samples in BATCHES]
     return trained.forwards[stage] - sum(counts[:WARMUP]) - counts[2]
 
@@ -217,7 +220,10 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
 
 
 def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
-    """A node that adds to a parameter's .grad keeps the stream that it was made on, and a weight keeps no node by itself."""
+    """No gradient accumulation node of the warm-up is alive when recording begins.
+
+    Such a node adds to a parameter's .grad on the stream it was created on, and a weight does not keep its node alive.
+    """
     with as_on_a_card():
         changes = {
             "hidden_dropout": 0.0,
@@ -259,7 +265,7 @@ def test_nothing_of_the_warm_up_is_alive_when_recording_begins() -> None:
 
 
 def adds_to(parameter: Tensor) -> Any:
-    """The node that gathers a parameter's gradients: the one that lives, else a new one."""
+    """Return the node that accumulates a parameter's gradient: the live one if there is one, otherwise a new one."""
     view = parameter.view_as(parameter).grad_fn
     assert view is not None
     return view.next_functions[0][0]

@@ -1,4 +1,4 @@
-"""Real hangs on gloo ranks: one report that names who is missing, within seconds, and then all ranks end."""
+"""Real hangs on gloo ranks: within seconds one report names the missing rank, and then all ranks end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pools = Callable[[int], RankPool]
 
 
 def at_step(number: int, strike: Callable[[Any], None]) -> None:
-    """Do something on this rank when step `number` begins."""
+    """Run `strike` on this rank when step `number` begins."""
     launch, count = TrainStep.run, 0
 
     def launched(self: TrainStep, *arguments: Any) -> bool:
@@ -116,15 +116,15 @@ def test_a_hang_is_told_once_and_ends_all(
     for word in words:
         assert word in report["text"], report["text"]
     seconds = report["time"] - float((tmp_path / "struck").read_text())
-    print(f"{seconds:.1f} s to the report")  # docs/reliability.md says them: pytest -rP
+    print(f"{seconds:.1f} s to the report")  # quoted in docs/reliability.md: pytest -rP
     assert LIMIT_SECONDS * 0.9 < seconds < LIMIT_SECONDS + MOST_SECONDS
-    _, sightings = read_folder(tmp_path / "run")  # what status shows afterwards
+    _, sightings = read_folder(tmp_path / "run")  # read by megapipe status afterwards
     assert [sighting.record.step for sighting in sightings if sighting.record is not None] == [3, 3]
     assert all(sighting.process is not None and sighting.process.has_ended for sighting in sightings)
 
 
 def slow(rank: int) -> None:
-    """Each step takes several times the limit, none of its actions as long."""
+    """Make each step take several times the limit while no single action does."""
     forward = GPTStage.forward
 
     def slowed(self: GPTStage, *arguments: Any) -> Any:
@@ -155,7 +155,7 @@ def test_without_a_limit_there_are_no_heartbeats(rank_pools: Pools, tmp_path: Pa
 
 
 def test_a_killed_rank_is_named_by_the_one_that_lost_it(rank_pools: Pools, tmp_path: Path) -> None:
-    """Without a launcher, which would tell it."""
+    """The rank that lost its peer reports it even without a launcher."""
     flags = f"{PP2} --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
     survivor, killed = rank_pools(2).run(job_on_rank, flags, killed_by_the_system, str(tmp_path), may_die=[1])
     assert killed is None

@@ -1,4 +1,7 @@
-"""Training under `kill -9`: every restart continues from a complete checkpoint, and the end is that of a run without kills."""
+"""Training under `kill -9`.
+
+Every restart continues from a complete checkpoint, and the final state equals that of an undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.train.jobs import job_on_rank
 from tests.train.test_saving import contents
 
 NUM_STEPS = 12
-LAUNCHER_SECONDS = 20.0  # far more than a rank takes to see that a peer it has met is gone
+LAUNCHER_SECONDS = 20.0  # far longer than a rank takes to notice that a connected peer is gone
 GRIDS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "dp2_zero_bf16": (
@@ -39,7 +42,10 @@ GRIDS = {
 
 @dataclass(frozen=True)
 class Kill:
-    """The rank that strikes, whether at all ranks or at itself; after so many seconds of steps, or at an event of its disk, from 0."""
+    """A rank that kills itself or all ranks.
+
+    It strikes after `seconds` of training, or at its disk event number `event` (from 0).
+    """
 
     rank: int
     is_all: bool
@@ -49,14 +55,17 @@ class Kill:
     @classmethod
     def draw(cls, choose: random.Random, world: int, is_aimed: bool) -> Kill:
         rank = choose.randrange(world)
-        events = 30 if rank == 0 else 8  # of the first saves of a run; rank 0 commits
+        events = 30 if rank == 0 else 8  # disk events in the first saves of a run; rank 0 commits
         return cls(
             rank, choose.random() < 0.5, choose.uniform(0.0, 0.5), choose.randrange(events) if is_aimed else None
         )
 
 
 def end_as_a_launcher_would(path: Path) -> None:
-    """End this rank some time after the one that strikes: a rank that is still meeting the others waits for the dead one in vain."""
+    """End this rank some time after the killed one.
+
+    A rank that is still in the rendezvous would otherwise wait for the dead one until its timeout.
+    """
     while not path.exists() or not path.read_text():
         time.sleep(0.05)
     wait_for_end(int(path.read_text()))
@@ -65,7 +74,7 @@ def end_as_a_launcher_would(path: Path) -> None:
 
 
 def arm(rank: int, folder: str, kill: Kill) -> None:
-    """Called on every rank before the job."""
+    """Prepare this rank for the kill; called on every rank before the job."""
     (Path(folder) / f"rank{rank}.pid").write_text(str(os.getpid()))
     if rank != kill.rank:
         threading.Thread(
@@ -91,7 +100,7 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
     done, seen = Disk._done, 0
 
     def counted(self: Disk, what: str, path: Path) -> None:
-        if STARTS_NAME in path.name:  # written before the ranks meet: nobody would end the others here
+        if STARTS_NAME in path.name:  # written before the rendezvous, when the other ranks would not notice a death
             return
         nonlocal seen
         if seen == kill.event:
@@ -106,7 +115,7 @@ def arm(rank: int, folder: str, kill: Kill) -> None:
 
 
 def one_life(rank: int, world_size: int, flags: str, folder: str, kill: Kill | None) -> str:
-    """What the job said; a rank that has lost a peer ends, as it does under a launcher."""
+    """Run the job once and return its output; a rank that loses a peer exits, as it would under a launcher."""
     armed: tuple[Any, ...] = () if kill is None else (arm, folder, kill)
     said, kind, text = job_on_rank(rank, world_size, flags, *armed)
     if kind:
@@ -116,7 +125,7 @@ def one_life(rank: int, world_size: int, flags: str, folder: str, kill: Kill | N
 
 
 class Victim:
-    """A run that is killed and started again until it ends, over and over in new folders."""
+    """A run that is killed and restarted until it ends, repeated in new folders."""
 
     def __init__(self, folder: Path, world: int, flags: str, seed: int) -> None:
         self.folder, self.world, self.flags = (
@@ -136,7 +145,7 @@ class Victim:
         return self.folder / f"run{self.num_ended}"
 
     def live(self, root: Path, kill: Kill | None, extra: str = "") -> bool:
-        """One life of the run; True if it was killed."""
+        """Start the run once; return True if it was killed."""
         before = find_checkpoint(root) if root.exists() else None
         for pattern in ("*.pid", "*.error", "struck"):
             for left in self.folder.glob(pattern):
@@ -150,12 +159,12 @@ class Victim:
         assert is_killed == (len(errors) < answers.count(None)), (answers, errors)
         if before is not None and answers[0] is not None:
             assert f"going on after step {before.step}" in answers[0], answers[0]
-        after = find_checkpoint(root)  # raises if all that is there is torn
+        after = find_checkpoint(root)  # raises if no checkpoint is complete
         assert before is None or (after is not None and after.step >= before.step)
         return is_killed
 
     def disturb(self, is_aimed: bool, extra: str) -> bool:
-        """One more life under a kill; False if it came to its end before that."""
+        """Start the run once more with a random kill; return False if it ended before the kill."""
         killed = self.live(self.root, Kill.draw(self.choose, self.world, is_aimed), extra)
         place = self.folder / "struck"
         if killed:
@@ -165,7 +174,7 @@ class Victim:
         return killed
 
     def end(self) -> None:
-        """Let the run that is left come to its end."""
+        """Let the current run finish undisturbed."""
         if not self.live(self.root, None):
             self.compare()
 
@@ -178,7 +187,10 @@ class Victim:
 
 
 def kill_often(victim: Victim, number: int) -> None:
-    """So many kills that struck, half of them aimed inside a save, half of those in the background."""
+    """Kill the run `number` times.
+
+    Half of the kills are aimed inside a save, and half of those saves run in the background.
+    """
     kinds = ((is_aimed, extra) for _ in iter(int, 1) for extra in ("--async-save", "") for is_aimed in (True, False))
     for _ in range(number):
         is_aimed, extra = next(kinds)

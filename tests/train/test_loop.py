@@ -1,4 +1,4 @@
-"""When a run evaluates, saves and leaves, and what stops it."""
+"""The training loop: when a run evaluates, saves and exits, and what stops it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_run_that_leaves_early_has_saved_and_goes_on_from_there(
     assert not [line for line in lines_of(tmp_path / "c" / "metrics.jsonl") if line["kind"] == "evaluation"]
     code, said = job(common)
     assert code == 0, said
-    steps = steps_of(tmp_path / "c" / "metrics.jsonl")  # the same file, appended to
+    steps = steps_of(tmp_path / "c" / "metrics.jsonl")  # the run appends to the same file
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert [line["consumed_samples"] for line in steps] == [8, 16, 24, 32]
     assert checkpoints(tmp_path / "c") == [step, 4]
@@ -106,7 +106,7 @@ def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
 
 
 def signal_in_step(rank: int, number: int) -> None:
-    """Rank 1 gets SIGUSR1 as its step `number` begins."""
+    """Send SIGUSR1 to rank 1 as its step `number` begins."""
     read, steps = loop_module.read_microbatches, 0
 
     def interrupted(*arguments: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_signal_to_one_rank_lets_all_leave_after_the_same_step(tmp_path: Path)
 
 
 def plant(rank: int, where: int, layer: int, call: int, in_backward: bool) -> None:
-    """On rank `where`, the output of a layer (or its gradient) becomes NaN the call-th time it is computed."""
+    """Make the output of a layer (or its gradient) NaN the call-th time that rank `where` computes it."""
     if rank != where:
         return
     forward = Block.forward
@@ -159,7 +159,7 @@ def test_nan_in_a_forward_names_rank_stage_microbatch_and_samples() -> None:
         assert text.startswith(
             "step 2: loss nan, gradient norm nan; first seen in the forward of stage 1 (layers 1 to 1) on rank 3, "
         )
-        # step 2 begins after 16 samples; microbatch 2 of dp rank 1 holds 16 + (2 x 2 + 1) x 2 and the next
+        # step 2 begins after 16 samples; microbatch 2 of dp rank 1 holds samples 16 + (2 x 2 + 1) x 2 and the next one
         assert "microbatch 2, samples 26, 27 of the training data; repeated, the step is finite everywhere" in text
 
 

@@ -1,4 +1,7 @@
-"""The loss and gradient-norm curves of Megatron-Core, reproduced on many grids through the training step of pretrain_gpt.py."""
+"""Loss and gradient-norm curves of Megatron-Core.
+
+They are reproduced on many grids through the training step of pretrain_gpt.py.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def configuration(
 
 
 def run_curve(rank: int, world_size: int, name: str, grid: dict[str, Any]) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step."""
+    """Train over the curve's batches and return (loss, gradient norm) of every step."""
     curve = load_curve(name)
     runtime = runtime_of(configuration(curve, **grid), rank, world_size, curve.weights)
     step = trainer(runtime)

@@ -1,6 +1,7 @@
-"""Overlap is real: what the events of a step say about gradient reductions, parameter gathers and messages. Orders only, no times.
+"""Overlap of gradient reductions, parameter gathers and messages with computation, seen in the events of a step.
 
-Grid: pp 2 x 2 chunks x dp 2 with the distributed optimizer. An event starts where it was launched and ends where it was known to be done.
+The tests compare the order of events, not times. Grid: pp 2 x 2 chunks x dp 2 with the distributed optimizer. An event
+starts when its operation is launched and ends when it is known to be complete.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GRID = {
 
 
 def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
-    """The events of the second step, and of the end of the first: its gathers."""
+    """Return the events of the second step and of the gathers at the end of the first."""
     tracer = Tracer()
     changes = GRID | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     runtime = runtime_of(tiny(**changes), rank, world_size, tracer=tracer)
@@ -48,7 +49,7 @@ def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
 
 @pytest.fixture(scope="module")
 def traces(rank_pools: Callable[[int], RankPool]) -> dict[bool, list[list[Event]]]:
-    """Events of each rank, with and without overlap."""
+    """Run two steps with and without overlap and return the events of each rank."""
     return {overlap: rank_pools(4).run(two_steps, overlap) for overlap in (True, False)}
 
 
@@ -72,7 +73,7 @@ def test_gradient_reductions_start_before_the_last_backward_ends(traces: dict[bo
         reductions = reductions_of_step(events)
         before = [event for event in reductions if event.start_ns < last_backward.end_ns]
         assert len(before) > len(reductions) / 2
-        # buckets of the last stage leave while its own backward still runs, not only those of the stage before it
+        # buckets of the last stage are reduced while its own backward still runs, not only those of the stage before it
         assert [event for event in before if event.start_ns > last_backward.start_ns]
 
 
@@ -90,12 +91,14 @@ def test_parameters_are_gathered_under_the_next_forwards(traces: dict[bool, list
         launched = [event for event in named(events, "replicas all_gather") if event.start_ns < forwards[0].start_ns]
         waits = named(events, "parameters of stage")
         waits = [event for event in waits if event.start_ns < forwards[-1].end_ns]
-        assert len(launched) > len(waits) > 2  # all have been launched before the first forward ...
-        assert all(event.start_ns > forwards[0].start_ns for event in waits)  # ... and nobody waits before it has begun
+        assert len(launched) > len(waits) > 2  # all are launched before the first forward ...
+        assert all(
+            event.start_ns > forwards[0].start_ns for event in waits
+        )  # ... and waited for only after it has begun
         stages = sorted({event.name for event in waits})
         assert len(stages) == 2
         first_of_second_stage = next(event for event in forwards if event.name.startswith(f"{2 + rank // 2}F"))
-        for event in waits:  # a stage waits in its first forward, the second one long after the first has begun
+        for event in waits:  # a stage waits in its first forward, so the second waits long after the first
             is_second = event.name == stages[1]
             assert is_second == (event.start_ns > first_of_second_stage.start_ns)
 
@@ -120,7 +123,7 @@ def test_messages_travel_under_computation(traces: dict[bool, list[list[Event]]]
 
 
 class Lazy(Work):
-    """A gather that travels only when it is waited for: the slowest network there can be."""
+    """A gather that runs only when it is waited for, as on an infinitely slow network."""
 
     __slots__ = ("_done", "_run")
 

@@ -1,4 +1,7 @@
-"""A run's state goes to disk and comes back bit-identically: on the same grid, on another, with every flag that leaves something out."""
+"""Saving and loading the state of a run.
+
+It is bit-identical on the same grid, on another one, and with every flag that leaves parts out.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def load_and_compare(
     rank: int, world_size: int, root: str, changes: dict[str, Any], keys: tuple[str, ...]
 ) -> tuple[list[str], Any, int]:
     runtime = runtime_of(rank, world_size, **changes)
-    scramble(runtime, salt=1)  # what is loaded must replace everything
+    scramble(runtime, salt=1)  # loading must overwrite all of it
     resumed = load(runtime, Path(root))
     has_runs = runtime.optimizer.plain_state()["num_steps"]
     return differences(runtime, keys), resumed.state, has_runs
@@ -297,7 +300,7 @@ def test_the_model_of_a_checkpoint_can_be_asked_for_before_anything_is_built(ran
 
 
 def padding_and_scale(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> tuple[float, int, float]:
-    """Largest moment in the vocabulary's padding, how many there are, and the loss scale, after loading."""
+    """Load and return the largest moment in the vocabulary padding, the number of such moments, and the loss scale."""
     runtime = runtime_of(rank, world_size, **changes)
     scramble(runtime, salt=1)
     load(runtime, Path(root))

@@ -1,4 +1,7 @@
-"""--profile-pipeline on real ranks: what is recorded is what was run, on one clock, and the parts of the difference add up."""
+"""--profile-pipeline on real ranks.
+
+The profile holds the actions that ran, on one clock, and the parts of the difference add up.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,20 @@ AHEAD_NS = 3_600_000_000_000
 
 
 def a_clock_ahead(rank: int, *_: Any) -> None:
-    """Ranks but the first live an hour ahead, on runtime of their own."""
+    """Set the clock of every rank but the first one hour ahead."""
     if rank:
         built = PipelineProfiler.__init__
         Tracer.now = lambda self: perf_counter_ns() + AHEAD_NS  # type: ignore[method-assign]
-        PipelineProfiler.__init__ = lambda *a, **k: built(*a, **k, now=lambda: perf_counter_ns() + AHEAD_NS)  # type: ignore[method-assign]
+        PipelineProfiler.__init__ = lambda *a, **k: built(  # type: ignore[method-assign]
+            *a, **k, now=lambda: perf_counter_ns() + AHEAD_NS
+        )
     pipeline_profile.BOOT_ID = Path("/nowhere")
 
 
 def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, tmp_path: Path) -> None:
     flags = (
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2 --train-iters 4 "
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2 "
+        "--train-iters 4 "
         f"--profile-pipeline --profile-step-start 1 --profile-step-end 3 --metrics-file {tmp_path}/m.jsonl"
     )
     outcomes = rank_pools(4).run(job_on_rank, flags)
@@ -57,7 +63,7 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
     assert [note.rank for note in profile.clocks] == [0, 1, 2, 3]
     assert all(note.is_shared for note in profile.clocks)  # one machine
     for pipeline in profile.pipelines:
-        assert [step.step for step in pipeline.steps] == [2, 3]  # as the log counts
+        assert [step.step for step in pipeline.steps] == [2, 3]  # numbered as in the log
         for step in pipeline.steps:
             for row in step.rows:
                 assert all(end >= start for start, end in zip(row.starts_ns, row.ends_ns, strict=True))
@@ -81,7 +87,10 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
     [("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2), ("pipedream-2bw", 2), ("zb-h1 --optimizer-post-validation", 4)],
 )
 def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: Pools, tmp_path: Path) -> None:
-    flags = f"--pipeline-model-parallel-size {pp} --pipeline-schedule {schedule} --micro-batch-size 1 --train-iters 3 --profile-pipeline"
+    flags = (
+        f"--pipeline-model-parallel-size {pp} --pipeline-schedule {schedule} --micro-batch-size 1 --train-iters "
+        f"3 --profile-pipeline"
+    )
     flags += " --clip-grad 0 --untie-embeddings-and-output-weights --profile-step-start 1 --profile-step-end 2"
     flags += f" --metrics-file {tmp_path}/m.jsonl"
     outcomes = rank_pools(pp).run(job_on_rank, flags)
@@ -90,14 +99,17 @@ def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: 
     assert len(profile.links) == pp - 1
     (comparison,) = summarize(profile).comparisons
     assert total_idle(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
-    # a stage of DualPipe has one mean over the two ranks that hold it
+    # a DualPipe stage has one mean over the two ranks that hold it
     assert sum(comparison.plan.work_seconds) == pytest.approx(sum(comparison.measured.work_seconds), abs=1e-9)
     assert "plan ends" in beside(comparison, tuple(range(pp)))
 
 
 def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_path: Path) -> None:
-    flags = f"--pipeline-model-parallel-size 2 --train-iters 2 --profile-pipeline --profile-step-start 0 --metrics-file {tmp_path}/m.jsonl"
-    with RankPool(2) as pool:  # of its own: its clocks stay wrong
+    flags = (
+        f"--pipeline-model-parallel-size 2 --train-iters 2 --profile-pipeline --profile-step-start 0 "
+        f"--metrics-file {tmp_path}/m.jsonl"
+    )
+    with RankPool(2) as pool:  # a separate pool, since its clocks stay wrong
         outcomes = pool.run(job_on_rank, flags, a_clock_ahead)
     assert [outcome[1:] for outcome in outcomes] == [("", None)] * 2, outcomes
     (path,) = profiles_in(tmp_path)
@@ -112,7 +124,7 @@ def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_p
         for microbatch in range(step.num_microbatches):
             sent = next(i for i, a in enumerate(schedule.rows[0]) if str(a) == f"0SEND_F{microbatch}")
             used = next(i for i, a in enumerate(schedule.rows[1]) if str(a) == f"1F{microbatch}")
-            assert uses.ends_ns[used] > sends.starts_ns[sent] - error  # nothing is used before it is sent
+            assert uses.ends_ns[used] > sends.starts_ns[sent] - error  # no message is used before it is sent
 
 
 def pinged(rank: int, world_size: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -158,7 +170,7 @@ def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(
     runtime.device = torch.device("cuda")
     profiler = PipelineProfiler(runtime, tmp_path, print)
     profiler.before(0)
-    profiler.before(0)  # a save by the clock gave the step up
+    profiler.before(0)  # a time-triggered save cancelled the profiled step
     truth = []
     for step in (0, 1):
         profiler.before(step)

@@ -1,4 +1,7 @@
-"""--optimizer-post-validation: the weights of a run with the barrier, bit-identically, and no rank waits for a norm before an update."""
+"""--optimizer-post-validation.
+
+The weights equal those of a run with the barrier bit-identically, and no rank waits for a norm before its update.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 }
 FP16 = {"dtype": "fp16", "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 2}
 STEPS = 6
-CLIP = 0.45  # some norms of the six steps are above, some below
+CLIP = 0.45  # some of the norms of the six steps are above, some below
 
 
 def setting(**changes: Any) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def setting(**changes: Any) -> dict[str, Any]:
 
 
 def spoil(rank: int, where: int | None, call: int) -> Callable[[], None]:
-    """On one rank, the gradient of the call-th layer computed has an infinite element; returns what takes the plant away."""
+    """Make a gradient of the call-th layer computed on rank `where` infinite; return a function that undoes it."""
     forward, calls = Block.forward, 0
 
     def broken(self: Block, *arguments: Any) -> Tensor:
@@ -80,7 +83,10 @@ def batch_of(
 def train(
     rank: int, world_size: int, changes: dict[str, Any], is_ahead: bool, steps: int = STEPS, spoiled: int | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any], list[StepResult]]:
-    """State, scaler state and results after some steps. spoiled: the rank in whose fourth step a gradient becomes infinite."""
+    """Train some steps and return state, scaler state and results.
+
+    spoiled: the rank whose fourth step gets an infinite gradient.
+    """
     runtime = runtime_of(tiny(**changes, optimizer_post_validation=is_ahead), rank, world_size)
     step, results = train_step(runtime), []
     rows = np.random.RandomState(0).randint(0, 29, (STEPS, 16, 9))
@@ -110,7 +116,10 @@ def without_rollbacks(results: list[StepResult]) -> list[tuple[float, float, flo
 def assert_equal_to_the_barrier(
     pool: RankPool, changes: dict[str, Any], spoiled: int | None = None
 ) -> list[StepReport]:
-    """Every bit of every rank's state, and every number reported; returns the reports of the run without a barrier."""
+    """Assert that every rank matches the run with the barrier, in state and in reported numbers.
+
+    Return the results of the run without the barrier.
+    """
     barrier = pool.run(train, changes, False, STEPS, spoiled)
     ahead = pool.run(train, changes, True, STEPS, spoiled)
     for (state, plain, results), (found_state, found_plain, found) in zip(barrier, ahead, strict=True):
@@ -183,7 +192,10 @@ def test_early_updates_resume_when_clips_become_rare() -> None:
 
 
 def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) -> list[Event]:
-    """The last rank sends its part of step 0's norm only when rank 0 has updated and run the head start of step 1. Rank 0's events."""
+    """Delay the last rank's part of the norm of step 0 and return the events of rank 0.
+
+    The part is sent only after rank 0 has updated its weights and run the head start of step 1.
+    """
     tracer = Tracer()
     runtime = runtime_of(tiny(**changes, optimizer_post_validation=True), rank, world_size, tracer=tracer)
     step = train_step(runtime)
@@ -192,7 +204,7 @@ def late_norm(rank: int, world_size: int, changes: dict[str, Any], flag: str) ->
     class Late(ModelSum):
         def __init__(self, *arguments: Any) -> None:
             while rank == world_size - 1 and not Path(flag).exists():
-                time.sleep(0.001)  # for ever, if anybody waits for this norm
+                time.sleep(0.001)  # forever, if any rank waits for this norm
             super().__init__(*arguments)
 
     optimizer_module.ModelSum = Late  # type: ignore[misc]
@@ -277,14 +289,16 @@ def test_a_job_logs_evaluates_and_saves_what_the_barrier_does(
 def test_a_signal_gives_up_the_step_begun_and_saves_the_last_whole_one(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         (said, *_), _ = pool.run(job_on_rank, f"{AHEAD} --train-iters 6 --save {tmp_path}/ahead", signal_in_step, 3)
-    assert "ended after step 2: SIGUSR1 received" in said  # it came while step 3 began, before the verdict on step 2
+    assert (
+        "ended after step 2: SIGUSR1 received" in said
+    )  # it arrived while step 3 began, before the validation of step 2
     with RankPool(2) as pool:
         pool.run(job_on_rank, f"{FLAGS} --train-iters 6 --exit-interval 2 --save {tmp_path}/barrier")
     assert shards(tmp_path / "ahead", 2) == shards(tmp_path / "barrier", 2) != {}
 
 
 def minutes_pass(rank: int) -> None:
-    """Every step takes one minute of the loop's clock."""
+    """Make every step take one minute of the loop's clock."""
     take, now = PostValidationStep.take, 0.0
 
     def one_minute(self: PostValidationStep, *arguments: Any) -> Any:
@@ -293,7 +307,9 @@ def minutes_pass(rank: int) -> None:
         return take(self, *arguments)
 
     PostValidationStep.take = one_minute  # type: ignore[method-assign]
-    saving_module.time = types.SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter)  # type: ignore[assignment]
+    saving_module.time = types.SimpleNamespace(  # type: ignore[assignment]
+        monotonic=lambda: now, perf_counter=time.perf_counter
+    )
 
 
 def test_a_save_by_the_clock_gives_up_the_step_begun_and_takes_it_again(tmp_path: Path) -> None:
@@ -304,12 +320,12 @@ def test_a_save_by_the_clock_gives_up_the_step_begun_and_takes_it_again(tmp_path
     assert raised == ["", None], said
     with RankPool(2) as pool:
         pool.run(job_on_rank, f"{FLAGS} --train-iters 6 --save-interval 2 --save {tmp_path}/barrier")
-    for step in (2, 4, 6):  # each save makes a step begin twice
+    for step in (2, 4, 6):  # each save makes the next step start again
         assert shards(tmp_path / "ahead", step) == shards(tmp_path / "barrier", step) != {}
 
 
 def test_a_nan_is_named_where_it_arose_not_where_it_spread(tmp_path: Path) -> None:
-    with RankPool(4) as pool:  # pp 4: layer 2 lies on rank 2; its second step's third microbatch
+    with RankPool(4) as pool:  # pp 4: rank 2 holds layer 2; the third microbatch of its second step
         flags = AHEAD.replace("size 2", "size 4")
         results = pool.run(
             job_on_rank, f"{flags} --train-iters 4 --save-interval 1 --save {tmp_path}", plant, 2, 2, 4 + 3, False

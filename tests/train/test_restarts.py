@@ -1,4 +1,4 @@
-"""Where a restarted job continues, and when it is not started again."""
+"""Restarted jobs: the checkpoint that they resume from, and when a restart is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.train.test_saving import contents
 
 
 class Crash(BaseException):
-    """What no part of the program expects."""
+    """An exception that the program does not expect."""
 
 
 def crash_in_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def flip_a_byte(shard: Path) -> None:
 
 def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = f"--train-iters 6 --save {tmp_path}/c --save-interval 2"
-    for restarts, step in enumerate((4, 1, 1)):  # each life ends in its step number ...
+    for restarts, step in enumerate((4, 1, 1)):  # each run crashes in its step number ...
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
         crashing_job(flags, step, monkeypatch)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
@@ -53,7 +53,7 @@ def test_two_starts_from_one_checkpoint_are_enough(tmp_path: Path, monkeypatch: 
     assert "no progress: this would be start number 3 from step 2, the newest complete checkpoint of" in said
     assert job(flags)[0] == 3, "it stays so"
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    code, said = job(f"{flags} --load {tmp_path}/c")  # a person's start
+    code, said = job(f"{flags} --load {tmp_path}/c")  # started by hand, without a launcher
     assert code == 0 and "going on after step 2" in said
     assert not (tmp_path / "c" / "starts.json").exists()
 
@@ -62,7 +62,10 @@ def test_a_restart_goes_on_from_what_it_saved_whatever_the_first_start_began_wit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert job(f"--train-iters 2 --save {tmp_path}/base")[0] == 0
-    flags = f"--train-iters 5 --load {tmp_path}/base --finetune --save {tmp_path}/c --save-interval 3 --lr-decay-style constant"
+    flags = (
+        f"--train-iters 5 --load {tmp_path}/base --finetune --save {tmp_path}/c --save-interval 3 "
+        f"--lr-decay-style constant"
+    )
     crashing_job(flags, 5, monkeypatch)
     code, said = job(flags)
     assert code == 1 and "use --load to resume from the newest" in said, (

@@ -1,4 +1,4 @@
-"""Training continues from a checkpoint as if it had never stopped, bit-identically."""
+"""Training that resumes from a checkpoint equals uninterrupted training bit-identically."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TENSOR_PARALLEL_FP16 = {
     "tensor_model_parallel_size": 2,
     "sequence_parallel": True,
     "dtype": "fp16",
-    "initial_loss_scale": 2.0**24,  # overflows at first: skipped steps and the scale have to come back, too
+    "initial_loss_scale": 2.0**24,  # overflows at first: skipped steps and the loss scale must be restored, too
     "hysteresis": 1,
     "loss_scale_window": 3,
     "hidden_dropout": 0.1,
@@ -47,7 +47,7 @@ TENSOR_PARALLEL_FP16 = {
 
 
 def train(runtime: TrainingRuntime, state: TrainingState, schedules: Schedules, stop: int) -> list[float]:
-    """Steps up to `stop` on samples that are numbers made from their index; returns the losses."""
+    """Train up to step `stop` on samples generated from their index and return the losses."""
     config, coordinates, dp = runtime.plan.config, runtime.coordinates, runtime.plan.topology.dp
     step = train_step(runtime)
     micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size

@@ -1,4 +1,4 @@
-"""run.jsonl: what a run is and how it ended, for the report."""
+"""run.jsonl: description and outcome of a run, for the report."""
 
 from __future__ import annotations
 

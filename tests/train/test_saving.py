@@ -1,4 +1,4 @@
-"""Saves of a run: when they come, in the background or not, and what a failed one does."""
+"""Saves of a run: their schedule, background saves, and failed saves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.inspect_checkpoint import damage
 
 
 def contents(root: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every global tensor of a checkpoint."""
+    """Return every global tensor of a checkpoint."""
     folder = find_checkpoint(root, step)
     assert folder is not None and list(damage(folder)) == []
     found = {}
@@ -43,7 +43,10 @@ GRIDS = {
     "one_rank": (1, ""),
     "pp2_dp2_zero_overlapped": (
         4,
-        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 700",
+        (
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+            "--ddp-bucket-size 700"
+        ),
     ),
 }
 
@@ -62,7 +65,10 @@ def test_saves_beside_the_training_hold_the_same_bits(tmp_path: Path, world: int
 
 
 def held_up(rank: int) -> None:
-    """No save continues before this rank has begun its step 4 of the run; the one of step 2 is in flight till then."""
+    """Hold back every save until this rank has begun its fourth step.
+
+    The save of step 2 is in flight until then.
+    """
     gate, launch, begun = threading.Event(), TrainStep.run, 0
 
     def counted(self: TrainStep, *arguments: Any) -> Any:
@@ -83,7 +89,7 @@ def held_up(rank: int) -> None:
 
 
 def is_of_a_save(path: Path) -> bool:
-    """Not the record of starts, which is written before the ranks meet."""
+    """Return False for the record of starts, which is written before the rendezvous."""
     return path.parent.name.startswith(".step_")
 
 
@@ -170,7 +176,9 @@ def test_a_last_save_that_cannot_begin_ends_the_run_with_an_error(
 def test_a_nan_does_not_cost_the_save_under_way(tmp_path: Path) -> None:
     with RankPool(2) as pool:
         flags = f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save --save {tmp_path}"
-        results = pool.run(job_on_rank, flags, plant, 1, 3, 4 + 1, False)  # step 2, just after the first save has begun
+        results = pool.run(
+            job_on_rank, flags, plant, 1, 3, 4 + 1, False
+        )  # in step 2, right after the first save has begun
     assert {result[1] for result in results} == {"TrainingError"}
     assert checkpoints(tmp_path) == [1]
 
@@ -189,7 +197,10 @@ def planted_on_a_full_disk(rank: int) -> None:
 
 def test_a_nan_is_told_beside_the_failure_of_the_save_under_way(tmp_path: Path) -> None:
     with RankPool(2) as pool:
-        flags = f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save --exit-on-save-failure --save {tmp_path}"
+        flags = (
+            f"--train-iters 4 --pipeline-model-parallel-size 2 --save-interval 1 --async-save "
+            f"--exit-on-save-failure --save {tmp_path}"
+        )
         results = pool.run(job_on_rank, flags, planted_on_a_full_disk)
     assert {result[1] for result in results} == {"TrainingError"}, results
     assert all(
@@ -209,7 +220,7 @@ def test_saves_come_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(TrainStep, "run", one_minute)
     code, said = job(f"--train-iters 9 --save-interval-minutes 3 --save-interval 5 --save {tmp_path}")
     assert code == 0, said
-    assert checkpoints(tmp_path) == [3, 5, 8, 9]  # the time counts from the last save
+    assert checkpoints(tmp_path) == [3, 5, 8, 9]  # the interval counts from the last save
 
 
 @pytest.mark.parametrize(

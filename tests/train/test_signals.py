@@ -1,4 +1,4 @@
-"""A signal to one rank, whatever that rank is doing: all ranks leave after the same step, and nothing is lost."""
+"""A signal to one rank at any moment: all ranks exit after the same step, and no progress is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ MOMENTS = {
 def job_with_signal(
     rank: int, world_size: int, flags: str, moment: str, where: int, number: int
 ) -> tuple[str, str, str | None, int]:
-    """A job in which rank `where` gets a signal the first time it comes to the moment; and how often this rank came to it."""
+    """Run a job in which rank `where` gets a signal at its first `moment`.
+
+    The last element of the result is the number of times that this rank reached that moment.
+    """
     owner, name = MOMENTS[moment]
     plain, calls = getattr(owner, name), 0
 
@@ -61,8 +64,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("moment", "where", "number", "step", "calls"),
     [
         ("before the first step", 1, signal.SIGTERM, 0, 1),
-        ("in a save", 0, signal.SIGUSR1, 3, 2),  # of step 2: the next step is made, and saved
-        ("in an evaluation", 1, signal.SIGTERM, 2, 1),  # four more were to come
+        ("in a save", 0, signal.SIGUSR1, 3, 2),  # during the save of step 2: the next step is trained and saved
+        ("in an evaluation", 1, signal.SIGTERM, 2, 1),  # four more evaluation steps were to follow
         ("in an evaluation", 0, signal.SIGUSR1, 2, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Spikes are seen and left behind: the run goes back, passes over the samples, and says and keeps what became of them."""
+"""Loss spikes: the run rolls back, skips the samples, and reports and records what was skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from tests.train.jobs import job, job_on_rank, lines_of, steps_of
 from tests.train.test_saving import contents
 
 STEADY = TrainingConfig(spike_rollback=1, spike_window=20, spike_steps=2, spike_threshold=6.0)
-WATCH = "--spike-rollback 1 --spike-window 8 --spike-steps 1 --spike-threshold 6 --save-interval 2 --train-iters 14 --lr 1e-3"
+WATCH = (
+    "--spike-rollback 1 --spike-window 8 --spike-steps 1 --spike-threshold 6 --save-interval 2 --train-iters 14 "
+    "--lr 1e-3"
+)
 
 
 def fed(watch: SpikeWatch, losses: list[float]) -> list[str]:
@@ -56,7 +59,7 @@ def test_nothing_is_judged_before_half_the_window_and_gradients_count_too() -> N
 
 
 def louder(rank: int, *windows: tuple[int, int]) -> None:
-    """The loss of a global batch of 8 with these places of the data is five times what it is."""
+    """Multiply the loss of a global batch of 8 by five if it holds samples from these positions of the data."""
     from megapipe.train.step import TrainStep
 
     start, finish = TrainStep.start, TrainStep.finish
@@ -70,7 +73,11 @@ def louder(rank: int, *windows: tuple[int, int]) -> None:
         import dataclasses
 
         result = finish(self, *rest)
-        hit = any(first <= place // 8 * 8 < past for first, past in windows for place in self.places)  # type: ignore[attr-defined]
+        hit = any(
+            first <= place // 8 * 8 < past
+            for first, past in windows
+            for place in self.places  # type: ignore[attr-defined]
+        )
         return dataclasses.replace(result, loss=result.loss * (5 if hit else 1))
 
     TrainStep.start, TrainStep.finish = remembered, told  # type: ignore[method-assign]
@@ -109,7 +116,8 @@ def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_b
         results = pool.run(job_on_rank, f"{flags} {WATCH} --save {root}", louder, (56, 64), (88, 96))
         clean = pool.run(job_on_rank, f"{flags} {WATCH} --save {tmp_path}/clean", without_places, (48, 64), (80, 96))
     assert [result[1:] for result in results + clean] == [("", None)] * 2 * world, results
-    # step 8 takes samples 56 to 63: back to step 6, and on with sample 64; then those of the second place are met in step 10 again
+    # step 8 takes samples 56 to 63: back to step 6, and on with sample 64; then the second window comes up again in
+    # step 10
     assert (
         "deviations above the median" in results[0][0]
         and "Back to step 6; samples 48 to 63 of the training data are skipped" in results[0][0]
@@ -133,11 +141,13 @@ def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_b
 
 
 def without_places(rank: int, *windows: tuple[int, int]) -> None:
-    """A run that has never had these places."""
+    """Run on data that never contained these positions."""
     from megapipe.data.skipped import SkippedSamples
 
     skip = Loader.skip
-    Loader.skip = lambda self, skipped, number: skip(self, SkippedSamples.of(windows), number)  # type: ignore[method-assign]
+    Loader.skip = lambda self, skipped, number: skip(  # type: ignore[method-assign]
+        self, SkippedSamples.of(windows), number
+    )
 
 
 class Crash(BaseException):
@@ -159,7 +169,7 @@ def test_what_was_given_up_is_kept_apart_and_a_run_from_there_has_to_save_elsewh
     in_process(monkeypatch, (56, 72))
     code, said = job(flags)
     assert code == 0, said
-    # steps 8 and 9 spike; step 8 is saved before that is known, and is given up
+    # steps 8 and 9 spike; step 8 is saved before the spike is known, and its checkpoint is dropped
     assert "Back to step 6; samples 48 to 71 of the training data are skipped (rollback 1)" in said
     assert (tmp_path / "c" / "abandoned-1" / "step_00000008" / "manifest.json").exists()
     assert sorted(path.name for path in (tmp_path / "c").glob("step_*")) == [

@@ -1,4 +1,4 @@
-"""--log-straggler on real ranks: the slow rank is named with what makes it slow, a slow link with both its ends."""
+"""--log-straggler on real ranks: it names the slow rank with the cause, and a slow link with both of its ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import job_on_rank
 
 Pools = Callable[[int], RankPool]
-SLOWNESS = 0.1  # seconds of a forward, a sample, a message: far above the noise of ranks that share cores
+SLOWNESS = 0.1  # seconds added to a forward, a sample or a message: far above the noise of ranks that share cores
 
 
 def slow_stage(rank: int, where: int) -> None:
@@ -53,7 +53,7 @@ def slow_reader(rank: int, where: int) -> None:
 
 
 def slow_link(rank: int, low: int, high: int) -> None:
-    """What travels between two ranks takes longer, in both directions."""
+    """Delay messages between two ranks in both directions."""
     post = Channel._post
 
     def posted(self: Channel, *arguments: Any) -> Any:
@@ -64,7 +64,7 @@ def slow_link(rank: int, low: int, high: int) -> None:
 
 
 class _Arriving:
-    """A posted receive whose message needs longer, once it has come."""
+    """A posted receive whose message is delayed."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -76,10 +76,13 @@ class _Arriving:
 
 CASES: dict[str, tuple[int, str, tuple[Any, ...], str]] = {
     "rank_among_replicas": (2, "", (slow_stage, 1), "rank 1 (dp 1) on {host} is slow: it computes "),
-    "rank_of_a_pipeline": (2, "--pipeline-model-parallel-size 2", (slow_stage, 0), "rank 0 (pp 0) on {host} is slow: it computes "),
+    "rank_of_a_pipeline": (2, "--pipeline-model-parallel-size 2", (slow_stage, 0),
+    "rank 0 (pp 0) on {host} is slow: it computes "),
     "reader": (2, "", (slow_reader, 0), "rank 0 (dp 0) on {host} is slow: it reads data "),
-    "only_link": (2, "--pipeline-model-parallel-size 2", (slow_link, 0, 1), "{host} and rank 1 (pp 1) on {host} is slow"),
-    "link_of_three": (4, "--pipeline-model-parallel-size 4", (slow_link, 1, 2), "rank 1 (pp 1) on {host} and rank 2 (pp 2) on {host} is"),
+    "only_link": (2, "--pipeline-model-parallel-size 2", (slow_link, 0, 1),
+    "{host} and rank 1 (pp 1) on {host} is slow"),
+    "link_of_three": (4, "--pipeline-model-parallel-size 4", (slow_link, 1, 2),
+    "rank 1 (pp 1) on {host} and rank 2 (pp 2) on {host} is"),
 }  # fmt: skip
 
 
@@ -113,7 +116,7 @@ MILLISECOND = 1_000_000
 
 
 class FakeChannel:
-    """A receiving end whose message comes so long after the work before it."""
+    """A receiving end whose message arrives `nanoseconds` after the preceding work."""
 
     message_times: list[tuple[int, int]] | None = None
     now: Callable[[], int]
@@ -131,13 +134,16 @@ class FakeChannel:
 
 
 def a_step(device: FakeDevice, heartbeat: Heartbeat, channel: FakeChannel) -> None:
-    """40 ms of computation; waits of 20 and 7 ms; while the device has 57 ms to do, the host needs 200 ms to read what comes next."""
+    """Run 40 ms of computation with waits of 20 and 7 ms, and 200 ms of reading data on the host.
+
+    The device has 57 ms of work queued when the host starts to read.
+    """
     device.launch(30 * MILLISECOND)
     heartbeat.wait_for_all("tp", "all_reduce", 1)
     device.launch(20 * MILLISECOND)
     heartbeat.goes_on()
     channel.receive(device, heartbeat, 7 * MILLISECOND)
-    device.records_a_graph = True  # in which a collective is waited for
+    device.records_a_graph = True  # a collective inside a graph is waited for here
     heartbeat.wait_for_all("tp", "all_reduce", 2)
     heartbeat.goes_on()
     device.records_a_graph = False

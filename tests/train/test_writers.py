@@ -1,4 +1,4 @@
-"""What a run writes: metrics.jsonl, TensorBoard, Weights & Biases, traces, norms, timers."""
+"""Outputs of a run: metrics.jsonl, TensorBoard, Weights & Biases, traces, norms, timers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 
 class FakeWandb(types.SimpleNamespace):
-    """A wandb that fails as often as asked and remembers what it gets."""
+    """A fake wandb that fails a given number of times and records its input."""
 
     def __init__(self, failing_inits: int = 0, failing_logs: bool = False, failing_finish: bool = False) -> None:
         super().__init__(Settings=dict, modes=[], logged=[])
@@ -215,7 +215,7 @@ def test_each_timing_level_logs_its_phases(tmp_path: Path, level: int, names: se
     for line in steps_of(tmp_path / "m.jsonl"):
         phases = line["phases"]
         assert set(phases) == names
-        # per step, as step_seconds is
+        # per step, like step_seconds
         assert sum(
             seconds for name, seconds in phases.items() if name in ("forward-backward", "gradient-reduce", "optimizer")
         ) < (line["step_seconds"] + 1e-9)
@@ -227,7 +227,8 @@ def test_waits_are_not_part_of_the_action_they_happen_in() -> None:
     tracer = Tracer()
     second = 1_000_000_000
     for name, kind, start, end in (
-        ("1F0", "action", 0, 5), ("1F0", "wait", 1, 3), ("1RECV_B0", "action", 5, 6), ("1B0", "action", 6, 10), ("1B0", "wait", 6, 9),
+        ("1F0", "action", 0, 5), ("1F0", "wait", 1, 3), ("1RECV_B0", "action", 5, 6), ("1B0", "action", 6, 10),
+        ("1B0", "wait", 6, 9),
     ):  # fmt: skip
         tracer.event(name, kind, start * second, end * second)
     assert action_seconds(tracer) == {"forward": 3.0, "wait": 5.0, "post-receive": 1.0, "backward": 1.0}
