@@ -1,9 +1,9 @@
 """The grid of ranks: global rank <-> (tp, cp, dp, pp), every process group as a list of ranks, and nodes.
 
-Plain integers, for one rank or sixteen thousand. `comm.groups` turns the lists into process groups, the planner reads
-node placement from them, and nothing else computes a rank. World = tp x cp x pp x dp; `order` names the axes from the
-fastest-varying to the slowest, so with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and pipeline peers are
-far apart:
+Works on plain integers, for one rank or sixteen thousand. `comm.groups` turns the lists into process groups, the
+planner reads node placement from them, and no other module computes a rank. World = tp x cp x pp x dp; `order` names
+the axes from the fastest-varying to the slowest, so with "tp-cp-dp-pp" (Megatron's order) tp peers are neighbours and
+pipeline peers are far apart:
 
     Topology(tp=2, cp=1, dp=2, pp=2)     tp groups (0 1) (2 3) (4 5) (6 7)     dp groups (0 2) (1 3) (4 6) (5 7)
                                          pp groups (0 4) (1 5) (2 6) (3 7)     model  (0 1 4 5) (2 3 6 7)
@@ -23,18 +23,16 @@ from megapipe.errors import ConfigError
 AXES = ("tp", "cp", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
-# axes along which the members of a group differ; 'embedding' and 'kv' use part of an axis, as 'replicas' of a mirrored
-# pp
+# axes along which the members of a group differ; 'embedding' and 'kv' use a part of an axis, and so do the 'replicas'
+# of a mirrored pipeline
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
     "pp": ("pp",),
     "dp": ("dp",),
     "dp_cp": ("dp", "cp"),  # shards of a global batch
-    "replicas": (
-        "dp",
-        "cp",
-    ),  # holders of the same parameters: gradients are summed and the optimizer is sharded over it
+    # ranks that hold the same parameters: gradients are summed and the optimizer is sharded over this group
+    "replicas": ("dp", "cp"),
     "model": ("tp", "pp"),  # one whole copy of the model, two in a mirrored pipeline
     "embedding": ("pp",),  # first and last pp_rank of a pipeline: tied input and output embeddings are summed over it
     "kv": ("tp",),  # tp neighbours that hold the same KV heads
@@ -90,13 +88,14 @@ class Topology:
     ) -> Topology:
         """Return the topology of a world, with dp = world_size / (tp x cp x pp).
 
-        Raises ConfigError if not an integer.
+        Raises ConfigError if dp is not an integer.
         """
         replica = tp * cp * pp
         if replica < 1 or world_size < 1 or world_size % replica:
             raise ConfigError(
-                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: the world size must "
-                f"be a multiple of {replica}; start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
+                f"a world of {world_size} ranks cannot hold tensor {tp} x context {cp} x pipeline {pp}: "
+                f"the world size must be a multiple of {replica}; "
+                f"start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
                 "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
             )
         dp = world_size // replica
@@ -108,18 +107,19 @@ class Topology:
                 raise ConfigError(f"the size of axis {axis} is {self.size(axis)}; every axis has at least one rank")
         if sorted(self.order.split("-")) != sorted(AXES):
             raise ConfigError(
-                f"--rank-order {self.order!r} must name each of tp, cp, dp and pp once, from the fastest axis to the slowest, "
-                f"joined by '-': for example {DEFAULT_ORDER!r}"
+                f"--rank-order {self.order!r} must name each of tp, cp, dp and pp once, from the fastest axis to "
+                f"the slowest, joined by '-': for example {DEFAULT_ORDER!r}"
             )
         if self.kv_replicas < 1 or self.tp % self.kv_replicas:
             raise ConfigError(
-                f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel group"
+                f"{self.kv_replicas} replicas of each KV head do not divide the {self.tp} ranks of a tensor parallel "
+                "group"
             )
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
             raise ConfigError(
-                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions (--pipeline-schedule dualpipe) "
-                f"pairs each rank with the opposite one; use {ways}"
+                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions "
+                f"(--pipeline-schedule dualpipe) pairs each rank with the opposite one; use {ways}"
             )
         self._check_nodes()
 
@@ -138,10 +138,10 @@ class Topology:
         for group in self.groups("tp"):
             if self.node_of(group[0]) != self.node_of(group[-1]):
                 raise ConfigError(
-                    f"tensor parallel group {_shown(group)} spans nodes {_shown(self.nodes_of(group))}, {self.ranks_per_node} ranks "
-                    f"each (order {self.order!r}): its all-reduces run in every layer and must stay inside a node. Use a "
-                    "--tensor-model-parallel-size that divides the ranks of a node and put tp first in --rank-order, "
-                    "or give --allow-tp-across-nodes"
+                    f"tensor parallel group {_shown(group)} spans nodes {_shown(self.nodes_of(group))}, "
+                    f"{self.ranks_per_node} ranks each (order {self.order!r}): its all-reduces run in every layer and "
+                    "must stay inside a node. Use a --tensor-model-parallel-size that divides the "
+                    "ranks of a node and put tp first in --rank-order, or give --allow-tp-across-nodes"
                 )
 
     def size(self, axis: str) -> int:
@@ -176,7 +176,7 @@ class Topology:
         """Return the rank at these coordinates. Raises IndexError for coordinates outside the grid."""
         for axis, place in zip(AXES, coordinates, strict=True):
             if not 0 <= place < self.size(axis):
-                raise IndexError(f"{axis}_rank {place} lies outside 0..{self.size(axis) - 1}")
+                raise IndexError(f"{axis}_rank {place} is outside 0..{self.size(axis) - 1}")
         return sum(place * self.strides[axis] for axis, place in zip(AXES, coordinates, strict=True))
 
     def groups(self, name: str) -> tuple[tuple[int, ...], ...]:
@@ -256,7 +256,7 @@ class Topology:
 
     def _check_rank(self, global_rank: int) -> None:
         if not 0 <= global_rank < self.world_size:
-            raise IndexError(f"global rank {global_rank} lies outside a world of {self.world_size}")
+            raise IndexError(f"global rank {global_rank} is outside a world of {self.world_size}")
 
 
 def all_coordinates(topology: Topology) -> Iterator[tuple[int, Coordinates]]:

@@ -204,7 +204,7 @@ def test_unknown_group_and_foreign_ranks_are_refused() -> None:
     topology = Topology(tp=2, pp=2)
     with pytest.raises(KeyError, match="unknown process group 'ep'"):
         topology.groups("ep")
-    with pytest.raises(IndexError, match="global rank 4 lies outside a world of 4"):
+    with pytest.raises(IndexError, match="global rank 4 is outside a world of 4"):
         topology.coordinates(4)
-    with pytest.raises(IndexError, match="pp_rank 2 lies outside"):
+    with pytest.raises(IndexError, match="pp_rank 2 is outside"):
         topology.global_rank(Coordinates(0, 0, 0, 2))

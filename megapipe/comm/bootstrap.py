@@ -55,9 +55,9 @@ def start(
 
 
 def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
-    """Return backend and device of this process. What was asked for is used or refused, never replaced.
+    """Return backend and device of this process. A requested one is used or rejected, never replaced.
 
-    gloo on GPUs must be asked for; ranks may then share GPUs. Raises ConfigError if the choice is not available.
+    gloo on GPUs must be requested; ranks may then share GPUs. Raises ConfigError if the choice is not available.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cpu" and backend == "nccl":
@@ -78,7 +78,8 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; "
-            "start at most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), or use --device cpu"
+            "start at most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), "
+            "or use --device cpu"
         )
     return "nccl", torch.device("cuda", local_rank)
 
@@ -87,8 +88,8 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
     this_rank = f"rank {environment.global_rank} of {environment.world_size}"
     address = f"{environment.master_addr}:{environment.master_port}"
     if backend == "gloo":
-        # by default gloo listens at the address of the machine's own name, which other ranks may not reach and
-        # strangers may
+        # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
+        # and which can be open to other machines
         interface = interface_towards(environment.master_addr, environment.num_nodes)
         if interface is not None:
             set_for_libraries(GLOO_SOCKET_IFNAME=interface)
@@ -116,7 +117,7 @@ def _initialize(environment: Environment, backend: str, timeout_seconds: float) 
 
 
 def _store(environment: Environment, timeout_seconds: float) -> dist.Store:
-    """Return torchrun's store, under keys of this start; with other launchers, a store at the address of the first node."""
+    """Return torchrun's store with keys of this start; for other launchers, a store at the first node's address."""
     rank, world_size = environment.global_rank, environment.world_size
     if environment.launcher == "torchrun":
         timeout = timedelta(seconds=timeout_seconds)

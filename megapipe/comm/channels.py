@@ -1,8 +1,8 @@
 """Messages between pipeline ranks: one `Channel` per stage boundary, kind and direction, each first-in first-out.
 
 Even in plain 1F1B two peers order their sends and receives differently, and with pp = 2 and several chunks the previous
-and the next rank are the same one. One in-order connection per pair of ranks would hang or deliver the wrong tensor, so
-every (boundary, kind, direction) has an order of its own. The direction is 0 except for DualPipe's odd microbatches,
+and the next rank are the same. One in-order connection per pair of ranks would hang or deliver the wrong tensor, so
+every (boundary, kind, direction) is ordered separately. The direction is 0 except for DualPipe's odd microbatches,
 which run through the ranks in reverse (direction 1).
 
     gloo   one connection per pair of ranks; a tag on each tensor: channel, fingerprint of its shapes, running number
@@ -94,7 +94,7 @@ class PendingSend:
         self._start_ns = start_ns
 
     def done(self) -> bool:
-        """Return True if the message is known to have arrived: gloo reports it only after `wait`, NCCL by itself."""
+        """Return True if the message is known to have arrived: gloo reports it only after `wait`, NCCL without it."""
         return all(handle.is_completed() for handle in self._handles)
 
     def wait(self) -> None:
@@ -146,10 +146,10 @@ class PendingReceive:
 class Channel:
     """One direction of one stage boundary, as seen from one of its two ranks.
 
-    Boundary s lies between stages s and s + 1; kind is 'activation' or 'gradient'; direction is 1 for DualPipe's odd
+    Boundary s is between stages s and s + 1; kind is 'activation' or 'gradient'; direction is 1 for DualPipe's odd
     microbatches, else 0.
-    index: of the channel in the pipeline, equal on both ends. sends: True on the sending end. peer: the other end's
-    rank in `group`.
+    index: the channel's number in the pipeline, equal on both ends. sends: True on the sending end.
+    peer: the other end's rank in `group`.
     handle: torch's process group that carries the messages; handle_peer: the peer's rank in it.
     max_in_flight: at this number of messages not known to have arrived, `send` first waits for the oldest. None: the
     caller bounds them by waiting. Messages are matched in the order of `send` and `post_receive`.

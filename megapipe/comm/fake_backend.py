@@ -61,7 +61,7 @@ class FakeWork:
 
 
 class FakeHandle:
-    """A stand-in for torch's process group that records operations of one kind of group in a ledger."""
+    """A replacement for torch's process group that records the operations of one kind of group in a ledger."""
 
     backend = "fake"
 

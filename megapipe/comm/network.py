@@ -63,7 +63,7 @@ def interface_with(address: str) -> Interface | None:
 def interface_towards(host: str, num_nodes: int) -> str | None:
     """Return the name of the interface over which this process reaches the job's address.
 
-    Returns None if that cannot be told, or if it is the loopback interface of a job on several nodes (see
+    Returns None if it cannot be determined, or if it is the loopback interface of a job on several nodes (see
     `listening_address`).
     """
     local = local_address_towards(host)

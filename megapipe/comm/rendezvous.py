@@ -1,13 +1,13 @@
-"""The store in which the ranks of a job meet.
+"""The store through which the ranks of a job find each other.
 
-torch's own store listens on every interface and has no password, so whoever can reach it can read and write it.
-`create_store` listens only where ranks can come from: on the loopback interface, or on the interface of the job's
-address.
+torch's own store listens on every interface and has no password, so any program that can reach it can read and write
+it. `create_store` listens only where ranks can connect from: on the loopback interface, or on the interface of the
+job's address.
 
 torchrun's agents keep one store across restarts (torch 2.13: always with a static rendezvous; with c10d as long as its
-store lives). Ranks that read there the addresses of an earlier start cannot connect, or meet a rank that is about to be
-terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts that a joining
-node causes. `fresh_store` gives each start its own keys.
+store lives). Ranks that read addresses of an earlier start from it cannot connect, or connect to a rank that is about
+to be terminated. Counting restarts does not help: each agent has its own count, which leaves out the restarts that
+a joining node causes. `fresh_store` gives each start its own keys.
 """
 
 from __future__ import annotations

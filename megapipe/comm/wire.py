@@ -84,7 +84,7 @@ def _class_named(module: str, name: str) -> Any:
     found = getattr(sys.modules.get(module), name, None)
     defined_as = (getattr(found, "__module__", None), getattr(found, "__qualname__", None))
     if not isinstance(found, type) or not _may_travel(found) or defined_as != (module, name):
-        raise TypeError(f"{module}.{name} may not be sent between ranks")
+        raise TypeError(f"{module}.{name} cannot be sent between ranks: it is not a data class of megapipe")
     return found
 
 

@@ -130,7 +130,8 @@ class StageBuffers:
             values = draw(slot.spec)
             if values.shape != slot.shape:
                 raise ValueError(
-                    f"{slot.spec.name}: the drawn values have shape {tuple(values.shape)}, its slot {slot.shape}"
+                    f"{slot.spec.name}: the initial values have shape {tuple(values.shape)}, "
+                    f"the buffer slot has shape {slot.shape}"
                 )
             self.parameter(slot.spec.name).copy_(values)
 
@@ -143,12 +144,12 @@ class StageBuffers:
     ) -> None:
         """Replace the module's (meta) parameters by views of the buffers, and route their gradients into the buffers.
 
-        Names are those of module.named_parameters(); a Parameter that two submodules share stays one. Submodules with a
-        dict `slots` (hand-written backwards) get a slot from slot_factory for each of their own parameters. Every
-        parameter also gets a hook that adds .grad, as left by autograd, to the main gradient and drops it.
+        Names are those of module.named_parameters(); a Parameter that two submodules share stays shared. Submodules
+        with a dict `slots` (hand-written backwards) get a slot from slot_factory for each parameter they hold directly.
+        Every parameter also gets a hook that adds the .grad that autograd left to the main gradient and clears it.
         draw: fills the parameters. lender: buffers of another stage that were materialized before; parameters that
         these buffers lack are shared with it by name, including the slot (the tied embedding of a rank that holds both
-        the first and the last stage). Raises ValueError if the module's names or shapes are not those of the layouts.
+        the first and the last stage). Raises ValueError if the module's names or shapes differ from the layouts'.
         """
         self._check(module, {} if lender is None else lender._materialized)
         if draw is not None:

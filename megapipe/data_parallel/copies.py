@@ -1,13 +1,13 @@
-"""`Copies`: comparison of parameters of which several ranks hold copies, bit by bit, through checksums.
+"""`Copies`: bitwise comparison, by checksums, of parameters of which several ranks hold copies.
 
     replicas    every flat buffer, over the ranks that hold the same stages and tp slice
     tp          parameters that tp does not split: norms, biases of row-parallel layers, position embeddings
     kv          rows of q|k|v that tp neighbours share where there are fewer KV heads than tp
     embedding   the tied word embedding at both ends of a pipeline
 
-In a healthy run all copies stay equal to the bit. They differ if memory, a core or a link has changed bits, or because
-of a bug. Not found are changes in a weight that no other rank holds, and in one from which the others are copied (a
-rank's own shard of a distributed optimizer in fp32), since then all copies are equally wrong.
+In a healthy run all copies stay bitwise equal. They differ if memory, a core or a link has flipped bits, or because of
+a bug. The comparison cannot find changes in a weight that only one rank holds, or in one from which the others are
+copied (a rank's own shard of a distributed optimizer in fp32), since then all copies are equally wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megapipe.data_parallel.checksum import checksum, raw_bytes
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.buffers import Slot
 
-BLOCK_BYTES = 1 << 22  # of each rank's copy, gathered together when elements are compared
+BLOCK_BYTES = 1 << 22  # bytes of each rank's copy that one all-gather brings together for the comparison of elements
 
 
 @dataclass(frozen=True)

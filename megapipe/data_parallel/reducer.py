@@ -156,8 +156,8 @@ class GradientReducer:
             return
         if state.launched:
             raise RuntimeError(
-                f"{name} got a gradient after the reduction of its bucket had started: it is used more often in a "
-                "microbatch than its module declares, or more microbatches ran than begin_step was told"
+                f"{name} got a gradient after the reduction of its bucket had started: its module uses it more often "
+                "per microbatch than declared, or more microbatches ran than were passed to begin_step"
             )
         state.missing[name] -= 1
         if state.missing[name] == 0:

@@ -78,8 +78,8 @@ class Optimizer:
     library: provides Adam; None for torch's.
 
     A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
-    clipping and on skipping the step. With --optimizer-post-validation `start` already updates, as if there were
-    neither; otherwise `settle` does. Between the two, saving and measuring raise RuntimeError.
+    clipping and on skipping the step. With --optimizer-post-validation `start` already updates, assuming neither
+    is needed; otherwise `settle` updates. Between the two, saving and measuring raise RuntimeError.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Optimizer:
     def stale_parameters(self) -> list[str]:
         """Return the names of parameters that differ in any bit from this rank's rounded master weights.
 
-        There are none unless memory has changed.
+        The list is empty unless memory was corrupted.
         """
         self._check_settled()
         names: dict[str, None] = {}
@@ -340,4 +340,4 @@ class Optimizer:
 
     def _check_settled(self) -> None:
         if self._started is not None:
-            raise RuntimeError("a step was started whose norm is not known yet: call settle first")
+            raise RuntimeError("a step was started and its global norm is not known yet: call settle first")

@@ -177,5 +177,5 @@ def _training_samples(training: TrainingConfig) -> int:
 
 def _batch(training: TrainingConfig) -> int:
     if training.global_batch_size is None:
-        raise ValueError("global_batch_size is None: the training configuration has not been resolved")
+        raise ValueError("global_batch_size is not set: call resolve on the training configuration first")
     return training.global_batch_size

@@ -127,7 +127,7 @@ class Shard:
     def _find_counted(self) -> CountedRanges:
         exact: list[tuple[int, int]] = []
         merged: list[tuple[int, int]] = []
-        follows_foreign = False  # elements owned by another rank lie between this range and the last one
+        follows_foreign = False  # there are elements of another rank between this range and the last one
         for position, piece in self.pieces():
             if not piece.owned:
                 follows_foreign = True

@@ -30,7 +30,7 @@ class AdamLibrary(Protocol):
 
 
 def moment_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Return the names of the flat tensors of state that the rule keeps beside the master weights."""
+    """Return the names of the flat state tensors that the rule keeps in addition to the master weights."""
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum",) if config.sgd_momentum else ()

@@ -1,6 +1,6 @@
-"""What happened in the pipeline, compared with what was planned. Imports no torch, so profiles are read anywhere.
+"""Pipeline profiles, compared with the plan. Imports no torch, so profiles can be read on any machine.
 
-- `clock`:      converting times between clocks of different ranks, from the round trips of messages
+- `clock`:      conversion of times between the clocks of different ranks, from round trips of messages
 - `profile`:    what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON
 - `replay`:     a schedule run again with measured times
 - `difference`: predicted and measured bubble of a step, and the causes of the difference

@@ -18,7 +18,7 @@ class RoundTrip(NamedTuple):
 class Reading(NamedTuple):
     """The offset of another clock from the local one, at a local time.
 
-    The true offset lies within offset_ns +- error_ns, however unequal the two directions of the round trip were.
+    The true offset is within offset_ns +- error_ns, however unequal the two directions of the round trip were.
     """
 
     at_ns: int

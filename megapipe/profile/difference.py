@@ -269,7 +269,7 @@ def _costs(
 ) -> Costs:
     seconds = {(stages[0], op): mean for (stages, op), mean in means.items() if len(stages) == 1}
     pairs = {(stages[0], stages[1]): mean for (stages, _), mean in means.items() if len(stages) == 2}
-    # an op that occurs only in pairs was not timed by itself, and simulate does not use its time
+    # an op that occurs only in pairs has no time outside them, and simulate does not use one
     only_paired = {(stage, op): 0.0 for row in schedule.rows for stage, op, _ in row if op in COMPUTE_OPS}
     return Costs(only_paired | seconds | dict(transfer), latency, pair_seconds=pairs)
 

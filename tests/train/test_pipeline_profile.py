@@ -18,7 +18,7 @@ import torch
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Tracer
-from megapipe.extras.report.beside import beside
+from megapipe.extras.report.comparison_svg import comparison_svg
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.profile.clock import RoundTrip, reading
@@ -101,7 +101,7 @@ def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: 
     assert total_idle(comparison.causes) == pytest.approx(comparison.measured.idle, abs=1e-9)
     # a DualPipe stage has one mean over the two ranks that hold it
     assert sum(comparison.plan.work_seconds) == pytest.approx(sum(comparison.measured.work_seconds), abs=1e-9)
-    assert "plan ends" in beside(comparison, tuple(range(pp)))
+    assert "plan ends" in comparison_svg(comparison, tuple(range(pp)))
 
 
 def test_ranks_with_clocks_an_hour_apart_are_put_on_one(rank_pools: Pools, tmp_path: Path) -> None:

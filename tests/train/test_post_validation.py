@@ -254,7 +254,7 @@ def premature(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
 
 def test_nothing_is_saved_measured_or_evaluated_before_the_verdict(rank_pools: Callable[[int], RankPool]) -> None:
     said = rank_pools(4).run(premature, setting(**GRIDS["pp4"]))[0]
-    assert all(text.startswith("a step was started whose norm is not known yet") for text in said)
+    assert all(text.startswith("a step was started and its global norm is not known yet") for text in said)
 
 
 FLAGS = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --seed 3"

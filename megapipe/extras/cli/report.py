@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.report.beside import beside
+from megapipe.extras.report.comparison_svg import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
 from megapipe.profile.summary import summarize
@@ -59,7 +59,7 @@ def write_drawing(run: Path, path: Path) -> None:
     if profile is None:
         raise ConfigError(f"--svg {path}: no step of {run} was profiled; run it with --profile-pipeline")
     summary = summarize(profile)
-    _write(path, beside(summary.typical, summary.pipeline.global_ranks), "--svg")
+    _write(path, comparison_svg(summary.typical, summary.pipeline.global_ranks), "--svg")
 
 
 def _write(path: Path, text: str, flag: str) -> None:

@@ -74,8 +74,7 @@ class Family:
         if unknown:
             raise ConfigError(
                 f"unknown keys of {self.architecture}: {', '.join(unknown)}. They might change what the model "
-                "computes; "
-                f"if {unknown[0]} does not, give --ignore-key {unknown[0]}"
+                f"computes; if {unknown[0]} does not, give --ignore-key {unknown[0]}"
             )
         fields: dict[str, Any] = {}
         for rule in self.rules:

@@ -99,7 +99,7 @@ def _read(entry: StoredTensor, layer: int | None, shape: tuple[int, ...]) -> Ten
 def _optimizer(
     folder: Path, common: Mapping[str, Any], stored: Mapping[str, StoredTensor], others: Mapping[str, StoredValue]
 ) -> OptimizerState | None:
-    """Return the optimizer's state other than tensors, or None if there is none.
+    """Return the optimizer's state other than tensors, or None if the checkpoint has no optimizer state.
 
     Raises CheckpointError if the state is tied to the grid that wrote it.
     """

@@ -196,9 +196,8 @@ class Stages:
                     expected = spec.local_shape(tp_rank, tp)
                     if tuple(part.shape) != expected:
                         raise CheckpointError(
-                            f"{self.chunks[stage][tp_rank].path}: {name} has shape {list(part.shape)}, its args "
-                            "require "
-                            f"{list(expected)}"
+                            f"{self.chunks[stage][tp_rank].path}: {name} has shape {list(part.shape)}, "
+                            f"its args require {list(expected)}"
                         )
                 found[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(assemble, spec, parts, shape))
         self._check_left(located, model)

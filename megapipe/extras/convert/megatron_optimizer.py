@@ -74,8 +74,7 @@ def read_distributed(
     if not state.get("buckets_coalesced"):
         raise CheckpointError(
             f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: the "
-            "format is "
-            f"tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
+            f"format is tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
         )
     found: list[ByKey] = []
     for number, weights in enumerate(chunks):
@@ -111,8 +110,7 @@ def _members(
             raise CheckpointError(
                 f"{path}: group {number} of the optimizer (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "
                 f"parameters, but {len(members)} of the model belong there: the groups do not follow the rule that "
-                "only "
-                f"matrices decay; {TRY_WEIGHTS_ONLY}"
+                f"only matrices decay; {TRY_WEIGHTS_ONLY}"
             )
         left = [place for place in left if place not in members]
         yield members
@@ -149,10 +147,8 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey
             return found
     raise CheckpointError(
         f"{path}: the flat buffer of {total} elements is not the concatenation of this model's parameters: it depends "
-        "on "
-        "the buckets of the run that wrote it (their size, the data-parallel size), so the format is tied to that "
-        "grid; "
-        f"{TRY_WEIGHTS_ONLY}"
+        "on the buckets of the run that wrote it (their size, the data-parallel size), so the format is tied to that "
+        f"grid; {TRY_WEIGHTS_ONLY}"
     )
 
 

@@ -212,8 +212,7 @@ def _vocab_size(args: Settings) -> int:
     if size is None:
         raise ConfigError(
             f"the checkpoint only has padded_vocab_size {args['padded_vocab_size']}: give the true size (the "
-            "tokenizer's) "
-            f"with --vocab-size, or --vocab-size {args['padded_vocab_size']} if there is no padding"
+            f"tokenizer's) with --vocab-size, or --vocab-size {args['padded_vocab_size']} if there is no padding"
         )
     return int(size) + (args.get("tokenizer_type") == "NullTokenizer")  # adds an eod token
 

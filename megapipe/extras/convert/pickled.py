@@ -1,8 +1,8 @@
 """Pickled files of other programs, read without executing anything in them.
 
-torch's weights-only reader calls only what it is allowed to. Classes that it does not know become inert stand-ins,
-which keep their arguments and do nothing; an argparse.Namespace is read as such. Hence there is no flag to read a
-file unsafely.
+torch's weights-only reader calls only functions on its allow list. Unknown classes become inert placeholders, which
+keep their arguments and do nothing; an argparse.Namespace is read as such. So no flag to read a file unsafely is
+needed.
 
 A folder of torch.distributed.checkpoint holds `*.distcp` files with tensors and values as torch.save wrote them, and a
 pickled `.metadata`, of which only shapes, dtypes and places are used. It is read without torch's own library for it.
@@ -153,7 +153,7 @@ def _load(path: Path, name: str, start: int, num_bytes: int) -> Any:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Finds a few harmless classes and torch dtypes, and an inert stand-in for every other name."""
+    """Unpickler that finds a few harmless classes and torch dtypes, and an inert placeholder for every other name."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = HARMLESS.get((module, name))

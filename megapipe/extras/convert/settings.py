@@ -54,9 +54,9 @@ REQUIRED = object()  # in place of a default
 class Key:
     """One key that corresponds to one field.
 
-    default: their value if the key is missing or null, or a function of the whole configuration. words: their values
-    -> ours if the two differ; no other values can be expressed. derived: our value if the field is None. null_for:
-    the value that they write as null.
+    default: their value if the key is missing or null, or a function of the whole configuration.
+    words: maps their values to ours if the two differ; no other values can be expressed.
+    derived: our value for a field that is not set. null_for: the value that they write as null.
     """
 
     theirs: str
@@ -272,8 +272,7 @@ class WindowByLayer:
         if len(set(types)) > 1:
             raise ConfigError(
                 f"{types.count(SLIDING)} of {len(types)} layers have a sliding window ({FIRST} or {TYPES}), which "
-                "cannot "
-                "be expressed: here all layers have one or none has"
+                "cannot be expressed: here all layers have one or none has"
             )
         return {"window_size": window if types and types[0] == SLIDING else None}
 

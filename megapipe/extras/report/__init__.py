@@ -3,7 +3,7 @@
 - `folder`:   the records of a run: segments, steps, evaluations, notes, profile, configuration
 - `page`:     the HTML report, with page.css and page.js inlined
 - `charts`:   charts over steps as SVG
-- `pipeline`: the section on plan and measurement; `beside`: its drawing
+- `pipeline`: the section on plan and measurement; `comparison_svg`: its drawing
 - `about`:    sections on grid, configuration, starts and versions; `settings`: changed settings; `messages`: formats
 - `svg`, `grid`: a schedule or timeline as SVG or text
 """

@@ -1,4 +1,4 @@
-"""Sections of the report about the run: grid, configuration, starts and endings, versions."""
+"""Sections of the report about the run: grid, configuration, starts and ends, versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_RANKS_SHOWN = 64
 
 
 def grid_html(run: Run) -> str:
-    """Return the grid of ranks and the printed plan."""
+    """Return the section on the grid of ranks, with the printed plan."""
     grid, plan = run.started.get("grid"), "\n".join(plan_lines(run))
     parts = []
     if grid:
@@ -23,12 +23,14 @@ def grid_html(run: Run) -> str:
         if 1 < grid["world_size"] <= MAX_RANKS_SHOWN:
             parts.append(_grid_table(grid))
     if plan:
-        parts.append(f"<details open><summary>the plan as printed</summary><pre>{escape(plan)}</pre></details>")
+        parts.append(
+            f"<details open><summary>plan, as printed at the start</summary><pre>{escape(plan)}</pre></details>"
+        )
     return "".join(parts)
 
 
 def grid_words(grid: dict[str, Any]) -> str:
-    """Return a grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
+    """Return a description of the grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
     chunks = f" x {grid['chunks']} chunks" if grid["chunks"] > 1 else ""
     cp = f" x cp {grid['cp']}" if grid["cp"] > 1 else ""
     ranks = count_text(grid["world_size"], "rank")
@@ -54,7 +56,7 @@ def _grid_table(grid: dict[str, Any]) -> str:
 
 
 def configuration_html(run: Run) -> str:
-    """Return the settings that differ from the defaults, with the command and the whole configuration folded."""
+    """Return the settings that differ from the defaults; the command and the whole configuration are folded away."""
     changed, why_none = changed_settings(run.config_text)
     if changed:
         head = "<tr><th>section</th><th>setting</th><th>value</th><th>default</th><th>from</th></tr>"
@@ -66,11 +68,10 @@ def configuration_html(run: Run) -> str:
         parts.append("<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks) + "</ul>")
     command = run.started.get("command")
     if command:
-        parts.append(
-            f"<details><summary>command of the last start</summary><pre>{escape(' '.join(command))}</pre></details>"
-        )
+        summary = "command line of the last start"
+        parts.append(f"<details><summary>{summary}</summary><pre>{escape(' '.join(command))}</pre></details>")
     if run.config_text:
-        summary = "the whole configuration as YAML, which can be loaded"
+        summary = "whole configuration as YAML, for --config"
         parts.append(f"<details><summary>{summary}</summary><pre>{escape(run.config_text)}</pre></details>")
     return "".join(parts)
 
@@ -89,13 +90,13 @@ def _short(origin: str) -> str:
     return f"{kind} {rest.rpartition('/')[2]}" if kind == "yaml" else origin
 
 
-def course_html(run: Run) -> str:
-    """Return the starts of the run, how each ended, and the notes logged between the steps."""
-    head = "<tr><th>start</th><th>at</th><th>lasted</th><th>steps logged</th><th>started</th><th>ended</th></tr>"
+def starts_html(run: Run) -> str:
+    """Return a table of the starts of the run and how each ended, with the other log messages folded away."""
+    head = "<tr><th>start</th><th>time</th><th>duration</th><th>steps logged</th><th>started</th><th>ended</th></tr>"
     rows = "".join(_segment_row(index, segment) for index, segment in enumerate(run.segments, start=1))
     notes = [record for segment in run.segments for record in segment.notes]
-    said = "".join(f"{moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
-    more = f"<details><summary>other log messages ({len(notes)})</summary><pre>{said}</pre></details>" if notes else ""
+    lines = "".join(f"{moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
+    more = f"<details><summary>other log messages ({len(notes)})</summary><pre>{lines}</pre></details>" if notes else ""
     return f'<div class="scroll"><table>{head}{rows}</table></div>{more}'
 
 
@@ -124,9 +125,9 @@ def _ended(segment: Segment) -> str:
 
 
 def versions_html(run: Run) -> str:
-    """Return versions and machine of the last start."""
+    """Return the section on the software versions and the machine of the last start."""
     if not run.started:
-        return f"<p>This run wrote no {RUN}, which records them.</p>"
+        return f"<p>This run wrote no {RUN}, so its versions and its machine are unknown.</p>"
     words = {
         "device": "device",
         "cores": "cores",

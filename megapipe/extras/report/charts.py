@@ -1,6 +1,7 @@
-"""Charts over steps as SVG, and the charts of a run: loss, speed, memory, learning rate, gradient norm, bubble.
+"""SVG charts of a quantity over the steps: loss, speed, memory, learning rate, gradient norm, bubble.
 
-Colours come from the report's style sheet, axes have round numbers, and every point is passed to the report's script.
+Colours come from the report's style sheet. Ticks are at round numbers. Each chart carries its points as JSON in
+<metadata>, from which the report's script shows the values under the pointer.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from megapipe.extras.report.beside import round_step
+from megapipe.extras.report.comparison_svg import round_step
 from megapipe.extras.report.folder import Record, Run
 from megapipe.extras.report.messages import number
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
-MAX_POINTS = 1500  # per curve; longer curves are reduced to the minima and maxima of their neighbourhoods
+MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve of a chart. kind: 'line', 'dots' (line with a dot at each point) or 'lost' (faint)."""
+    """One curve of a chart. kind: 'line', 'dots' (a line with a dot at each point) or 'lost' (a faint line)."""
 
     name: str
     points: Sequence[Point]
@@ -54,13 +55,15 @@ def chart_svg(chart: Chart) -> str:
     frame = _Frame.of(chart, points)
     head = (
         f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{escape(chart.title)}" '
-        f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {chart.height - BOTTOM}" data-unit="{escape(chart.unit)}">'
+        f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {chart.height - BOTTOM}" '
+        f'data-unit="{escape(chart.unit)}">'
     )
     parts = [head, *_grid(chart, frame)]
     for step, text in chart.marks:
         x = frame.x(step)
         parts.append(
-            f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{chart.height - BOTTOM}"><title>{escape(text)}</title></line>'
+            f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{chart.height - BOTTOM}">'
+            f"<title>{escape(text)}</title></line>"
         )
     parts += [_curve(curve, frame) for curve in chart.curves if curve.points]
     parts.append('<g class="hover" visibility="hidden"><line/></g>')
@@ -126,7 +129,8 @@ def _grid(chart: Chart, frame: _Frame) -> Iterator[str]:
     for index in range(int((frame.high_x - first) / step + 1e-9) + 1):
         value = first + index * step
         x = frame.x(value)
-        yield f'<text class="tick" x="{x:.1f}" y="{chart.height - BOTTOM + 16}" text-anchor="middle">{number(value)}</text>'
+        place = f'x="{x:.1f}" y="{chart.height - BOTTOM + 16}"'
+        yield f'<text class="tick" {place} text-anchor="middle">{number(value)}</text>'
     yield f'<text class="tick" x="{chart.width - RIGHT}" y="{chart.height - 2}" text-anchor="end">step</text>'
 
 
@@ -152,7 +156,7 @@ def _curve(curve: Curve, frame: _Frame) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return the points; if there are many, the lowest and highest of each neighbourhood, so no spike is lost."""
+    """Return at most about `most` points: the lowest and the highest of each interval, so that spikes stay visible."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -169,67 +173,45 @@ def _rounded(points: Sequence[Point]) -> list[list[float]]:
 
 def charts_html(run: Run) -> str:
     """Return the charts of a run; '' if nothing was logged."""
-    steps = run.steps
     marks = [
         (float(segment.steps[0]["step"]), f"start {i + 1}")
         for i, segment in enumerate(run.segments)
         if i and segment.steps
     ]
-    charts = [
-        Chart(
-            "Loss",
-            [
-                Curve("training", _points(steps, "loss"), "line", 0),
-                *(Curve("lost", _points(lost, "loss"), "lost", 0) for lost in run.lost_steps),
-                Curve("validation", _points(run.evaluations("validation"), "loss"), "dots", 1),
-                Curve("test", _points(run.evaluations("test"), "loss"), "dots", 2),
-            ],
-            "nats per token",
-            "dashed: steps repeated after a restart" if any(run.lost_steps) else "",
-            marks,
-            width=1120,
-            height=320,
-        ),
-        Chart(
-            "Speed",
-            [Curve("speed", _points(steps, "tokens_per_second"), "line", 2)],
-            "tokens/s",
-            marks=marks,
-            from_zero=True,
-        ),
-        Chart(
-            "Memory",
-            [Curve("memory", _scaled(_points(steps, "memory_bytes"), 2**-20), "line", 3)],
-            "MiB",
-            "maximum over ranks",
-            marks,
-            from_zero=True,
-        ),
-        Chart(
-            "Learning rate", [Curve("learning rate", _points(steps, "lr"), "line", 0)], "", marks=marks, from_zero=True
-        ),
-        Chart(
-            "Gradient norm",
-            [Curve("gradient norm", _points(steps, "grad_norm"), "line", 1)],
-            "",
-            marks=marks,
-            is_logarithmic=_spans(steps, "grad_norm"),
-        ),
-        Chart(
-            "Bubble share of each step",
-            [
-                Curve("measured", _scaled(_points(steps, "bubble"), 100), "line", 1),
-                Curve("planned", _scaled(_points(steps, "predicted_bubble"), 100), "line", 0),
-            ],
-            "%",
-            marks=marks,
-            from_zero=True,
-        ),
-    ]
+    charts = [_loss_chart(run, marks), *_step_charts(run.steps, marks)]
     drawn = "".join(_figure(chart, wide=index == 0) for index, chart in enumerate(charts))
-    note = next((record["bubble_note"] for record in reversed(steps) if record.get("bubble_note")), "")
+    note = next((record["bubble_note"] for record in reversed(run.steps) if record.get("bubble_note")), "")
     note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""
     return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
+
+
+def _loss_chart(run: Run, marks: Sequence[tuple[float, str]]) -> Chart:
+    curves = [
+        Curve("training", _points(run.steps, "loss"), "line", 0),
+        *(Curve("lost", _points(lost, "loss"), "lost", 0) for lost in run.lost_steps),
+        Curve("validation", _points(run.evaluations("validation"), "loss"), "dots", 1),
+        Curve("test", _points(run.evaluations("test"), "loss"), "dots", 2),
+    ]
+    note = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
+    return Chart("Loss", curves, "nats per token", note, marks, width=1120, height=320)
+
+
+def _step_charts(steps: Sequence[Record], marks: Sequence[tuple[float, str]]) -> list[Chart]:
+    speed = Curve("speed", _points(steps, "tokens_per_second"), "line", 2)
+    memory = Curve("memory", _scaled(_points(steps, "memory_bytes"), 2**-20), "line", 3)
+    rate = Curve("learning rate", _points(steps, "lr"), "line", 0)
+    norm = Curve("gradient norm", _points(steps, "grad_norm"), "line", 1)
+    bubbles = [
+        Curve("measured", _scaled(_points(steps, "bubble"), 100), "line", 1),
+        Curve("planned", _scaled(_points(steps, "predicted_bubble"), 100), "line", 0),
+    ]
+    return [
+        Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
+        Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
+        Chart("Learning rate", [rate], "", marks=marks, from_zero=True),
+        Chart("Gradient norm", [norm], "", marks=marks, is_logarithmic=_spans(steps, "grad_norm")),
+        Chart("Bubble of each step", bubbles, "%", marks=marks, from_zero=True),
+    ]
 
 
 def _figure(chart: Chart, wide: bool = False) -> str:
@@ -237,7 +219,8 @@ def _figure(chart: Chart, wide: bool = False) -> str:
     if not drawn:
         return ""
     if wide:  # a second, narrow version for small windows, where the wide one would be too small to read
-        drawn = f'<div class="broad">{drawn}</div><div class="narrow">{chart_svg(replace(chart, width=540, height=260))}</div>'
+        narrow = chart_svg(replace(chart, width=540, height=260))
+        drawn = f'<div class="broad">{drawn}</div><div class="narrow">{narrow}</div>'
     named = [curve for curve in chart.curves if curve.points and curve.kind != "lost"]
     legend = "".join(f'<span><i class="c{curve.colour}"></i>{curve.name}{_last(curve)}</span>' for curve in named)
     unit = f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
@@ -260,6 +243,6 @@ def _scaled(points: Sequence[Point], factor: float) -> list[Point]:
 
 
 def _spans(records: Sequence[Record], key: str) -> bool:
-    """Return True if the values span more than a factor of 30, which calls for a logarithmic axis."""
+    """Return True if the values span more than a factor of 30, so that a logarithmic axis shows them better."""
     values = [value for _, value in _points(records, key)]
     return bool(values) and min(values) > 0 and max(values) / min(values) > 30

@@ -1,7 +1,7 @@
-"""The records of a run in its folder, read while it runs, after it ended or after it crashed.
+"""Reader of the records in a run's folder, for runs in progress, finished runs and crashed ones.
 
-A run is a folder with metrics.jsonl or run.jsonl (docs/profile.md). Each start of the run is a segment: a resumed run
-has several, and where their steps overlap, those of the later one count.
+A run is a folder with metrics.jsonl or run.jsonl (docs/profile.md). Each start of the run is a segment, so a resumed
+run has several. Where their steps overlap, the later segment's count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Segment:
-    """One start of the run with its records. start: None if run.jsonl does not record it."""
+    """One start of the run with its records. start: None if run.jsonl has no record of it."""
 
     start: Record | None = None
     resumed: Record | None = None
@@ -59,7 +59,7 @@ class Segment:
 
     @property
     def ending(self) -> str:
-        """'ended', 'stopped' (early, on request), 'failed', 'running', or 'unknown': no end was recorded."""
+        """'ended', 'stopped' (early, on request), 'failed', 'running', or 'unknown' if no end was recorded."""
         if self.end is not None:
             return "stopped" if self.end["early"] else "ended"
         if self.failures:
@@ -82,7 +82,7 @@ class Segment:
 class Run:
     """A run's folder.
 
-    config_text: the last segment's configuration as YAML, '' if unknown. oddities: unreadable parts.
+    config_text: the last segment's configuration as YAML, '' if unknown. oddities: messages about unreadable parts.
     """
 
     folder: Path
@@ -99,12 +99,12 @@ class Run:
 
     @property
     def steps(self) -> list[Record]:
-        """The step records that count, by step: a later segment's replace an earlier one's."""
+        """The step records in order of step; records of a later segment replace those of an earlier one."""
         return _that_count([segment.steps for segment in self.segments])
 
     @property
     def lost_steps(self) -> list[list[Record]]:
-        """For each segment but the last, the steps that a later one repeated, with the step before them."""
+        """For each segment but the last, its steps that a later one repeated, preceded by the last step that counts."""
         return [_lost(segment.steps, self.segments[i + 1 :]) for i, segment in enumerate(self.segments[:-1])]
 
     def evaluations(self, split: str) -> list[Record]:
@@ -118,18 +118,18 @@ class Run:
 
     @property
     def started(self) -> Record:
-        """The record of the last start; empty if there is none."""
+        """The record of the last start; empty if no start was recorded."""
         return next((segment.start for segment in reversed(self.segments) if segment.start is not None), {})
 
 
 def read_run(folder: Path) -> Run:
-    """Read the run in a folder. Raises ConfigError for a folder without a run, with the runs below it."""
+    """Read the run in a folder. Raises ConfigError if it holds no run; the message lists runs in subfolders."""
     if not is_run(folder):
         raise ConfigError(_no_run(folder))
     oddities: list[str] = []
-    told = list(_records(folder / RUN, oddities))
+    journal = list(_records(folder / RUN, oddities))
     metrics = list(_records(folder / METRICS, oddities))
-    segments = _segments(told, metrics)
+    segments = _segments(journal, metrics)
     paths = profiles_in(folder)
     profile, path = _newest_profile(paths, oddities)
     return Run(folder, tuple(segments), _config_text(folder, segments), profile, path, len(paths), tuple(oddities))
@@ -171,17 +171,17 @@ def _records(path: Path, oddities: list[str]) -> Iterator[Record]:
             if not isinstance(record["kind"], str):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            if number < len(lines):  # the last line may still be being written
-                oddities.append(f"{path.name} line {number} cannot be read and is left out")
+            if number < len(lines):  # the last line of a running job can be incomplete
+                oddities.append(f"{path.name} line {number} cannot be read and was skipped")
             continue
         yield record
 
 
-def _segments(told: list[Record], metrics: list[Record]) -> list[Segment]:
-    """Return the segments that run.jsonl records; without it, a repeated step begins a new one."""
+def _segments(journal: list[Record], metrics: list[Record]) -> list[Segment]:
+    """Return the segments that run.jsonl records; without it, a step that repeats an earlier one begins a segment."""
     segments: list[Segment] = []
-    for record in told:
-        after_its_end = segments and record["kind"] in ("failure",) and segments[-1].end is not None
+    for record in journal:
+        after_its_end = segments and record["kind"] == "failure" and segments[-1].end is not None
         if record["kind"] == "start" or not segments or after_its_end:
             segments.append(Segment())
         current = segments[-1]
@@ -252,7 +252,7 @@ def _config_text(folder: Path, segments: list[Segment]) -> str:
         if segment.start is not None:
             text: str = segment.start["config"]
             return text
-    for step in reversed(steps_in(folder)):  # a run older than run.jsonl
+    for step in reversed(steps_in(folder)):  # the run was written before run.jsonl existed
         path = folder / folder_name(step) / CONFIG_NAME
         if path.is_file():
             return path.read_text(encoding="utf-8", errors="replace")

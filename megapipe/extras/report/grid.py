@@ -9,16 +9,16 @@ from megapipe.schedule.schedule import Schedule, rows_text
 from megapipe.schedule.simulate import Timeline
 
 
-def grid_text(what: Schedule | Timeline, max_columns: int = 160) -> str:
-    """Return a Schedule's rows action by action, or a Timeline's computation to scale, one line per rank.
+def grid_text(drawn: Schedule | Timeline, max_columns: int = 160) -> str:
+    """Return one line per rank: every action of a Schedule, or the computation of a Timeline drawn to scale.
 
-    On the scale one cell is the shortest action, or as many seconds as it takes to stay within max_columns. A cell
-    holds op and microbatch (F3, B0; with several stages per rank a letter names the chunk: F3a, F3b), "=" continues an
-    action, "." is idle.
+    A cell is as long as the shortest action, or longer if the text would exceed max_columns. It shows op and microbatch
+    (F3, B0; with several stages per rank also a letter for the chunk: F3a, F3b), "=" where an action continues, or "."
+    where the rank is idle.
     """
-    if isinstance(what, Schedule):
-        return rows_text(what.rows)
-    return _timeline_text(what, max_columns)
+    if isinstance(drawn, Schedule):
+        return rows_text(drawn.rows)
+    return _timeline_text(drawn, max_columns)
 
 
 def _timeline_text(timeline: Timeline, max_columns: int) -> str:

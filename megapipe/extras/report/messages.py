@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-STATES = {  # of a segment's ending
+STATES = {  # Segment.ending -> text
     "ended": "finished",
     "stopped": "stopped early",
     "failed": "failed",
@@ -29,7 +29,7 @@ def number(value: float) -> str:
 
 
 def loss_text(value: float | None) -> str:
-    """Return a loss; None stands for one that was not finite."""
+    """Return a loss as text. value: None if the loss was not finite."""
     return "NaN or infinite" if value is None else f"{value:.4f}"
 
 

@@ -1,4 +1,4 @@
-"""The HTML report: a single file that loads nothing from elsewhere and is complete without its script."""
+"""The HTML report: a single file that loads nothing over the network and is readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from statistics import median
 from megapipe import __version__
 from megapipe.extras.report.about import (
     configuration_html,
-    course_html,
     grid_html,
     grid_words,
     plan_lines,
+    starts_html,
     versions_html,
 )
 from megapipe.extras.report.charts import charts_html
@@ -25,7 +25,7 @@ from megapipe.extras.report.pipeline import pipeline_html
 
 
 def page(run: Run, now: float | None = None) -> str:
-    """Return the report as HTML. now: Unix seconds at which it is written."""
+    """Return the report as HTML. now: time of writing in Unix seconds."""
     now = time.time() if now is None else now
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
     problems = _problems(run)
@@ -33,19 +33,20 @@ def page(run: Run, now: float | None = None) -> str:
         _header(run, title, now),
         _tiles(run),
         problems,
-        _section("Curves", charts_html(run)),
+        _section("Training curves", charts_html(run)),
         _section("Pipeline: plan and measurement", _pipeline(run)),
         _section("Grid and stages", grid_html(run)),
         _section("Configuration", configuration_html(run)),
-        _section("Starts of the run", course_html(run) + ("" if problems else '<p class="soft">No warnings.</p>')),
+        _section("Starts of the run", starts_html(run) + ("" if problems else '<p class="soft">No warnings.</p>')),
         _section("Versions and machine", versions_html(run)),
         f'<footer class="soft">Written {moment(now)} by megapipe report {__version__} from {_sources(run)}.</footer>',
     ]
     script = files("megapipe.extras.report").joinpath("page.js").read_text(encoding="utf-8")
     style = files("megapipe.extras.report").joinpath("page.css").read_text(encoding="utf-8")
     head = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}, a megapipe run</title><style>{style}</style></head>"
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)} - megapipe run</title><style>{style}</style></head>"
     )
     return "\n".join([head, "<body>", *filter(None, parts), f"<script>{script}</script>", "</body></html>\n"])
 
@@ -77,7 +78,7 @@ def _state(run: Run, now: float) -> str:
 def _tiles(run: Run) -> str:
     steps = run.steps
     if not steps:
-        return "<p>No step has been logged yet (<code>--log-interval</code> says how often).</p>"
+        return "<p>No step has been logged yet (a step is logged every <code>--log-interval</code> steps).</p>"
     last = steps[-1]
     tiles = [
         (
@@ -107,7 +108,7 @@ def _tiles(run: Run) -> str:
             (
                 "bubble",
                 f"{median(bubbles):.1%}",
-                f"median of all steps; planned {last['predicted_bubble']:.1%}",
+                f"median over all steps; planned {last['predicted_bubble']:.1%}",
             )
         )
     if last.get("memory_bytes"):
@@ -140,7 +141,7 @@ def _validation_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _problems(run: Run) -> str:
-    """Return warnings and failures; '' if there are none."""
+    """Return the section of warnings and failures; '' if the run has neither."""
     items = []
     for segment in run.segments:
         ranks: dict[str, list[str]] = {}  # an error that several ranks report is shown once
@@ -154,9 +155,9 @@ def _problems(run: Run) -> str:
     ][:5]
     if run.last.ending == "unknown":
         items.append(
-            "no end was recorded: the run continues on another machine, or it was killed"
+            "no end was recorded: the run is still going on another machine, or it was killed"
             if run.last.start
-            else f"this run wrote no {RUN}, so it is not known how it ended"
+            else f"this run wrote no {RUN}, so how it ended is unknown"
         )
     if not items:
         return ""
@@ -170,11 +171,11 @@ def _pipeline(run: Run) -> str:
     last = run.steps[-1]["step"] if run.steps else 0
     start = last if run.last.ending != "running" else last + 50
     return (
-        "<p>No step of this run was profiled. Two steps are enough: "
-        "add these flags to the command that starts or resumes the run</p>"
+        "<p>No step of this run was profiled. Profiling two steps is enough: "
+        "add these flags to the command that starts or resumes the run.</p>"
         f"<pre>--profile-pipeline --profile-step-start {start} --profile-step-end {start + 2}</pre>"
-        '<p class="soft">and this place shows the plan and what was measured on one axis, the bubble of both, '
-        "and the causes of their difference.</p>"
+        '<p class="soft">This section then compares the planned and the measured timeline and their bubbles, '
+        "and lists the causes of the difference.</p>"
     )
 
 

@@ -1,4 +1,4 @@
-"""The report's section about the pipeline: plan and measurement, both bubbles, and the causes of their difference."""
+"""The report's section on the pipeline: plan and measurement, both bubbles, and the causes of the difference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from megapipe.extras.report.beside import NAMES, NARROWEST, beside, labels
+from megapipe.extras.report.comparison_svg import NAMES, NARROWEST, comparison_svg, labels
 from megapipe.formatting import milliseconds
 from megapipe.profile.difference import CAUSES, PREDICTED, Idle, OpTime
 from megapipe.profile.profile import Profile, trace_path
@@ -16,17 +16,17 @@ from megapipe.schedule.action import Op
 SHORT = {  # cause -> (title, explanation)
     "equal stages": (
         "equal stages",
-        "the bubble of the schedule itself: every op takes the mean of all stages, messages take no time",
+        "the bubble of the schedule itself: every op takes its mean over all stages, messages take no time",
     ),
     "unequal stages": ("unequal stages", "an op takes longer on one stage than on another"),
     "messages": ("messages", "latency and bandwidth as measured between idle ranks"),
     "noise": (
         "noise",
-        "imbalance over microbatches: the same op of the same stage takes longer for one than for another",
+        "imbalance between microbatches: the same op of the same stage takes longer for some than for others",
     ),
     "engine": ("engine", "time between actions"),
     "optimizer": ("optimizer and reduction", "ranks that start late, launching reductions, waiting for parameters"),
-    "communication": ("communication", "posting messages, and waiting for them longer than the rest explains"),
+    "communication": ("communication", "posting messages, and waiting for them longer than the other causes explain"),
 }
 OPS = {**NAMES, Op.OVERLAP: "overlapped pair"}
 MOST_STAGES = 24
@@ -56,19 +56,19 @@ def _tiles(summary: Summary) -> str:
             "bubble, barrier",
             f"{predicted.barrier:.1%}",
             f"{measured.barrier:.1%}",
-            "idle / (idle + work), first action of any rank to last of any",
+            "idle / (idle + work), from the first action of any rank to the last of any",
         ),
         _pair(
             "bubble, chained",
             f"{predicted.chained:.1%}",
             f"{measured.chained:.1%}",
-            "of the idlest rank, from its first to its last computation",
+            "of the rank with the most idle time, from its first to its last computation",
         ),
         _pair(
             "pipeline time of a step",
             milliseconds(walls[0]),
             milliseconds(walls[1]),
-            f"including {milliseconds(summary.work_seconds)} of computation (mean of the ranks)",
+            f"including {milliseconds(summary.work_seconds)} of computation (mean over ranks)",
         ),
     ]
     if summary.phases.get("step"):
@@ -85,15 +85,15 @@ def _tiles(summary: Summary) -> str:
 
 def _pair(name: str, predicted: str, measured: str, meaning: str) -> str:
     return (
-        f'<div class="tile"><b>{name}</b><span class="big">{measured}</span> <span class="plan">planned {predicted}</span>'
-        f"<small>{meaning}</small></div>"
+        f'<div class="tile"><b>{name}</b><span class="big">{measured}</span> '
+        f'<span class="plan">planned {predicted}</span><small>{meaning}</small></div>'
     )
 
 
 def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) -> str:
     steps = [step.step for step in summary.pipeline.steps]
     schedule = summary.typical.measured.schedule
-    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, means of {len(steps)}"
+    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, means over {len(steps)}"
     sentences = [
         f"Profile of {span}: {escape(str(schedule))}. The drawing shows step {summary.typical.measured.step.step}.",
         f"{clocks_text(profile).capitalize()}.",
@@ -102,8 +102,8 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
     if len(summary.all_shares) > 1:
         low, high = min(summary.all_shares), max(summary.all_shares)
         sentences.append(
-            f"This is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}; "
-            f"all {len(summary.all_shares)} recorded pipelines measured {low:.1%} to {high:.1%} with a barrier."
+            f"This is the pipeline of tp {summary.pipeline.tp_rank}, dp {summary.pipeline.dp_rank}. The measured "
+            f"bubble with a barrier is {low:.1%} to {high:.1%} over all {len(summary.all_shares)} recorded pipelines."
         )
     if profile.links:
         link = max(profile.links, key=lambda each: each.latency_seconds + each.transfer_seconds)
@@ -112,25 +112,28 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
             f", including {milliseconds(link.latency_seconds)} of latency" if link.transfer_seconds >= 1e-6 else ""
         )
         sentences.append(
-            f"Between idle ranks a message of {profile.message_bytes / 2**10:,.0f} KiB takes {milliseconds(whole)}{latency}."
+            f"Between idle ranks a message of {profile.message_bytes / 2**10:,.0f} KiB takes "
+            f"{milliseconds(whole)}{latency}."
         )
-    more = f"; the newest of {num_profiles} profiles" if num_profiles > 1 else ""
+    more = f" (the newest of {num_profiles} profiles)" if num_profiles > 1 else ""
     sentences.append(
-        f"Data: <code>{escape(path.name)}</code>, trace for ui.perfetto.dev: <code>{escape(trace_path(path).name)}</code>{more}."
+        f"Data: <code>{escape(path.name)}</code>{more}; "
+        f"trace for ui.perfetto.dev: <code>{escape(trace_path(path).name)}</code>."
     )
     return f'<p class="soft">{" ".join(filter(None, sentences))}</p>'
 
 
 def _drawing(summary: Summary) -> str:
     ranks = summary.pipeline.global_ranks
-    drawn = beside(summary.typical, ranks, with_labels=False)
+    drawn = comparison_svg(summary.typical, ranks, with_labels=False)
     width = int(drawn.split('width="', 1)[1].split('"', 1)[0])
-    hint = '<p class="soft">Scroll sideways to see all of the drawing.</p>' if width > NARROWEST else ""
-    return f'<div class="timeline"><div class="ranks">{labels(ranks)}</div><div class="scroll" tabindex="0">{drawn}</div></div>{hint}'
+    hint = '<p class="soft">Scroll sideways to see the whole drawing.</p>' if width > NARROWEST else ""
+    scrolled = f'<div class="scroll" tabindex="0">{drawn}</div>'
+    return f'<div class="timeline"><div class="ranks">{labels(ranks)}</div>{scrolled}</div>{hint}'
 
 
 def _causes(summary: Summary) -> str:
-    """Return a waterfall: each cause begins where the previous one ends."""
+    """Return a waterfall chart: the bar of each cause begins where the previous one ends."""
     rows, at = [], 0.0
     sums: list[float] = [0.0]
     for cause in summary.causes:
@@ -147,7 +150,7 @@ def _causes(summary: Summary) -> str:
             rows.append(
                 _cause_row(
                     "predicted",
-                    "simulated with the mean times of every stage",
+                    "simulated with the mean times of each stage",
                     -low,
                     summary.predicted_idle,
                     scale,
@@ -157,8 +160,9 @@ def _causes(summary: Summary) -> str:
     rows.append(_cause_row("measured", "", -low, summary.measured_idle, scale, "sum"))
     head = "<tr><th>idle time per step</th><th></th><th>barrier</th><th>chained</th></tr>"
     foot = (
-        '<p class="soft">Milliseconds. The causes are added to the simulated step one at a time, so they sum up exactly; '
-        "barrier: mean of the ranks, chained: the idlest rank. Plan and measurement do the same work.</p>"
+        '<p class="soft">In milliseconds. The causes are added to the simulated step one by one, so they add up '
+        "exactly to the measured idle time. Barrier: mean over ranks; chained: the rank with the most idle time. "
+        "Plan and measurement do the same work.</p>"
     )
     assert len(rows) == len(CAUSES) + 2
     return f'<table class="causes">{head}{"".join(rows)}</table>{foot}'
@@ -178,7 +182,7 @@ def _signed(seconds: float, kind: str) -> str:
 
 
 def _stages(summary: Summary) -> str:
-    """Return a table of mean and standard deviation of every op, one row per stage."""
+    """Return a table of the mean and standard deviation of each op, one row per stage."""
     ops = [op for op in OPS if any(each.op is op for each in summary.op_times)]
     stages = list(dict.fromkeys(each.stage for each in summary.op_times))
     placement = summary.typical.measured.schedule.placement
@@ -190,11 +194,13 @@ def _stages(summary: Summary) -> str:
         cells = "".join(
             _op_cell([each for each in summary.op_times if (each.stage, each.op) == (stage, op)], longest) for op in ops
         )
-        rows.append(
-            f"<tr><td>{stage}</td><td>{' '.join(str(summary.pipeline.global_ranks[rank]) for rank in ranks)}</td>{cells}</tr>"
-        )
+        rank_names = " ".join(str(summary.pipeline.global_ranks[rank]) for rank in ranks)
+        rows.append(f"<tr><td>{stage}</td><td>{rank_names}</td>{cells}</tr>")
     rest = f"<p class='soft'>and {len(stages) - MOST_STAGES} more stages</p>" if len(stages) > MOST_STAGES else ""
-    foot = '<p class="soft">Milliseconds, mean \N{PLUS-MINUS SIGN} standard deviation over microbatches and steps, waits left out.</p>'
+    foot = (
+        '<p class="soft">In milliseconds: mean \N{PLUS-MINUS SIGN} standard deviation over microbatches and steps, '
+        "without waits.</p>"
+    )
     return f'<table class="ops">{head}{"".join(rows)}</table>{rest}{foot}'
 
 

@@ -1,4 +1,4 @@
-"""The settings of a configuration that differ from the defaults, read from its YAML text and its comments."""
+"""Settings that differ from their defaults, read from a configuration's YAML text and its comments."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Setting(NamedTuple):
 
 
 def changed_settings(text: str) -> tuple[list[Setting], str]:
-    """Return the fields that differ from their defaults, and if there are none the reason.
+    """Return the fields that differ from their defaults, and the reason if the list is empty.
 
-    Reads what to_yaml wrote, in this or an older version.
+    text: YAML written by to_yaml of this version or an older one.
     """
     if not text:
         return [], "the run recorded no configuration"
     try:
         config = from_yaml(text)
     except ConfigError as error:
-        return [], f"its configuration cannot be read by this version: {error}"
+        return [], f"this version of megapipe cannot read the run's configuration: {error}"
     origins = _origins(text)
     found = []
     for key, field in fields_by_key().items():
@@ -46,7 +46,7 @@ def changed_settings(text: str) -> tuple[list[Setting], str]:
             found.append(
                 Setting(field.section, field.name, field.main_flag, value_text(value), default, origins.get(key, ""))
             )
-    return found, "" if found else "all settings have their defaults"
+    return found, "" if found else "all settings have their default values"
 
 
 def _origins(text: str) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """A timeline as SVG: one lane per rank, one box per action with its microbatch, coloured by op and shaded by chunk.
 
-An overlapped pair shares its box, the forward above. Under each lane the number of live chunks is drawn filled, and
-the inputs that have arrived and wait as a line. Above LARGE actions the boxes of one colour are one path per lane,
-thinner and without tooltips, so that a browser can still show 64 ranks with 512 microbatches.
+The two halves of an overlapped pair share one box, the forward on top. A filled curve under each lane shows the number
+of live chunks, and a line the number of inputs that have arrived but are not used yet. With more than LARGE boxes, a
+lane is thinner and draws all boxes of a colour as one path without tooltips, so that a browser can still show 64 ranks
+with 512 microbatches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import pairwise
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
 
-# op -> (fill of the first chunk, fill of the last chunk, text colour); chunks between lie between
+# op -> (fill of the first chunk, fill of the last chunk, text colour); fills of other chunks are interpolated
 COLOURS: dict[Op, tuple[str, str, str]] = {
     Op.F: ("#4c86c6", "#b9d3ee", "#0b2239"),
     Op.B: ("#4fa37a", "#bfe3cf", "#0c2b1c"),
@@ -29,10 +30,10 @@ NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weigh
     Op.UPDATE: "update",
 }
 _STROKE = (
-    'stroke="#666666" stroke-width="0.7"',
-    'stroke="#666666" stroke-width="0.7" stroke-opacity="0.3"',
-)  # to a neighbour, across lanes
-LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # margins, title, strip under a lane for reductions; all in px
+    'stroke="#666666" stroke-width="0.7"',  # message to the lane above or below
+    'stroke="#666666" stroke-width="0.7" stroke-opacity="0.3"',  # message that crosses other lanes
+)
+LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for reductions
 LARGE = 12_000  # boxes
 LIVE, WAITING = "#c9ccd6", "#7a4a1e"
 
@@ -45,7 +46,7 @@ class _Layout:
     lane: int
     curve: int
     gap: int
-    scale: float  # px a second
+    scale: float  # px per second
     is_large: bool
 
     @staticmethod
@@ -53,7 +54,7 @@ class _Layout:
         boxes = [(end - start) for _, start, end in _all_boxes(timeline) if end > start]
         is_large = len(boxes) > LARGE
         span = timeline.makespan_seconds or 1.0
-        if width is None:  # three of four boxes take two digits
+        if width is None:  # two digits fit into three of four boxes
             narrow = sorted(boxes)[len(boxes) // 4] if boxes else span
             width = min(max(1200, LEFT + RIGHT + round(15 * span / narrow)), 6000)
         lane, curve, gap = (10, 7, 1) if is_large else (26, 14, 6)
@@ -67,15 +68,17 @@ class _Layout:
 
 
 def svg(timeline: Timeline, width: int | None = None) -> str:
-    """Return the drawing, `width` px wide (None: wide enough for the numbers). Messages are lines if they take time.
+    """Return the drawing, `width` px wide (None: wide enough for the microbatch numbers).
 
-    Unless the schedule is large, every box has a tooltip with action, start and end.
+    Messages that take time are drawn as lines. Boxes have tooltips with action, start and end. Large timelines have
+    neither.
     """
     schedule = timeline.schedule
     layout = _Layout.of(timeline, width)
     height = layout.top(schedule.num_ranks) + 52
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width}" height="{height}" viewBox="0 0 {layout.width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width}" height="{height}" '
+        f'viewBox="0 0 {layout.width} {height}" '
         'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="11">',
         f'<rect width="{layout.width}" height="{height}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="18" font-size="14" font-weight="bold">{escape(str(schedule))}</text>',
@@ -139,7 +142,7 @@ def _lane(timeline: Timeline, rank: int, layout: _Layout) -> list[str]:
 
 
 def _pair_halves(timeline: Timeline, rank: int) -> dict[Action, int]:
-    """Return 0 for the forward of each overlapped pair, 1 for its backward."""
+    """Return 0 for the forward of each overlapped pair and 1 for its backward; other actions are missing."""
     row = timeline.schedule.rows[rank]
     return {row[slot + half + 1]: half for slot, action in enumerate(row) if action.op is Op.OVERLAP for half in (0, 1)}
 
@@ -161,7 +164,10 @@ def _fill(timeline: Timeline, rank: int, action: Action) -> str:
 def _box(action: Action, start: float, end: float, y: float, height: float, fill: str, layout: _Layout) -> str:
     x, w = layout.x(start), (end - start) * layout.scale
     title = f"<title>{action}: {start:.6g} .. {end:.6g} s</title>"
-    box = f'<rect x="{x:.2f}" y="{y:g}" width="{w:.2f}" height="{height:g}" fill="{fill}" stroke="#ffffff" stroke-width="0.6">{title}</rect>'
+    box = (
+        f'<rect x="{x:.2f}" y="{y:g}" width="{w:.2f}" height="{height:g}" fill="{fill}" '
+        f'stroke="#ffffff" stroke-width="0.6">{title}</rect>'
+    )
     label = "" if action.microbatch is None else str(action.microbatch)
     if not label or w < 6.5 * len(label) + 1:
         return box
@@ -172,7 +178,7 @@ def _box(action: Action, start: float, end: float, y: float, height: float, fill
 def _curves(
     timeline: Timeline, rank: int, waiting: Sequence[tuple[float, float]], layout: _Layout, most: int
 ) -> list[str]:
-    """Return live chunks as a filled curve with its peak, and waiting inputs as a line; one scale for all ranks."""
+    """Return a filled curve of live chunks with its peak, and a line of waiting inputs; all ranks share one scale."""
     live = live_curve(timeline, rank)
     if not live or not most:
         return []
@@ -198,7 +204,7 @@ def _has_reductions(timeline: Timeline) -> bool:
 
 
 def _steps(curve: Sequence[tuple[float, float]], base: int, unit: float, layout: _Layout) -> str:
-    """Return a step curve as a path; steps narrower than half a pixel keep their highest point."""
+    """Return a step curve as a path; steps narrower than half a pixel are merged at their highest level."""
     parts = [f"M{layout.x(curve[0][0]):.1f} {base}"]
     highest, drawn = 0.0, layout.x(curve[0][0])
     for (time, level), (following, _) in pairwise([*curve, (curve[-1][0] + 1.0 / layout.scale, 0.0)]):

@@ -17,8 +17,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megapipe.extras.cli.report import main
-from megapipe.extras.report.beside import beside
 from megapipe.extras.report.charts import MAX_POINTS, Chart, Curve, chart_svg, thinned
+from megapipe.extras.report.comparison_svg import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import page
 from megapipe.extras.report.settings import changed_settings
@@ -265,7 +265,7 @@ def test_the_drawing_names_every_microbatch_of_plan_and_measurement(name: str, p
     schedule = lowered(name, p, m, v)
     step = step_of(schedule, gap=lambda rank, action: 0.0005)
     summary = summarize(profile_of(schedule, (step,)))
-    drawn = beside(summary.typical, tuple(range(p)))
+    drawn = comparison_svg(summary.typical, tuple(range(p)))
     found = ElementTree.fromstring(drawn)
     space = "{http://www.w3.org/2000/svg}"
     numbers = [text.text for text in found.iter(f"{space}text") if "n" in (text.attrib.get("class") or "").split()]
@@ -278,7 +278,7 @@ def test_the_drawing_names_every_microbatch_of_plan_and_measurement(name: str, p
 def test_a_large_drawing_stays_small() -> None:
     schedule = lowered("1f1b", 16, 256)
     summary = summarize(profile_of(schedule, (step_of(schedule),)))
-    assert len(beside(summary.typical, tuple(range(16)))) < 1_500_000
+    assert len(comparison_svg(summary.typical, tuple(range(16)))) < 1_500_000
 
 
 def test_the_newest_profile_is_shown(recorded: Path) -> None:

@@ -1,6 +1,7 @@
-"""Plan and measurement of one step on one axis: for each rank a lane of the plan above a measured lane.
+"""SVG drawing that compares the plan of one step with its measurement, on a common time axis.
 
-The drawing has its own style, light or dark by the reader's setting, and is the same in the report and as an SVG file.
+Each rank has two lanes: the planned one above the measured one. The drawing brings its own style, which follows the
+reader's light or dark setting, so the report and a separate SVG file show the same.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from megapipe.schedule.placement import Placement
 
 PLAN_LANE, MEASURED_LANE, INNER, BETWEEN = 17, 21, 2, 11  # px: lanes, gap within a rank, gap between ranks
 LABELS, TOP, BOTTOM, RIGHT = 104, 30, 58, 24
-DIGITS = 6.2  # px a digit of a microbatch number takes
+DIGITS = 6.2  # width in px of one digit of a microbatch number
 NARROWEST, WIDEST = 1184, 9000
-LARGE = 12_000  # boxes; above, the boxes of one colour in a lane are one path without numbers and tooltips
+LARGE = 12_000  # with more boxes, a lane draws all boxes of a colour as one path, without numbers and tooltips
 SHADES = {  # op -> fill of the first and of the last chunk, ink
     Op.F: ((98, 152, 212), (178, 209, 240), "#0b2239"),
     Op.B: ((98, 180, 138), (186, 226, 204), "#0c2b1c"),
@@ -29,15 +30,18 @@ SHADES = {  # op -> fill of the first and of the last chunk, ink
 NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient", Op.UPDATE: "update"}
 PHASES = {"gradient-reduce": "reduction", "optimizer": "optimizer"}
 STYLE = """
-.mp-beside{--ink:#1d242c;--soft:#616c78;--rule:#d7dce2;--lane:#f1f3f5;--wait:#c3cad2;--end:#c0392b;--paper:#fff;--red:#c45c54}
-@media(prefers-color-scheme:dark){.mp-beside{--ink:#e4e8ec;--soft:#98a3af;--rule:#3a424b;--lane:#222830;--wait:#515c68;--end:#ff8a7a;
---paper:#171b20;--red:#c45c54} .mp-beside .plan{opacity:.82!important}}
-.mp-beside{font:11px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:var(--ink)}
-.mp-beside text{font-size:11px} .mp-beside .soft{fill:var(--soft)} .mp-beside .lane{fill:var(--lane)} .mp-beside .wait{fill:url(#mp-wait)}
-.mp-beside .rule{stroke:var(--rule)} .mp-beside .end{stroke:var(--end);stroke-dasharray:4 3} .mp-beside .endtext{fill:var(--end)}
-.mp-beside text.n{text-anchor:middle;pointer-events:none;font-size:10px} .mp-beside .plan{opacity:.62}
-.mp-beside .after{fill:var(--red)} .mp-beside .paper{fill:var(--paper)}
-.mp-beside rect.b{stroke:var(--paper);stroke-width:.6}
+.mp-step{--ink:#1d242c;--soft:#616c78;--rule:#d7dce2;--lane:#f1f3f5;--wait:#c3cad2;
+--end:#c0392b;--paper:#fff;--red:#c45c54}
+@media(prefers-color-scheme:dark){.mp-step{--ink:#e4e8ec;--soft:#98a3af;--rule:#3a424b;--lane:#222830;--wait:#515c68;
+--end:#ff8a7a;--paper:#171b20;--red:#c45c54} .mp-step .plan{opacity:.82!important}}
+.mp-step{font:11px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;fill:var(--ink)}
+.mp-step text{font-size:11px} .mp-step .soft{fill:var(--soft)}
+.mp-step .lane{fill:var(--lane)} .mp-step .wait{fill:url(#mp-wait)}
+.mp-step .rule{stroke:var(--rule)}
+.mp-step .end{stroke:var(--end);stroke-dasharray:4 3} .mp-step .endtext{fill:var(--end)}
+.mp-step text.n{text-anchor:middle;pointer-events:none;font-size:10px} .mp-step .plan{opacity:.62}
+.mp-step .after{fill:var(--red)} .mp-step .paper{fill:var(--paper)}
+.mp-step rect.b{stroke:var(--paper);stroke-width:.6}
 """
 
 
@@ -56,7 +60,7 @@ class _Frame(NamedTuple):
 
     left: int
     width: float
-    scale: float  # px a second
+    scale: float  # px per second
     first: float  # seconds at the left edge
     is_large: bool
 
@@ -64,22 +68,25 @@ class _Frame(NamedTuple):
         return self.left + (seconds - self.first) * self.scale
 
 
-def beside(comparison: Comparison, ranks: Sequence[int], width: int | None = None, with_labels: bool = True) -> str:
+def comparison_svg(
+    comparison: Comparison, ranks: Sequence[int], width: int | None = None, with_labels: bool = True
+) -> str:
     """Return the drawing as SVG, `width` px wide (None: wide enough for the microbatch numbers, at least NARROWEST).
 
-    ranks: global rank of each pp_rank. with_labels False: without the column that names the ranks, which `labels` draws
-    by itself, so that a page can let the drawing scroll beside it.
+    ranks: global rank of each pp_rank. with_labels: include the column of rank names; the report draws it separately
+    with `labels`, so that the names stay in place while the drawing scrolls.
     """
     boxes = [_boxes(comparison, rank) for rank in range(len(ranks))]
     frame = _frame(comparison, boxes, width, LABELS if with_labels else 6)
     height = height_of(len(ranks))
     total = round(frame.left + frame.width + RIGHT)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="mp-beside" width="{total}" height="{height}" viewBox="0 0 {total} {height}" '
-        f'role="img" aria-label="{escape(_spoken(comparison))}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="mp-step" width="{total}" height="{height}" '
+        f'viewBox="0 0 {total} {height}" role="img" aria-label="{escape(_spoken(comparison))}">',
         f"<style>{STYLE}</style>",
         '<defs><pattern id="mp-wait" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="5" height="5" fill="var(--lane)"/><rect width="1.6" height="5" fill="var(--wait)"/></pattern></defs>',
+        '<rect width="5" height="5" fill="var(--lane)"/><rect width="1.6" height="5" fill="var(--wait)"/>'
+        "</pattern></defs>",
         f'<rect class="paper" width="{total}" height="{height}"/>',
     ]
     parts += _axis(comparison, frame, len(ranks))
@@ -93,9 +100,12 @@ def beside(comparison: Comparison, ranks: Sequence[int], width: int | None = Non
 
 
 def labels(ranks: Sequence[int]) -> str:
-    """Return the column of rank names, as high as the drawing."""
+    """Return the column of rank names as an SVG of the same height as the drawing."""
     height = height_of(len(ranks))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="mp-beside" width="{LABELS}" height="{height}" viewBox="0 0 {LABELS} {height}">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="mp-step" width="{LABELS}" height="{height}" '
+        f'viewBox="0 0 {LABELS} {height}">'
+    )
     return "\n".join([head, *_labels(ranks, LABELS), "</svg>\n"])
 
 
@@ -127,9 +137,9 @@ def _frame(comparison: Comparison, boxes: Sequence[Sequence[_Box]], width: int |
     is_large = 2 * len(widths) > LARGE
     if width is None:
         digits = len(str(max((box.action.microbatch or 0 for row in boxes for box in row), default=0)))
-        needed = (
-            (digits * DIGITS + 2) / widths[len(widths) // 20] * span if widths and not is_large else 0.0
-        )  # one of 20 may go without
+        needed = 0.0
+        if widths and not is_large:  # the narrowest twentieth of the boxes stays without a number
+            needed = (digits * DIGITS + 2) / widths[len(widths) // 20] * span
         width = round(min(max(needed + left + RIGHT, NARROWEST - (LABELS + 3 if left < LABELS else 0)), WIDEST))
     inner = float(width - left - RIGHT)
     return _Frame(left, inner, inner / span, 0.0, is_large)
@@ -154,11 +164,12 @@ def _lanes(comparison: Comparison, rank: int, boxes: Sequence[_Box], frame: _Fra
     for name, start, stop in _phases(comparison, rank):
         x, w = frame.x(start), (stop - start) * frame.scale
         title = f"<title>{PHASES[name]}: {milliseconds(stop - start)}</title>"
-        yield f'<rect class="b after" x="{x:.2f}" y="{below + 4}" width="{w:.2f}" height="{MEASURED_LANE - 8}">{title}</rect>'
+        place = f'x="{x:.2f}" y="{below + 4}" width="{w:.2f}" height="{MEASURED_LANE - 8}"'
+        yield f'<rect class="b after" {place}>{title}</rect>'
 
 
 def _phases(comparison: Comparison, rank: int) -> Iterator[tuple[str, float, float]]:
-    """Yield the phases of the step after its row, on the axis of the drawing."""
+    """Yield (name, start, stop) of the phases after the rank's last action, in seconds on the drawing's axis."""
     for name, start, stop in comparison.measured.step.rows[rank].phases:
         if name in PHASES:
             yield name, comparison.measured.seconds(start), comparison.measured.seconds(stop)
@@ -210,9 +221,9 @@ def _title(box: _Box) -> str:
         f"measured {_span(start, end)}, planned {_span(plan_start, plan_end)}",
     ]
     if box.waited:
-        lines.append(f"waited {milliseconds(box.waited)} for its message")
+        lines.append(f"waited {milliseconds(box.waited)} for its input message")
     if box.parameters:
-        lines.append(f"including {milliseconds(box.parameters)} of waiting for parameters")
+        lines.append(f"measured time includes a wait of {milliseconds(box.parameters)} for parameters")
     return escape("\n".join(lines))
 
 
@@ -245,11 +256,12 @@ def _axis(comparison: Comparison, frame: _Frame, num_ranks: int) -> Iterator[str
         x = frame.x(tick * step)
         yield f'<line class="rule" x1="{x:.2f}" y1="{TOP - 4}" x2="{x:.2f}" y2="{bottom}"/>'
         text = f"{tick * step * 1e3:g}" + (" ms" if tick == 0 else "")
-        yield f'<text class="soft" x="{x:.2f}" y="{bottom + 12}" text-anchor="{"middle" if tick else "start"}">{text}</text>'
+        anchor = "middle" if tick else "start"
+        yield f'<text class="soft" x="{x:.2f}" y="{bottom + 12}" text-anchor="{anchor}">{text}</text>'
 
 
 def _ends(comparison: Comparison, frame: _Frame, num_ranks: int) -> Iterator[str]:
-    """Yield the lines at the ends of plan and measurement."""
+    """Yield the vertical lines where the plan and the measurement end, with their labels."""
     ends = sorted(((comparison.plan.makespan_seconds, "plan"), (comparison.measured.makespan_seconds, "measured")))
     bottom = _top(num_ranks) - BETWEEN + 4
     close = (ends[1][0] - ends[0][0]) * frame.scale < 130
@@ -259,7 +271,8 @@ def _ends(comparison: Comparison, frame: _Frame, num_ranks: int) -> Iterator[str
         before = (close and index == 0) or x > frame.left + frame.width - 150
         y = 22 if not (close and index == 1 and before) else 11
         anchor, shift = ("end", -4) if before else ("start", 4)
-        yield f'<text class="endtext" x="{x + shift:.2f}" y="{y}" text-anchor="{anchor}">{name} ends, {milliseconds(seconds)}</text>'
+        text = f"{name} ends, {milliseconds(seconds)}"
+        yield f'<text class="endtext" x="{x + shift:.2f}" y="{y}" text-anchor="{anchor}">{text}</text>'
 
 
 def _legend(comparison: Comparison, x: float, y: int) -> Iterator[str]:
@@ -268,14 +281,17 @@ def _legend(comparison: Comparison, x: float, y: int) -> Iterator[str]:
     for op in (op for op in SHADES if op in comparison.plan.schedule.ops):
         for chunk in range(chunks):
             stage = placement.stages_of(0)[min(chunk, len(placement.stages_of(0)) - 1)]
-            yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{_fill(placement, 0, Action(stage, op, 0))}"/>'
+            fill = _fill(placement, 0, Action(stage, op, 0))
+            yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
             x += 14
-        name = NAMES[op] + (f", chunk 0 .. {chunks - 1}" if chunks > 1 else "")
+        name = NAMES[op] + (f", chunks 0 to {chunks - 1}" if chunks > 1 else "")
         yield f'<text x="{x + 3}" y="{y}">{name}</text>'
         x += 24 + 6.1 * len(name)
-    yield f'<rect class="wait" x="{x}" y="{y - 10}" width="18" height="12"/><text x="{x + 23}" y="{y}">waits for a message</text>'
+    yield f'<rect class="wait" x="{x}" y="{y - 10}" width="18" height="12"/>'
+    yield f'<text x="{x + 23}" y="{y}">waiting for a message</text>'
     x += 150
-    yield f'<rect class="after" x="{x}" y="{y - 8}" width="14" height="8"/><text x="{x + 19}" y="{y}">reduction, optimizer</text>'
+    yield f'<rect class="after" x="{x}" y="{y - 8}" width="14" height="8"/>'
+    yield f'<text x="{x + 19}" y="{y}">reduction, optimizer</text>'
     x += 150
     yield f'<text class="soft" x="{x}" y="{y}">numbers: microbatches</text>'
 
