@@ -74,7 +74,8 @@ def read_distributed(
     if not state.get("buckets_coalesced"):
         raise CheckpointError(
             f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: the "
-            f"format is tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
+            "format is tied to that grid. Load and save it once with a Megatron from 2024 or later, or "
+            f"{TRY_WEIGHTS_ONLY}"
         )
     found: list[ByKey] = []
     for number, weights in enumerate(chunks):

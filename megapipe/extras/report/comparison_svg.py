@@ -284,7 +284,7 @@ def _legend(comparison: Comparison, x: float, y: int) -> Iterator[str]:
             fill = _fill(placement, 0, Action(stage, op, 0))
             yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{fill}"/>'
             x += 14
-        name = NAMES[op] + (f", chunks 0 to {chunks - 1}" if chunks > 1 else "")
+        name = NAMES[op] + (f", chunk 0 .. {chunks - 1}" if chunks > 1 else "")
         yield f'<text x="{x + 3}" y="{y}">{name}</text>'
         x += 24 + 6.1 * len(name)
     yield f'<rect class="wait" x="{x}" y="{y - 10}" width="18" height="12"/>'
