@@ -1,4 +1,4 @@
-"""The pipeline schedule of a run, and the number of model chunks on a rank: from the flags and the schedule's family."""
+"""The choice of the pipeline schedule and of the model chunks on a rank, from the flags and the schedule family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megapipe.config.fields import nearest
 from megapipe.config.parallel import ParallelConfig
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
-from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.families import SCHEDULES, default_schedule
 from megapipe.schedule.partition import layout_stages
 
 AUTO = "auto"
@@ -18,10 +18,10 @@ CHUNKS_FLAG = "--num-virtual-stages-per-pipeline-rank"
 
 
 def check_schedule(config: Config) -> None:
-    """Raise ConfigError if --pipeline-schedule is unknown, or cannot do what the configuration asks for (a line for each rule).
+    """Raise ConfigError if --pipeline-schedule is unknown or lacks what the configuration needs (a line for each rule).
 
-    Each stage of an asynchronous schedule updates its weights while microbatches are in flight, so that nothing may need all ranks at
-    the same moment.
+    Each stage of an asynchronous schedule updates its weights while microbatches are in flight, so no option may need
+    all ranks at the same moment.
     """
     name = config.parallel.pipeline_schedule
     _check_name(name)
@@ -53,7 +53,7 @@ def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str,
     asked = asked_chunks(parallel, num_layers)
     name, chunks = parallel.pipeline_schedule, asked or 1
     if name == AUTO:
-        return ("interleaved" if chunks > 1 else "1f1b"), chunks
+        return default_schedule(chunks), chunks
     family = SCHEDULES[name]
     if family.chunks is not None:
         if parallel.pipeline_model_parallel_size == 1:
@@ -63,14 +63,13 @@ def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str,
             )
         if asked not in (None, family.chunks):
             raise ConfigError(
-                f"--pipeline-schedule {name} always has {family.chunks} chunks on every rank, but {asked} were asked for; "
-                f"leave {CHUNKS_FLAG} out, or give {family.chunks}"
+                f"--pipeline-schedule {name} always has {family.chunks} chunks on every rank, but {asked} were asked "
+                f"for; leave {CHUNKS_FLAG} out, or give {family.chunks}"
             )
         return name, family.chunks
     if family.takes_chunks and chunks == 1:
-        with_one_chunk = {"breadth-first": "gpipe"}.get(name, "1f1b")
         raise ConfigError(
-            f"--pipeline-schedule {name} needs chunks; give {CHUNKS_FLAG} 2 or more, or choose {with_one_chunk}"
+            f"--pipeline-schedule {name} needs chunks; give {CHUNKS_FLAG} 2 or more, or choose {family.without_chunks}"
         )
     if chunks > 1 and not family.takes_chunks:
         raise ConfigError(
@@ -89,12 +88,13 @@ def _needs_all(config: Config) -> Iterator[str]:
         )
     if precision.dtype == "fp16" and precision.loss_scale is None:
         yield (
-            " and cannot skip an update because another stage overflowed; use --bf16, or a fixed --loss-scale with --fp16"
+            " and cannot skip an update because another stage overflowed; use --bf16, or a fixed --loss-scale with "
+            "--fp16"
         )
     if config.training.calculate_per_token_loss:
         yield (
-            ", before the tokens of the batch, by which --calculate-per-token-loss divides, are counted; leave that out: "
-            "each microbatch then has the same weight"
+            ", before the tokens of the batch, by which --calculate-per-token-loss divides, are counted; leave that "
+            "out: each microbatch then has the same weight"
         )
     is_tied = not config.model.untie_embeddings_and_output_weights
     if is_tied and config.parallel.pipeline_model_parallel_size > 1:
@@ -105,17 +105,17 @@ def _needs_all(config: Config) -> Iterator[str]:
 
 
 def group_size(parallel: ParallelConfig, name: str) -> int | None:
-    """Return how many microbatches run through a chunk before the next one's turn, None where the schedule has no groups.
+    """Return how many microbatches run through a chunk before the next chunk runs; None if the schedule has no groups.
 
-    Raises ConfigError if a group is asked for and impossible.
+    Raises ConfigError if the flags ask for an impossible group size.
     """
     group, pp = parallel.microbatch_group_size_per_virtual_pipeline_stage, parallel.pipeline_model_parallel_size
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     if not SCHEDULES[name].takes_group_size:
         if group is not None:
             raise ConfigError(
-                f"{flag} {group} belongs to interleaving and pipedream-2bw, but schedule {name} has no groups; leave it "
-                f"out or give {CHUNKS_FLAG}"
+                f"{flag} {group} belongs to interleaving and pipedream-2bw, but schedule {name} has no groups; leave "
+                f"it out or give {CHUNKS_FLAG}"
             )
         return None
     if group is not None and group < pp:
@@ -124,9 +124,12 @@ def group_size(parallel: ParallelConfig, name: str) -> int | None:
 
 
 def memory_limit(parallel: ParallelConfig, name: str) -> int | None:
-    """Return the microbatches that zb-auto may keep alive on a rank, None for other schedules. Raises ConfigError."""
+    """Return the microbatches that an automatic schedule may keep alive on a rank, None for other schedules.
+
+    Raises ConfigError if a limit is given for another schedule.
+    """
     limit = parallel.pipeline_memory_limit
-    if name == "zb-auto":
+    if SCHEDULES[name].is_automatic:
         return limit or parallel.pipeline_model_parallel_size
     if limit is not None:
         raise ConfigError(
@@ -137,9 +140,9 @@ def memory_limit(parallel: ParallelConfig, name: str) -> int | None:
 
 
 def asked_chunks(parallel: ParallelConfig, num_layers: int) -> int | None:
-    """Return the model chunks per rank that were asked for in any of three ways, None if in none.
+    """Return the model chunks per rank that one of three flags asks for; None if none of them is given.
 
-    Raises ConfigError if the ways disagree.
+    Raises ConfigError if the flags disagree.
     """
     pp = parallel.pipeline_model_parallel_size
     asked = {}
@@ -157,8 +160,8 @@ def asked_chunks(parallel: ParallelConfig, num_layers: int) -> int | None:
         stages = layout_stages(parallel.pipeline_model_parallel_layout)
         if stages % pp:
             raise ConfigError(
-                f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of --pipeline-model-parallel-size "
-                f"{pp}; add or remove a stage border |"
+                f"--pipeline-model-parallel-layout has {stages} stages, not a multiple of "
+                f"--pipeline-model-parallel-size {pp}; add or remove a stage border |"
             )
         asked["--pipeline-model-parallel-layout"] = stages // pp
     if len(set(asked.values())) > 1:

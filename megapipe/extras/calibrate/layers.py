@@ -21,6 +21,7 @@ from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.families import default_schedule
 from megapipe.schedule.partition import from_counts
 from megapipe.schedule.placement import loop
 from megapipe.tensor_parallel.random import DropoutKey
@@ -85,8 +86,8 @@ def _scaled(cost: PartCost, factor: float) -> PartCost:
 def _in_parts(plan: RunPlan, recompute: RecomputeConfig) -> RunPlan:
     """Return the plan with embedding, layers and head as three stages of one rank."""
     config = dataclasses.replace(plan.config, recompute=recompute)
-    cut = from_counts([0, NUM_LAYERS, 0], NUM_LAYERS)
-    return dataclasses.replace(plan, config=config, placement=loop(1, 3), partition=cut, schedule_name="interleaved")
+    cut, schedule = from_counts([0, NUM_LAYERS, 0], NUM_LAYERS), default_schedule(3)
+    return dataclasses.replace(plan, config=config, placement=loop(1, 3), partition=cut, schedule_name=schedule)
 
 
 class _Parts:

@@ -15,7 +15,7 @@ from megapipe.extras.report.svg import svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure
-from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.generate.shape import AutoGoal
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
@@ -211,10 +211,10 @@ def _schedule(arguments: argparse.Namespace, model: Model) -> Schedule:
     if arguments.name is None:
         raise ConfigError(f"no schedule given; give a name ({', '.join(SCHEDULES)}) or --csv FILE")
     p = arguments.ranks
-    family = SCHEDULES.get(arguments.name)
-    chunks = arguments.chunks or (family.chunks or (2 if family.takes_chunks else 1) if family else 1)
+    family = schedule_family(arguments.name)
+    chunks = arguments.chunks or family.num_chunks(2)
     goal = None
-    if arguments.name == "zb-auto" and p >= 1:
+    if family.is_automatic and p >= 1:
         goal = AutoGoal(model.costs(p), (arguments.memory_limit or [p])[0], model.kept_for_weights)
     return build_schedule(arguments.name, p, chunks, _microbatches(arguments), arguments.group_size, goal)
 

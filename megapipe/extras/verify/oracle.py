@@ -19,6 +19,7 @@ from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
 from megapipe.extras.verify.inputs import GlobalBatch
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.families import SCHEDULES
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from megapipe.train.step import Rates
 
@@ -116,9 +117,8 @@ class AsynchronousOracle(Oracle):
         super().__init__(plan.config, weights, dtype, device)
         group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
         self._dp = plan.topology.dp
-        self._delays = {"pipedream": Delays.pipedream(plan.topology.pp), "pipedream-2bw": Delays.pipedream_2bw(group)}[
-            plan.schedule_name
-        ]
+        has_groups = SCHEDULES[plan.schedule_name].takes_group_size
+        self._delays = Delays.pipedream_2bw(group) if has_groups else Delays.pipedream(plan.topology.pp)
         self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
