@@ -138,7 +138,19 @@ class Engine:
             for stage in range(self.last_stage)
             if rank_of_stage[stage] == rank_of_stage[stage + 1]
         }
-        self._handlers: dict[Op, Handler] = {
+        self._handlers = self._make_handlers(weights, streams, marks)
+
+    def _make_handlers(
+        self,
+        weights: StageWeights | None,
+        streams: StageStreams | None,
+        marks: Callable[[str], AbstractContextManager[Any]] | None,
+    ) -> dict[Op, Handler]:
+        """Return the function that runs each kind of action, wrapped by what the run needs around it.
+
+        The order of the wrappers matters: a mark encloses the stream, the stream the offload, the offload the weights.
+        """
+        handlers: dict[Op, Handler] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
@@ -150,15 +162,16 @@ class Engine:
             Op.REDUCE_GRAD: self._reduce,
         }
         if weights is not None:
-            self._handlers |= {op: self._with_weights(weights, self._handlers[op]) for op in COMPUTE_OPS}
-            self._handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
-        if offload is not None:
-            self._handlers |= {op: self._with_offload(offload, self._handlers[op]) for op in COMPUTE_OPS}
+            handlers |= {op: self._with_weights(weights, handlers[op]) for op in COMPUTE_OPS}
+            handlers[Op.UPDATE] = lambda run, action: weights.update(action.stage, _number(action))
+        if self._offload is not None:
+            handlers |= {op: self._with_offload(self._offload, handlers[op]) for op in COMPUTE_OPS}
         if streams is not None:
-            self._handlers |= {op: self._on_stream(streams, self._handlers[op]) for op in COMPUTE_OPS}
-            self._handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
+            handlers |= {op: self._on_stream(streams, handlers[op]) for op in COMPUTE_OPS}
+            handlers[Op.OVERLAP] = lambda run, action: streams.begin_pair()
         if marks is not None:
-            self._handlers = {op: self._marked(marks, handler) for op, handler in self._handlers.items()}
+            handlers = {op: self._marked(marks, handler) for op, handler in handlers.items()}
+        return handlers
 
     def run(self, step: Step) -> list[Any]:
         """Run the row once and return the last stage's reports in microbatch order; an empty list on other ranks.
