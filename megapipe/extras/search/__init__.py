@@ -1,1 +1,1 @@
-"""Search for layouts that fit a number of accelerators and are fast, and the explanation of a flag with its cost."""
+"""The search for the fastest layouts that fit a number of accelerators, and the cost of a flag."""

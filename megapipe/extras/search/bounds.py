@@ -1,4 +1,4 @@
-"""What no plan of a layout can go below, in seconds and in bytes, found without a plan: so that a search simulates few of its layouts."""
+"""Lower bounds of a layout's step time and memory, computed without a plan, so that a search simulates few layouts."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from megapipe.schedule.generate.shape import Shape
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.partition import StageLayers
 
-FILLS = 2  # of the pipeline: after as many microbatches a schedule keeps about all that it ever keeps
+FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory
 
 
 @dataclass(frozen=True)
 class Bound:
-    """seconds, bytes of the fullest rank."""
+    """Lower bounds: seconds of a step, bytes of the fullest rank."""
 
     seconds: float
     least_bytes: float
 
 
 class _Waits(NamedTuple):
-    """Of a pipeline rank, what its time depends on."""
+    """The sizes that a pipeline rank's time depends on."""
 
-    stages_before: int  # that a microbatch passes before it comes here
+    stages_before: int  # that a microbatch passes before it reaches this rank
     layers_before: int
     layers: int
     heads: int  # 1 with the output layer
 
 
 class _Holds(NamedTuple):
-    """Of a pipeline rank, what its memory depends on."""
+    """The sizes that a pipeline rank's memory depends on."""
 
     layers: int
     heads: int
     embeddings: int
-    live_layers: int  # layers x microbatches kept at once, at least
+    live_layers: int  # at least so many layers x microbatches are kept at once
 
 
 Cut = tuple[int, tuple[int, ...], tuple[int, ...]]  # ranks, the rank of each stage, layers of each stage
@@ -62,7 +62,10 @@ Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 
 class _Times(NamedTuple):
-    """Of one microbatch: F, I, and a backward whole or in halves, of a layer and of the head; bytes kept."""
+    """Seconds and kept bytes of one microbatch in one layer and in the head.
+
+    inputs: the backward for inputs (I). both: the whole backward, or the sum of its halves (I and W).
+    """
 
     forward: float
     inputs: float
@@ -76,7 +79,7 @@ class _Times(NamedTuple):
 
 
 class _Model(NamedTuple):
-    """Elements on one tp rank, at least."""
+    """A model and lower bounds of its elements on one tp rank."""
 
     config: ResolvedModelConfig
     layer_elements: float
@@ -85,18 +88,18 @@ class _Model(NamedTuple):
 
 
 class Bounds:
-    """Bounds of a configuration's layouts; what many of them share is worked out once."""
+    """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self._hardware = config, world_size, hardware
-        # computed once for all layouts that share them
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
 
     def of(self, layout: Layout) -> Bound | None:
-        """None where the model or the cut is refused, or where cutting evenly is cutting by cost.
+        """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost.
 
-        Time: a rank starts when the first microbatch has passed the stages before it, and the last gradient passes them after it has
-        ended; between, it computes all its microbatches. Memory: state of a rank, and what its first forwards keep before a backward.
+        Time: a rank starts when the first microbatch has passed the stages before it, then computes all its
+        microbatches, and the last gradient passes the stages before it afterwards.
+        Memory: the state of a rank, and the activations that its first forwards keep until a backward.
         """
         model = self._model(layout.tp)
         if model is None:
@@ -115,7 +118,7 @@ class Bounds:
         return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
 
     def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
-        """Until the last backward."""
+        """Return the least seconds until the last backward ends."""
         is_split, waits = (
             SCHEDULES[layout.schedule].splits_backward,
             not self._config.optimizer.optimizer_post_validation,
@@ -125,7 +128,7 @@ class Bounds:
             forward = rank.layers * times.forward + rank.heads * times.head_forward
             work = forward + rank.layers * times.both + rank.heads * times.head_both
             hops = rank.stages_before * times.message
-            if is_split:  # weight gradients may come last, while the input gradients go on
+            if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
                 short = forward + rank.layers * times.inputs + rank.heads * times.head_inputs
                 before, both_ways = (
                     rank.layers_before * times.forward + hops,
@@ -138,7 +141,7 @@ class Bounds:
         return longest
 
     def _bytes(self, model: _Model, layout: Layout, ranks: tuple[_Holds, ...], times: _Times) -> tuple[float, float]:
-        """(bytes of the fullest rank, seconds of the optimizer)."""
+        """Return (bytes of the fullest rank, seconds of the optimizer)."""
         shards = self._world_size // layout.tp // layout.pp if layout.distributed_optimizer else 1
         per_element = self._bytes_of_an_element(shards)
         least = most = 0.0
@@ -148,7 +151,7 @@ class Bounds:
                 + rank.embeddings * model.embedding_elements
                 + rank.heads * model.head_elements
             )
-            # with several stages on a rank the head may keep nothing while most layers are kept
+            # with several stages on a rank the head may keep nothing at the moment when most layers are kept
             kept = rank.live_layers * times.layer_bytes + (rank.heads * times.head_bytes if layout.chunks == 1 else 0)
             least = max(least, elements * per_element + kept)
             most = max(most, elements)
@@ -171,7 +174,7 @@ class Bounds:
         return _Model(model, elements[0] / tp, elements["embedding"] / tp, elements["head"] / tp)
 
     def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
-        """Return the cut of the layers, None where it is refused. The head weighs what its padding with tp makes it weigh."""
+        """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
         model = self._model(tp)
         assert model is not None
         layout = Layout(tp, pp, chunks, schedule, 1, RecomputeConfig(), False, False, how)
@@ -244,7 +247,7 @@ def _layers(cut: Cut, rank: int) -> int:
 
 
 def _undominated(ranks: list[Numbers]) -> tuple[Numbers, ...]:
-    """Those that no other is at least equal to in everything."""
+    """Return the tuples that no other tuple equals or exceeds in every number."""
     distinct = sorted(set(ranks), reverse=True)
     return tuple(
         rank

@@ -1,4 +1,4 @@
-"""What a field of the configuration costs: a plan resolved with its alternatives, by the planner's own model of memory and time."""
+"""The cost of a configuration field: its alternatives resolved to plans and compared by predicted memory and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from megapipe.plan.step_time import predict_step
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a configuration. rank_bytes: of each pp_rank. seconds: of a step; None where the hardware has no rate for the dtype."""
+    """The predicted cost of a configuration.
+
+    rank_bytes: bytes of each pp_rank.
+    seconds: seconds of a step; None if the hardware has no rate for the dtype.
+    """
 
     rank_bytes: tuple[int, ...]
     seconds: float | None
@@ -30,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A value of the field, as text, and what it comes to: a cost, or why it is refused."""
+    """A value of the field as text, with its cost, or with the reason why it is illegal."""
 
     value: str
     is_current: bool
@@ -38,7 +42,7 @@ class Alternative:
 
 
 def cost_of(config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware) -> Cost | str:
-    """The cost of a configuration, or the reason why it cannot run."""
+    """Return the cost of a configuration, or the reason why it cannot run."""
     try:
         plan = resolve(config, world_size, ranks_per_node)
         bubble = expected_bubble(plan, plan.batch.full // plan.batch.samples_per_microbatch).share
@@ -54,7 +58,7 @@ def cost_of(config: Config, world_size: int, ranks_per_node: int | None, hardwar
 def alternatives(
     field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
 ) -> list[Alternative]:
-    """The field's value in the configuration, then others."""
+    """Return the field's value in the configuration, then the other values."""
     current = value_of(config, field)
     found = [Alternative(value_text(current), True, cost_of(config, world_size, ranks_per_node, hardware))]
     for value in other_values(field, current):
@@ -65,7 +69,10 @@ def alternatives(
 
 
 def other_values(field: ConfigField, current: Any) -> list[Any]:
-    """Values worth comparing with: the other choices; half and double of a number; on and off. [] for texts that may be anything."""
+    """Return the values to compare with: other choices, half and double of a number, on and off.
+
+    [] for free text.
+    """
     option, kind = field.option, field.kind
     if kind.scalar is bool:
         return [not current]
@@ -87,12 +94,12 @@ def other_values(field: ConfigField, current: Any) -> list[Any]:
 
 
 def has_effect(found: list[Alternative]) -> bool:
-    """Some value changes what the model of memory and time says."""
+    """Return True if some value changes the predicted memory or time."""
     return len({alternative.cost for alternative in found if isinstance(alternative.cost, Cost)}) > 1
 
 
 @cache
 def papers() -> dict[str, str]:
-    """Flag -> where what it does was published."""
+    """Return the paper in which each flag's technique was published."""
     with Path(__file__).with_name("papers.csv").open(encoding="utf-8", newline="") as file:
         return {row["flag"]: row["paper"] for row in csv.DictReader(file)}

@@ -1,8 +1,12 @@
-"""What a search varies, and every layout that the sizes of a model, a batch and a cluster allow.
+"""The layouts that a search compares: every one that the sizes of the model, the batch and the cluster allow.
 
-Not varied: overlaps (--overlap-grad-reduce, --overlap-param-gather, --overlap-p2p-communication) are on, for they cost no memory and by
-the model of `step_time` never slow a step; gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1 where steps end
-with a barrier, and keep more; DualPipe gains only by what its pairs overlap, which is not predicted; context parallelism; cuts by hand.
+Not varied:
+- overlaps (--overlap-grad-reduce, --overlap-param-gather, --overlap-p2p-communication) are on: they cost no memory, and
+  in the model of `step_time` they never slow a step
+- gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1 where steps end with a barrier, and use
+  more memory
+- DualPipe is faster only by the overlap of its pairs, which is not predicted
+- context parallelism, and cuts by hand
 """
 
 from __future__ import annotations
@@ -27,16 +31,13 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("core_attn", "layernorm", "activation")),
     RecomputeConfig("full", "uniform", 1),
 )
-CUTS = (
-    "cost",
-    "even",
-    "ends",
-)  # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
+# by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
+CUTS = ("cost", "even", "ends")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One of a search's choices. cut: one of CUTS."""
+    """One candidate of a search. cut: one of CUTS."""
 
     tp: int
     pp: int
@@ -49,7 +50,7 @@ class Layout:
     cut: str = "cost"
 
     def applied_to(self, config: Config) -> Config:
-        """The configuration with this layout; what it says of cuts and groups by hand is left to be derived."""
+        """Return the configuration with this layout; its manual cuts and group sizes are dropped."""
         parallel = dataclasses.replace(
             config.parallel,
             tensor_model_parallel_size=self.tp,
@@ -85,7 +86,7 @@ class Layout:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What is recomputed, and what differs from the usual."""
+        """The recompute setting, and the settings that differ from the default."""
         return (
             recompute_text(self.recompute),
             *(["no sequence parallelism"] if self.tp > 1 and not self.sequence_parallel else []),
@@ -95,7 +96,7 @@ class Layout:
 
 
 def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Layout]:
-    """All that the sizes allow; some are refused later."""
+    """Yield every layout that the sizes allow; `resolve` may still refuse some of them."""
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
     recomputes = [recompute for recompute in RECOMPUTES if is_explicit(model) or not _is_of_attention(recompute)]
@@ -112,7 +113,7 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
 
 
 def _grids(config: Config, world_size: int, hardware: Hardware) -> Iterator[tuple[int, int]]:
-    """(tp, pp), tp within a node unless more is allowed by name."""
+    """Yield (tp, pp), with tp within a node unless --allow-tp-across-nodes is given."""
     widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
     batch = config.training.global_batch_size
     assert batch is not None
@@ -125,12 +126,15 @@ def _grids(config: Config, world_size: int, hardware: Hardware) -> Iterator[tupl
 
 
 def _is_of_attention(recompute: RecomputeConfig) -> bool:
-    """Fused kernels keep next to nothing of core attention."""
+    """Return True if core attention is recomputed, which saves almost nothing with fused kernels."""
     return recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules
 
 
 def _schedules(num_layers: int, pp: int) -> Iterator[tuple[str, int]]:
-    """Yield (name, chunks per rank): of families that take any number, those that divide the layers among all stages."""
+    """Yield (name, chunks per rank).
+
+    Families that take any number of chunks come with the numbers that divide the layers among all stages.
+    """
     if pp == 1:
         yield default_schedule(1), 1
         return
@@ -150,9 +154,9 @@ def takes_any_chunks(schedule: str) -> bool:
 
 
 def recompute_text(recompute: RecomputeConfig) -> str:
-    """'no recompute', 'full recompute' (but for attention), or 'recompute' with the modules."""
+    """Return 'no recompute', 'full recompute' (possibly except for attention), or 'recompute' with the modules."""
     if recompute.recompute_granularity is None:
         return "no recompute"
     if recompute.recompute_granularity == "full":
-        return "full recompute but for attention" if recompute.recompute_keep_attention else "full recompute"
+        return "full recompute except for attention" if recompute.recompute_keep_attention else "full recompute"
     return "recompute " + "+".join(recompute.recompute_modules)

@@ -1,10 +1,14 @@
-"""Memory as Megatron-LM estimates it (its report of theoretical memory footprints), to be compared with `memory`.
+"""Megatron-LM's memory estimate (its report of theoretical memory footprints), for comparison with `plan.memory`.
 
-Its conventions: 18 bytes a parameter (bf16 weight, fp32 gradient, fp32 master and two moments), 6 + 12 / dp with the distributed optimizer;
-the first pipeline rank alone, with 1 / pp of the layers and one embedding; activations by table 2 of Korthikanti et al. 2022
-(arXiv:2205.05198): s b h 34 / t a layer (for an ffn of 4h) under sequence parallelism and selective recompute, else s b h (10 + 24 / t) and
-5 % on top. Not in it: the cut of the layers, grouped or gated activations, full recompute, schedules other than 1F1B and interleaving,
-messages, what the head keeps in a pipeline, padding.
+Its conventions:
+- 18 bytes per parameter (bf16 weight, fp32 gradient, fp32 master and two moments), 6 + 12 / dp with the distributed
+  optimizer
+- only the first pipeline rank, with 1 / pp of the layers and one embedding
+- activations by table 2 of Korthikanti et al. 2022 (arXiv:2205.05198): s b h 34 / t per layer (for an ffn of 4h) under
+  sequence parallelism and selective recompute, else s b h (10 + 24 / t) plus 5 %
+
+It ignores the cut of the layers, grouped or gated activations, full recompute, schedules other than 1F1B and
+interleaving, messages, the head's activations in a pipeline, and padding.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ OVERHEAD = 1.05  # on activations without sequence parallelism
 
 @dataclass(frozen=True)
 class MegatronMemory:
-    """Of the first pipeline rank. parameters: that it holds."""
+    """The estimate for the first pipeline rank. parameters: the number that it holds."""
 
     parameters: float
     state_bytes: float
@@ -32,7 +36,7 @@ class MegatronMemory:
 
 
 def megatron_memory(plan: RunPlan) -> MegatronMemory:
-    """The estimate for a plan, whatever its schedule: chunks count as interleaving."""
+    """Return the estimate for a plan of any schedule; chunks count as interleaving."""
     config, t = plan.config, plan.topology
     embedding = config.model.hidden_size * _known(config.model.padded_vocab_size)
     held = block_parameters(config.model) / t.pp + embedding
@@ -44,7 +48,7 @@ def megatron_memory(plan: RunPlan) -> MegatronMemory:
 
 
 def block_parameters(model: ModelConfig) -> float:
-    """Of all layers and the final norm, biases of linears not counted."""
+    """Return the parameters of all layers and the final norm, without the biases of linears."""
     h, ffn = model.hidden_size, _known(model.ffn_hidden_size)
     norm = 1 if model.normalization == "RMSNorm" else 2
     gated = 1.5 if model.activation in GATED_ACTIVATIONS else 1.0
@@ -62,9 +66,8 @@ def _activation_bytes(plan: RunPlan) -> float:
     layer = (
         tokens * h * (18.0 + 4.0 * _known(model.ffn_hidden_size) / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
     )
-    kept = (
-        model.num_layers * layer + tokens * (8.0 + h) * t.pp
-    )  # token ids and the embedding's dropout, pp microbatches of them
+    # plus token ids and the embedding's dropout of pp microbatches
+    kept = model.num_layers * layer + tokens * (8.0 + h) * t.pp
     kept *= _in_flight(plan)
     if is_short:
         return (kept + (4.0 * tokens * (h + vocabulary) if t.pp == 1 else 0.0)) / t.tp
@@ -72,7 +75,7 @@ def _activation_bytes(plan: RunPlan) -> float:
 
 
 def _in_flight(plan: RunPlan) -> float:
-    """Microbatches on the first rank over pp."""
+    """Return the microbatches in flight on the first rank, divided by pp."""
     pp, chunks = plan.topology.pp, plan.num_chunks
     if chunks > 1:
         return 1.0 + (pp - 1) / (pp * chunks)

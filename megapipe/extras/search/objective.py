@@ -1,4 +1,4 @@
-"""What a search is for: the fastest step on all accelerators, the fewest accelerators, or the cheapest tokens."""
+"""The objectives of a search: the fastest step on all accelerators, the fewest accelerators, or the cheapest tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.resolve import resolve_model
 
 OBJECTIVES = ("time", "gpus", "cost")
-LEAST_BYTES = 4  # of a parameter on some rank: weight and gradient, at 2 bytes each
+LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
 SECONDS_OF_AN_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Objective:
-    """kind: one of OBJECTIVES. tokens_per_second: that 'gpus' and 'cost' have to reach. price_per_hour: of one accelerator, for 'cost'."""
+    """The goal of a search.
+
+    kind: one of OBJECTIVES.
+    tokens_per_second: the throughput that 'gpus' and 'cost' have to reach.
+    price_per_hour: the price of one accelerator, for 'cost'.
+    """
 
     kind: str = "time"
     tokens_per_second: float | None = None
@@ -30,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Sized:
-    """A number of accelerators with what was found on it. cost: of a billion tokens; None without a price."""
+    """The result of a search on one number of accelerators. cost: of a billion tokens; None without a price."""
 
     num_gpus: int
     found: Found = field(repr=False)
@@ -39,7 +44,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The best by an objective, and all numbers of accelerators that were tried, ascending."""
+    """The best result by an objective, and the results of all numbers of accelerators tried, ascending."""
 
     best: Sized
     tried: tuple[Sized, ...]
@@ -52,10 +57,10 @@ def choose(
     objective: Objective,
     pinned: Callable[[Layout], bool] = lambda _: True,
 ) -> Chosen:
-    """The best of up to `most` accelerators. Raises ConfigError where nothing fits or reaches tokens_per_second.
+    """Return the best result on up to `most` accelerators.
 
-    'gpus' is found by bisection, which takes for granted that what can be done on some whole nodes can be done on more. 'cost' looks at
-    `most`, half of it and so on.
+    'gpus' bisects, which assumes that a goal reached on some number of nodes is reached on more nodes too. 'cost' tries
+    `most`, half of it and so on. Raises ConfigError if nothing fits or reaches tokens_per_second.
     """
     sizes = Sizes(config, most, hardware, objective, pinned)
     if objective.kind == "time":
@@ -65,12 +70,14 @@ def choose(
     best = _fewest(sizes) if objective.kind == "gpus" else _cheapest(sizes)
     if best is None:
         reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
-        raise ConfigError(f"no layout on up to {most} {hardware.name} fits{reach}; take more of them, or others")
+        raise ConfigError(
+            f"no layout on up to {most} {hardware.name} fits{reach}; use more accelerators, or another kind"
+        )
     return Chosen(best, tuple(sized for _, sized in sorted(sizes.tried.items()) if sized is not None))
 
 
 class Sizes:
-    """Searches on different numbers of accelerators, each made once."""
+    """Searches on different numbers of accelerators, each run once."""
 
     def __init__(
         self, config: Config, most: int, hardware: Hardware, objective: Objective, pinned: Callable[[Layout], bool]
@@ -80,7 +87,7 @@ class Sizes:
         self.tried: dict[int, Sized | None] = {}
 
     def of(self, num_gpus: int) -> Sized | None:
-        """None where nothing fits or is legal ('time' raises what is wrong)."""
+        """Return the result on `num_gpus`; None if no layout is legal or fits (objective 'time' raises the error)."""
         if num_gpus not in self.tried:
             try:
                 found = search(self._config, num_gpus, self._hardware, self._pinned)
@@ -100,7 +107,7 @@ class Sizes:
         return wanted is None or sized.found.best[0].time.tokens_per_second >= wanted
 
     def candidates(self) -> list[int]:
-        """Parts of a node that divide it, and whole nodes, from the fewest that could hold the model."""
+        """Return divisors of a node and multiples of it, from the fewest accelerators that could hold the model."""
         node = self._hardware.ranks_per_node
         numbers = [n for n in range(1, min(node, self.most) + 1) if node % n == 0] + list(
             range(2 * node, self.most + 1, node)
@@ -123,7 +130,7 @@ def _fewest(sizes: Sizes) -> Sized | None:
     numbers = sizes.candidates()
     if not sizes.is_enough(numbers[-1]):
         return None
-    low, high = 0, len(numbers) - 1  # numbers[high] is enough
+    low, high = 0, len(numbers) - 1  # invariant: numbers[high] is enough
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if sizes.is_enough(numbers[middle]) else (middle + 1, high)

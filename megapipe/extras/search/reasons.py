@@ -1,4 +1,4 @@
-"""Why a layout wins, and what is odd about another, in words made of the numbers."""
+"""Explanations made from the predicted numbers: why a layout wins, and which settings of another one are doubtful."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import default_schedule
 
-BUBBLE_WORTH_A_WORD = 0.10  # of the step
-MESSAGES_WORTH_A_WORD = 0.10
+REPORTED_BUBBLE = 0.10  # share of the step
+REPORTED_MESSAGES = 0.10  # share of the step
 BUBBLE_WANTED = 0.05
-SMALLER = 2  # times as few ranks in a copy of the model are worth a word
+REPORTED_RANK_RATIO = 2  # ranks in a copy of the model, relative to the winner's
 
 
 def gib(size: float) -> str:
@@ -29,7 +29,7 @@ def gib(size: float) -> str:
 
 
 def reasons(found: Found, hardware: Hardware) -> tuple[str, ...]:
-    """Of the winner; () if nothing fits."""
+    """Return why the winner wins; () if nothing fits."""
     if not found.best:
         return ()
     winner = found.best[0]
@@ -51,8 +51,8 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
         costs = ""
         if rival is not None:
             costs = (
-                f"; the best with a pipeline, {rival.layout.grid}, {rival.layout.schedule}, has {rival.time.bubble_share:.1%} of bubble "
-                f"and takes {rival.time.seconds / winner.time.seconds - 1:.1%} longer"
+                f"; the best layout with a pipeline, {rival.layout.grid}, {rival.layout.schedule}, has a bubble of "
+                f"{rival.time.bubble_share:.1%} and takes {rival.time.seconds / winner.time.seconds - 1:.1%} longer"
             )
         yield f"a copy of the model fits {place}: {alone}{costs}"
         return
@@ -64,18 +64,24 @@ def _pipeline(found: Found, hardware: Hardware) -> Iterator[str]:
     rival = next((each for each in found.best if each.layout.pp < layout.pp), None)
     if min(found.least_bytes[pp] for pp in shorter) > hardware.usable_bytes:
         best_of_them = min(found.least_bytes[pp] for pp in shorter)
-        yield f"pp {layout.pp} is the shortest pipeline that fits: with a shorter one a rank needs {gib(best_of_them)} or more"
+        yield (
+            f"pp {layout.pp} is the shortest pipeline that fits: with a shorter one a rank needs {gib(best_of_them)} "
+            "or more"
+        )
     elif rival is not None:
         yield (
-            f"pp {layout.pp}: the best with fewer, {rival.layout.grid}, {rival.layout.schedule}, takes "
-            f"{rival.time.seconds / winner.time.seconds - 1:.1%} longer"
+            f"pp {layout.pp}: the best layout with a shorter pipeline, {rival.layout.grid}, {rival.layout.schedule}, "
+            f"takes {rival.time.seconds / winner.time.seconds - 1:.1%} longer"
         )
     else:
-        yield f"pp {layout.pp}: with pp {most} a rank needs {gib(least)} or more, and what fits there is slower than the ten best"
+        yield (
+            f"pp {layout.pp}: with pp {most} a rank needs {gib(least)} or more, and the layouts that fit are slower "
+            "than the ten best"
+        )
 
 
 def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
-    """What it would be without."""
+    """Yield the time and memory of the winner without recompute, if that does not fit."""
     layout = winner.layout
     if layout.recompute.recompute_granularity is None:
         return
@@ -90,15 +96,15 @@ def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     rank = max(without.memory, key=lambda each: each.total)
     if rank.total > hardware.usable_bytes:
         yield (
-            f"{recompute_text(layout.recompute)}: without, a step would take {without.time.seconds:.3g} s, but pp_rank "
-            f"{rank.pp_rank} needs {gib(rank.total)} of {gib(hardware.usable_bytes)}"
+            f"{recompute_text(layout.recompute)}: without it a step would take {without.time.seconds:.3g} s, but "
+            f"pp_rank {rank.pp_rank} needs {gib(rank.total)} of {gib(hardware.usable_bytes)}"
         )
 
 
 def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
-    """How to have less of a large bubble: more microbatches, or chunks where the layers divide."""
+    """Yield how to reduce a large bubble: more microbatches, or more chunks if they divide the layers."""
     layout, bubble = candidate.layout, candidate.time.bubble_share
-    if layout.pp == 1 or bubble <= BUBBLE_WORTH_A_WORD:
+    if layout.pp == 1 or bubble <= REPORTED_BUBBLE:
         return
     batch, model = candidate.plan.batch, candidate.plan.config.model
     count = batch.full // batch.samples_per_microbatch
@@ -106,23 +112,29 @@ def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
     chunked = next((n for n in range(layout.chunks + 1, 9) if model.num_layers % (layout.pp * n) == 0), None)
     chunks = f", or use {chunked} chunks" if chunked and layout.schedule == default_schedule(layout.chunks) else ""
     yield (
-        f"{bubble:.1%} of the step is bubble: {count} microbatches feed {layout.pp} pipeline ranks; raise the microbatches to {wanted} "
-        f"(--global-batch-size {wanted * batch.samples_per_microbatch}){chunks}"
+        f"{bubble:.1%} of the step is bubble: {count} microbatches feed {layout.pp} pipeline ranks; raise the "
+        f"microbatches to {wanted} (--global-batch-size {wanted * batch.samples_per_microbatch}){chunks}"
     )
 
 
 def _messages(candidate: Candidate, hardware: Hardware) -> Iterator[str]:
     share = candidate.time.parts["tp"] / candidate.time.seconds
-    if share > MESSAGES_WORTH_A_WORD:
-        yield f"{share:.1%} of the step is tensor-parallel messages in the computation's way; smaller tp is slower or does not fit"
+    if share > REPORTED_MESSAGES:
+        yield (
+            f"{share:.1%} of the step is tensor-parallel communication that does not overlap with computation; a "
+            "smaller tp is slower or does not fit"
+        )
     for part, what in (("reduce", "reductions of gradients"), ("gather", "gathers of parameters")):
         share = candidate.time.parts[part] / candidate.time.seconds
-        if share > MESSAGES_WORTH_A_WORD:
-            yield f"{share:.1%} of the step is {what} between replicas that nothing hides; a larger --global-batch-size would"
+        if share > REPORTED_MESSAGES:
+            yield (
+                f"{share:.1%} of the step is {what} between replicas that do not overlap with computation; raise "
+                "--global-batch-size to hide them"
+            )
 
 
 def oddities(configured: Candidate, winner: Candidate | None, hardware: Hardware) -> tuple[str, ...]:
-    """What is upside down or left out in the layout of a configuration."""
+    """Return warnings about the layout of a configuration: inverted axes, too few microbatches, missing options."""
     return (
         *_inverted(configured, hardware),
         *_fed(configured),
@@ -136,15 +148,15 @@ def _inverted(configured: Candidate, hardware: Hardware) -> Iterator[str]:
     if t.tp > 1 and plan.crosses_nodes("tp"):
         share = configured.time.parts["tp"] / configured.time.seconds
         inside = [name for name in ("pp", "dp") if t.size(name) > 1 and not plan.crosses_nodes(name)]
-        turned = f" while {' and '.join(inside)} stay inside: the axes are inverted" if inside else ""
+        turned = f" while {' and '.join(inside)} stay inside a node: the axes are inverted" if inside else ""
         yield (
-            f"tp {t.tp} crosses nodes of {hardware.ranks_per_node}{turned}; its messages stand in every layer ({share:.0%} of the step): "
-            f"put tp first in --rank-order and keep it at {hardware.ranks_per_node} or less"
+            f"tp {t.tp} crosses nodes of {hardware.ranks_per_node}{turned}; every layer waits for its messages "
+            f"({share:.0%} of the step): put tp first in --rank-order and keep it at {hardware.ranks_per_node} or less"
         )
     elif t.pp > 1 and t.dp > 1 and plan.crosses_nodes("replicas") and not plan.crosses_nodes("pp"):
         yield (
-            f"pp {t.pp} stays inside a node while gradients cross nodes (--rank-order {t.order}): a pipeline sends little and is what "
-            "should cross; --rank-order tp-cp-dp-pp"
+            f"pp {t.pp} stays inside a node while gradients cross nodes (--rank-order {t.order}): a pipeline sends "
+            "less, so the pipeline should cross nodes; use --rank-order tp-cp-dp-pp"
         )
 
 
@@ -152,26 +164,29 @@ def _fed(configured: Candidate) -> Iterator[str]:
     batch, pp = configured.plan.batch, configured.plan.topology.pp
     count = batch.full // batch.samples_per_microbatch
     if count < pp:
-        yield f"{count} microbatches cannot fill a pipeline of {pp} ranks: some always wait; raise --global-batch-size or lower pp"
+        yield (
+            f"{count} microbatches cannot fill a pipeline of {pp} ranks: some ranks are always idle; raise "
+            "--global-batch-size or lower pp"
+        )
     else:
         yield from fill_the_pipeline(configured)
 
 
 def _copies(configured: Candidate, winner: Candidate | None) -> Iterator[str]:
-    """More ranks in each copy of the model than are needed."""
+    """Yield a warning if each copy of the model takes more ranks than it needs."""
     if winner is None:
         return
     mine, theirs = configured.layout, winner.layout
-    if mine.tp * mine.pp >= SMALLER * theirs.tp * theirs.pp:
+    if mine.tp * mine.pp >= REPORTED_RANK_RATIO * theirs.tp * theirs.pp:
         t = configured.plan.topology
         yield (
-            f"a copy of the model lies on {mine.tp * mine.pp} ranks where {theirs.tp * theirs.pp} do ({theirs.grid}): dp could be "
-            f"{t.world_size // theirs.tp // theirs.pp} instead of {t.dp}"
+            f"a copy of the model takes {mine.tp * mine.pp} ranks where {theirs.tp * theirs.pp} are enough "
+            f"({theirs.grid}): dp could be {t.world_size // theirs.tp // theirs.pp} instead of {t.dp}"
         )
 
 
 def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
-    """Options whose other setting is better by the model."""
+    """Yield the options that are off and would predict a better step."""
     plan = configured.plan
     parallel = plan.config.parallel
     kernels, precision = plan.config.kernels, plan.config.precision
@@ -191,15 +206,16 @@ def _switched_off(configured: Candidate, hardware: Hardware) -> Iterator[str]:
             continue
         if other.peak_bytes <= configured.peak_bytes and other.time.seconds < configured.time.seconds * 0.995:
             yield (
-                f"{flag} is off: with it a step takes {other.time.seconds:.3g} s instead of {configured.time.seconds:.3g}, and the fullest "
-                f"rank needs {gib(other.peak_bytes)} instead of {gib(configured.peak_bytes)}"
+                f"{flag} is off: with it a step takes {other.time.seconds:.3g} s instead of "
+                f"{configured.time.seconds:.3g}, and the fullest rank needs {gib(other.peak_bytes)} "
+                f"instead of {gib(configured.peak_bytes)}"
             )
         elif configured.peak_bytes > hardware.usable_bytes >= other.peak_bytes:
             yield f"{flag} is off: with it the fullest rank needs {gib(other.peak_bytes)} and fits"
 
 
 def _replanned(candidate: Candidate, changes: dict[str, bool], hardware: Hardware) -> RunPlan:
-    """The plan with other options of the parallel or the kernels section. Raises ConfigError."""
+    """Return the plan with other options of the parallel or the kernels section. Raises ConfigError."""
     config, t = candidate.plan.config, candidate.plan.topology
     for name, is_on in changes.items():
         section = "kernels" if hasattr(config.kernels, name) else "parallel"

@@ -1,9 +1,8 @@
-"""The search for a layout: every legal one of a configuration on a number of accelerators, the fastest first, with what each takes in time
-and memory and why near misses fell out.
+"""The search for the fastest layouts of a configuration on a number of accelerators, with their time and memory.
 
-A candidate is a configuration that training resolves, too; nothing is predicted that `resolve` refuses. Candidates are tried in order of a
-lower bound of their time, and the search ends when no bound left is below the times of the best: what it returns is the best by the model
-of `step_time`, not by a heuristic.
+A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Candidates are
+tried in order of a lower bound of their time, and the search ends when no remaining bound is below the times of the
+best. The result is therefore the best by the model of `step_time`, not by a heuristic.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, predict_step
 
 MOST_MISSES = 3
-NEAR_MISS = 1.25  # of the memory there is: above it a layout is not worth a word
+NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its prediction. plan: as training would make it."""
+    """A layout with its prediction. plan: the plan that training would use."""
 
     layout: Layout
     plan: RunPlan = field(repr=False)
@@ -39,17 +38,20 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """The bytes of the fullest rank."""
         return max(rank.total for rank in self.memory)
 
 
 @dataclass(frozen=True)
 class Found:
-    """best: the fastest that fit, fastest first. misses: faster than the best that fits, but too large, fastest first.
+    """The result of a search.
 
-    rival: of the other kind, where the fastest and all of `best` have no pipeline: the fastest with one. least_bytes: for each pp what the
-    fullest rank needs at the least, whatever else is chosen. num_tried: layouts whose bound was worked out; num_predicted: those that
-    were simulated.
+    best: the fastest layouts that fit, fastest first.
+    misses: layouts faster than the best, but slightly too large, fastest first.
+    num_tried: layouts whose bound was computed.
+    num_predicted: layouts that were simulated.
+    rival: the fastest layout with a pipeline, if none of `best` has one.
+    least_bytes: for each pp a lower bound of the fullest rank's bytes, over all other choices.
     """
 
     best: tuple[Candidate, ...]
@@ -67,14 +69,15 @@ def search(
     pinned: Callable[[Layout], bool] = lambda _: True,
     num_best: int = 10,
 ) -> Found:
-    """The `num_best` fastest layouts of `config` on `world_size` accelerators.
+    """Return the `num_best` fastest layouts of `config` on `world_size` accelerators.
 
-    config: with the vocabulary's and the global batch size. pinned: layouts to look at; by default all. Raises ConfigError without a global
-    batch size, if not one layout is legal, and if none nearly fits.
+    config: with a vocabulary size and a global batch size.
+    pinned: returns True for the layouts to consider (default: all).
+    Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
     """
     if config.training.global_batch_size is None:
         raise ConfigError(
-            "--global-batch-size is missing: how many sequences a step takes decides how much parallelism can be fed"
+            "--global-batch-size is missing: the number of sequences in a step limits the parallelism; set it"
         )
     walk = _Walk(config, world_size, hardware, num_best)
     bounds = Bounds(config, world_size, hardware)
@@ -100,7 +103,7 @@ def search(
 
 
 class _Walk:
-    """What a search has found so far."""
+    """The state of a search: the best layouts found so far, and those that are slightly too large."""
 
     def __init__(
         self, config: Config, world_size: int, hardware: Hardware, num_best: int, before: _Walk | None = None
@@ -113,11 +116,11 @@ class _Walk:
 
     @property
     def slowest(self) -> float:
-        """What a layout has to be faster than."""
+        """The seconds that a layout has to beat."""
         return self.best[-1][0] if len(self.best) == self._num_best else math.inf
 
     def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
-        """bounded: in order of their seconds."""
+        """Look at the layouts in the order of their bounds, until no bound beats the best."""
         for bound, layout in bounded:
             if bound.seconds >= self.slowest:
                 break
@@ -146,7 +149,7 @@ class _Walk:
         return predict(self._config, layout, self._world_size, self._hardware)
 
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
-        """The fastest of those that are too large by little, if faster than `fastest`."""
+        """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
         most, found = int(NEAR_MISS * self._hardware.usable_bytes), list[tuple[float, Layout]]()
         for bound, layout in sorted(self.too_large, key=lambda pair: pair[0]):
             slowest = min(fastest, found[MOST_MISSES - 1][0] if len(found) >= MOST_MISSES else math.inf)
@@ -163,13 +166,13 @@ class _Walk:
 
 
 def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:
-    """One layout in full. Raises ConfigError if training would refuse it."""
+    """Predict one layout over a whole step. Raises ConfigError if training would refuse it."""
     plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node)
     return predict_plan(layout, plan, hardware)
 
 
 def predict_plan(layout: Layout, plan: RunPlan, hardware: Hardware) -> Candidate:
-    """A plan in full; layout: what it came from."""
+    """Predict a plan over a whole step. layout: the layout that it was made from."""
     return Candidate(layout, plan, predict_step(plan, hardware), all_rank_memory(plan))
 
 
@@ -178,10 +181,11 @@ def _nothing_found(config: Config, world_size: int, hardware: Hardware, refused:
         return f"no layout on {world_size} {hardware.name} is legal; the last one tried: {refused}"
     if least is None:
         return (
-            f"no layout on {world_size} {hardware.name}: --global-batch-size {config.training.global_batch_size} must be a multiple of the "
-            "data parallel size, whatever tensor and pipeline parallel size are chosen, and flags must leave a choice; change one of them"
+            f"no layout on {world_size} {hardware.name}: --global-batch-size {config.training.global_batch_size} must "
+            "be a multiple of the data-parallel size for some tensor- and pipeline-parallel size that the flags allow; "
+            "change the batch size, the number of accelerators or the flags"
         )
     return (
-        f"the model does not fit on {world_size} {hardware.name}: any layout needs {least / 2**30:.1f} GiB or more of the "
-        f"{hardware.usable_bytes / 2**30:.1f} GiB of each that can be used; take more of them, or others"
+        f"the model does not fit on {world_size} {hardware.name}: any layout needs {least / 2**30:.1f} GiB or more of "
+        f"the {hardware.usable_bytes / 2**30:.1f} GiB of each that can be used; use more accelerators, or another kind"
     )

@@ -1,5 +1,4 @@
-"""What a search found, in words: the best layouts, the winner's time and memory, why it wins, why others fell out; for a terminal or as
-JSON."""
+"""The report of a search: the best layouts, the winner's time and memory, why it wins, near misses; as text or JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +19,17 @@ from megapipe.plan.run_plan import RunPlan
 
 BAR_WIDTH = 48
 MOST_BARS = 16
-# letters of the bar, and the items of `memory` that each stands for; what is left over is '*'
+# letters of the bar, and the items of `plan.memory` that they represent; '*' represents all other items
 LETTERS = {"W": "weights", "G": "gradients", "O": "optimizer", "A": "activations", "R": "recompute"}
 
 
 @dataclass(frozen=True)
 class SearchReport:
-    """configured: the layout of the configuration itself, or why it cannot run. by_megatron: Megatron's estimate beside ours."""
+    """The report of a search.
+
+    configured: the layout of the configuration itself, or why it cannot run.
+    by_megatron: adds Megatron's memory estimate.
+    """
 
     chosen: Chosen
     objective: Objective
@@ -44,7 +47,7 @@ class SearchReport:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Of the layout as configured."""
+        """The warnings about the layout as configured."""
         if isinstance(self.configured, str):
             return ()
         return oddities(self.configured, self.found.best[0] if self.found.best else None, self.hardware)
@@ -55,7 +58,7 @@ class SearchReport:
         )
 
     def data(self) -> dict[str, Any]:
-        """The same as data: seconds, bytes, shares."""
+        """Return the report as JSON data, in seconds, bytes and shares."""
         found, configured = self.found, self.configured
         return {
             "hardware": {"name": self.hardware.name, "usable_bytes": self.hardware.usable_bytes},
@@ -95,14 +98,14 @@ class SearchReport:
     def _headline(self) -> Iterator[str]:
         found, hardware = self.found, self.hardware
         yield (
-            f"{found.num_tried:,} layouts on {self.chosen.best.num_gpus:,} {hardware.name}, {found.num_predicted:,} simulated; "
-            f"{gib(hardware.usable_bytes)} of each can be used"
+            f"{found.num_tried:,} layouts on {self.chosen.best.num_gpus:,} {hardware.name}, {found.num_predicted:,} "
+            f"simulated; usable memory {gib(hardware.usable_bytes)} each"
         )
-        yield "predicted, by efficiencies fitted to published steps (docs/planner.md); MFU: the model's own FLOPs, causal attention counted"
-        yield "half | counted in full"
+        yield "predicted with efficiencies fitted to published step times (docs/planner.md)"
+        yield "MFU: the model's FLOPs without recompute, causal attention counted half | counted in full"
 
     def _sizes(self) -> Iterator[str]:
-        """Of objectives that look at several numbers of accelerators."""
+        """Yield the table of all numbers of accelerators tried, for objectives other than 'time'."""
         kind, chosen = self.objective.kind, self.chosen
         if kind == "time":
             return
@@ -120,11 +123,10 @@ class SearchReport:
             for best in sized.found.best[:1]
         ]
         heads = ("gpus", "step", "tokens/s", "MFU", *(["a billion tokens"] if priced else []), "layout")
-        what = {"gpus": "the fewest that fit", "cost": "the cheapest tokens"}[kind]
+        result = {"gpus": "fewest GPUs that fit", "cost": "lowest cost per token"}[kind]
         wanted = self.objective.tokens_per_second
-        yield f"objective {kind}: {chosen.best.num_gpus:,} are {what}" + (
-            f" and reach {wanted:,.0f} tokens/s" if wanted else ""
-        )
+        reach = f" and reach {wanted:,.0f} tokens/s" if wanted else ""
+        yield f"objective {kind}: {chosen.best.num_gpus:,} GPUs ({result}{reach})"
         yield from text_table([heads, *rows], left=(-1,))
 
     def _table(self) -> Iterator[str]:
@@ -179,7 +181,7 @@ class SearchReport:
 
     def _winner(self) -> Iterator[str]:
         if not self.found.best:
-            yield "nothing fits; the nearest misses:"
+            yield "no layout fits; the nearest misses:"
             return
         winner, time = self.found.best[0], self.found.best[0].time
         parts = ", ".join(
@@ -189,16 +191,17 @@ class SearchReport:
         )
         share = utilisation(winner)
         yield f"the best: {winner.layout}, {time.flops_per_second / TERA:.0f} TFLOP/s a GPU"
-        yield f"  time     of the rank that computes longest: {parts}"
+        yield f"  time     on the rank with the most computation: {parts}"
         yield (
-            f"  FLOPs    MFU {share['mfu_causal']:.1%}, HFU {share['hfu_causal']:.1%} with causal attention counted half; "
-            f"{share['mfu_full_attention']:.1%} and {share['hfu_full_attention']:.1%} counted in full"
+            f"  FLOPs    MFU {share['mfu_causal']:.1%}, HFU {share['hfu_causal']:.1%} with causal attention counted "
+            f"half; {share['mfu_full_attention']:.1%} and {share['hfu_full_attention']:.1%} counted in full"
         )
         yield from self._memory(winner)
         yield from (f"  why      {reason}" for reason in self.why)
 
     def _memory(self, winner: Candidate) -> Iterator[str]:
-        yield f"  memory   of a rank on each pp_rank: {', '.join(f'{letter} {item}' for letter, item in LETTERS.items())}, * other, . free"
+        legend = ", ".join(f"{letter} {item}" for letter, item in LETTERS.items())
+        yield f"  memory   of one rank for each pp_rank: {legend}, * other, . free"
         ranks = (
             winner.memory
             if len(winner.memory) <= MOST_BARS
@@ -207,12 +210,12 @@ class SearchReport:
         for rank in sorted(ranks, key=lambda rank: rank.pp_rank):
             yield f"           pp {rank.pp_rank:<4} {_bar(rank, self.hardware.usable_bytes)} {gib(rank.total)}"
         if len(ranks) < len(winner.memory):
-            yield f"           {len(winner.memory) - len(ranks)} smaller ones are not shown"
+            yield f"           {len(winner.memory) - len(ranks)} ranks with less memory are not shown"
         fullest = max(winner.memory, key=lambda rank: rank.total)
         items = ", ".join(
             f"{item} {gib(size)}" for item, size in fullest.items.items() if size >= 0.005 * fullest.total
         )
-        yield f"           the fullest, pp {fullest.pp_rank}: {items}"
+        yield f"           the fullest rank, pp {fullest.pp_rank}: {items}"
         if self.by_megatron:
             yield megatron_text(winner.plan)
 
@@ -225,16 +228,17 @@ class SearchReport:
 
 
 def megatron_text(plan: RunPlan) -> str:
-    """Megatron's estimate, a line."""
+    """Return one line with Megatron's estimate."""
     estimate = megatron_memory(plan)
     return (
-        f"  megatron {gib(estimate.total)} of the first rank by Megatron-LM's estimate: weights and optimizer {gib(estimate.state_bytes)} "
-        f"of {estimate.parameters / 1e9:.3g} billion parameters, activations {gib(estimate.activation_bytes)}"
+        f"  megatron {gib(estimate.total)} on the first rank by Megatron-LM's estimate: weights and optimizer "
+        f"{gib(estimate.state_bytes)} of {estimate.parameters / 1e9:.3g} billion parameters, activations "
+        f"{gib(estimate.activation_bytes)}"
     )
 
 
 def utilisation(candidate: Candidate) -> dict[str, float]:
-    """MFU and HFU by both conventions; hardware FLOPs are the model's and what is computed again."""
+    """Return MFU and HFU by both conventions; hardware FLOPs are the model's plus recomputed ones."""
     config, time = candidate.plan.config, candidate.time
     sequences = config.training.global_batch_size
     assert sequences
@@ -248,7 +252,7 @@ def utilisation(candidate: Candidate) -> dict[str, float]:
 
 
 def _bar(rank: RankMemory, usable: int) -> str:
-    """Item by item, each from where the ones before it end."""
+    """Return the bar of one rank's memory; cumulative sums are rounded, so that its length matches the total."""
     letters = {item: letter for letter, item in LETTERS.items()}
     bar, filled = "", 0
     for item, size in [*((item, rank.items[item]) for item in letters), ("", _others(rank.items))]:

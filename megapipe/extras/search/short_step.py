@@ -1,4 +1,4 @@
-"""The time and memory of a layout from a step of some pipeline fills in place of a whole one, for a search that has many of them."""
+"""The time and memory of a layout, predicted from a short step of a few pipeline fills, so that a search is fast."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op
 
-FILLS = 4  # of the pipeline, which a short step has
+FILLS = 4  # a short step has about this many times pp microbatches
 
 
 class ShortSteps:
-    """Of one configuration. Beyond `FILLS` pipeline fills only the steady middle of a step grows, by the same time for every pp
-    microbatches, and no rank keeps more. Plans that differ in microbatch and recompute alone share what does not depend on these."""
+    """Short-step predictions of a configuration's layouts.
+
+    Beyond `FILLS` pipeline fills only the steady middle of a step grows, by the same time for every pp microbatches;
+    the peak memory stays the same. Plans that differ only in microbatch size and recompute share the rest.
+    """
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
         self._config, self._world_size, self._hardware = config, world_size, hardware
         self._plans: dict[Hashable, RunPlan] = {}
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
-        """(seconds of a step, bytes of the fullest rank); if the first rank alone needs more than most_bytes, (inf, what it needs); if the
-        step takes `slowest` seconds or more, only a lower bound of the bytes. Raises ConfigError."""
+        """Return (seconds of a step, bytes of the fullest rank). Raises ConfigError.
+
+        If the first rank already needs more than `most_bytes`: (inf, its bytes). If the step takes `slowest` seconds or
+        more, the bytes are only a lower bound.
+        """
         batch, dp = self._config.training.global_batch_size, self._world_size // layout.tp // layout.pp
         assert batch is not None
         count = batch // dp // layout.micro_batch_size
@@ -54,12 +60,15 @@ class ShortSteps:
 
 
 def _in_a_whole_step(rank: RankMemory, count: int, few: int) -> int:
-    """Bytes; all microbatches of a step lie in memory, a short one has few of them."""
+    """Return the rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
     return rank.total + rank.items["microbatches"] // few * (count - few)
 
 
 def _period(time: StepTime, pp: int) -> float:
-    """Seconds that pp more microbatches take in the middle of a step: between input gradients of the last stage, a fill apart."""
+    """Return the seconds that pp more microbatches take in the middle of a step.
+
+    Measured between two input gradients of the last stage that are pp microbatches apart.
+    """
     timeline = time.timeline
     last = timeline.schedule.num_stages - 1
     rank = timeline.schedule.placement.rank_of_stage[last]

@@ -65,7 +65,7 @@ def test_megatrons_estimate_stands_beside_ours(capsys: pytest.CaptureFixture[str
 def test_objectives_show_every_number_they_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--objective", "cost", "--price", "2.5"]) == 0
     told = capsys.readouterr().out
-    assert "objective cost: 1 are the cheapest tokens" in told and "a billion tokens" in told
+    assert "objective cost: 1 GPUs (lowest cost per token)" in told and "a billion tokens" in told
     assert main([*WORDS, "--objective", "gpus", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_gpus"] == 1
 

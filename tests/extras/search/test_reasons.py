@@ -1,4 +1,4 @@
-"""What a search says in words: why the winner wins, and what is upside down in a layout as configured."""
+"""The explanations of a search: why the winner wins, and the warnings about a layout as configured."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_model_that_fits_a_node_has_no_pipeline_and_the_words_say_what_one_wou
     )
     assert found.best[0].layout.pp == 1
     (words,) = (line for line in reasons(found, H100) if "alone" in line)
-    assert "with a pipeline" in words and "% of bubble" in words
+    assert "with a pipeline" in words and "has a bubble of " in words
 
 
 def test_a_pipeline_and_recompute_are_explained_by_what_would_not_fit() -> None:
@@ -54,7 +54,7 @@ def test_a_pipeline_and_recompute_are_explained_by_what_would_not_fit() -> None:
     winner = found.best[0].layout
     assert winner.pp > 1 and f"pp {winner.pp}" in words
     if winner.recompute.recompute_granularity:
-        assert "without, a step would take" in words and "GiB of 2.0 GiB" in words
+        assert "without it a step would take" in words and "GiB of 2.0 GiB" in words
 
 
 def test_a_large_bubble_is_told_with_the_microbatches_that_would_lower_it() -> None:

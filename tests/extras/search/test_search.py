@@ -137,7 +137,7 @@ def test_a_varied_plan_is_the_one_that_resolve_makes() -> None:
 def test_without_a_global_batch_or_a_model_that_fits_it_says_what_to_change() -> None:
     with pytest.raises(ConfigError, match="--global-batch-size is missing"):
         search(small(global_batch_size=None), 4, H100)
-    with pytest.raises(ConfigError, match=r"does not fit on 4 h100.*take more"):
+    with pytest.raises(ConfigError, match=r"does not fit on 4 h100.*use more"):
         search(small(), 4, with_memory(0.0001))
-    with pytest.raises(ConfigError, match="must be a multiple of the"):
+    with pytest.raises(ConfigError, match="must be a multiple of the data-parallel size"):
         search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)
