@@ -45,7 +45,7 @@ class Embedding:
         )
 
     def parameters(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
-        """Yield the tables. Under sequence parallelism each tp rank sees the positions of its own tokens alone."""
+        """Yield the tables. Under sequence parallelism each tp rank sees only the positions of its tokens."""
         normal = Init("normal", self.std)
         yield ParamSpec(
             WORD_EMBEDDING,
@@ -66,8 +66,8 @@ class Embedding:
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank.
 
-        Rows of the vocabulary lie on different ranks, so that the output is a sum over tp; under sequence parallelism
-        its gradient is gathered in W.
+        The rows of the vocabulary are split over the tp ranks, so the output is a sum over tp; under sequence
+        parallelism W gathers its gradient.
         """
         dropout = Kept("dropout masks", shape.own_tokens * self.hidden, MASK_BYTES)
         gradient = shape.gathered_bytes(self.hidden) + shape.tokens * self.hidden * shape.wide

@@ -1,4 +1,4 @@
-"""What linears that multiply in 8 bits add to a layer: bytes that casts move, and copies and operands in 8 bits.
+"""The extra cost of linears that multiply in 8 bits: bytes that casts move, and copies and operands in 8 bits.
 
 megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another; without
 --compile-pointwise that is a chain of kernels over a copy in fp32, with it one kernel. Transformer Engine makes both
@@ -18,7 +18,7 @@ WIDE = 4  # bytes of fp32
 
 @dataclass(frozen=True)
 class Casts:
-    """Bytes that fp8 moves beside the GEMMs, for each element.
+    """Bytes that fp8 moves in addition to the GEMMs, for each element.
 
     inputs: of a linear's input, in F. gradients: of its output's gradient, in I. both: of these two, in W. weight: of
     a weight, in each F. weight_once: of a weight, once a step. weight_gradient: of a weight gradient that leaves its
@@ -57,7 +57,8 @@ def fp8_layers(precision: PrecisionConfig, num_layers: int) -> range:
 
 
 def input_gradient_bytes(shape: RankShape, rows: int, columns: int) -> int:
-    """Return the bytes made beside the input gradient: [tokens, rows] in 8 bits, times a weight [rows, columns].
+    """Return the bytes allocated in addition to the input gradient: [tokens, rows] in 8 bits, times a weight
+    [rows, columns].
 
     Without CUDA's torch._scaled_mm the rounded operands are raised to fp32 and multiplied there.
     """

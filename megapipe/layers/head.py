@@ -18,7 +18,10 @@ LOSS_BLOCK_BYTES = 1 << 23  # half types: logits are raised to fp32 in blocks of
 
 @dataclass(frozen=True)
 class Head:
-    """The last part of a model. is_tied: the output layer uses the word embedding's table instead of its own."""
+    """The final norm, the output layer and the loss.
+
+    is_tied: the output layer uses the word embedding's table.
+    """
 
     norm: Norm
     vocab: int  # padded
@@ -72,7 +75,7 @@ class Head:
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank.
 
-        In chunks (--cross-entropy-chunk-size) the logits are made again in the backward.
+        In chunks (--cross-entropy-chunk-size) the backward recomputes the logits.
         """
         gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
         own, hidden = shape.own_tokens * self.norm.size, shape.hidden_bytes(self.norm.size)

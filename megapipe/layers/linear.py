@@ -28,7 +28,7 @@ class Linear:
     def parameters(self, prefix: str, owner: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield weight and bias.
 
-        A row-parallel bias is added after the sum over tp: each rank sees the gradient of its own tokens.
+        A row-parallel bias is added after the sum over tp: each rank sees only the gradient of its tokens.
         """
         name, is_column = f"{prefix}{self.name}", self.slicing.dim == 0
         yield ParamSpec(f"{name}.weight", (self.outputs, self.inputs), owner, self.slicing, Init("normal", self.std))
@@ -65,7 +65,8 @@ def column_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
 def row_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     """Return what the backward of a row-parallel linear holds: the gathered output gradient and the weight gradient.
 
-    In chunks two of them come first, beside the whole; alone where W gathers for itself.
+    Chunked all-gathers hold two chunks at a time; the whole gathered gradient is held too, unless the backward is split
+    and W gathers it separately.
     """
     weight, gathered = weight_gradient_bytes(gemm, shape), shape.gathered_bytes(gemm.outputs)
     if not shape.sequence_parallel or shape.chunks.gather == 1:

@@ -58,15 +58,15 @@ class DenseMLP:
         return Gemm(hidden, self.gates * ffn, True, self.is_fp8), Gemm(ffn, hidden, False, self.is_fp8)
 
     def flops_per_token(self, keys: float) -> float:
-        """Return the forward FLOPs beside the GEMMs' that count as the model's: none."""
+        """Return the forward FLOPs outside of GEMMs that count as the model's: none."""
         return 0.0
 
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank.
 
-        ReLU's backward needs its output alone. Recompute of the activation makes linear_fc2's input again from
-        linear_fc1's output; recompute of the MLP makes both again from the input of linear_fc1, or with the norm's
-        from the residual stream.
+        ReLU's backward needs only its output. Recompute of the activation recomputes linear_fc2's input from
+        linear_fc1's output; recompute of the MLP recomputes both from linear_fc1's input, or from the residual stream
+        if the norm is recomputed too.
         """
         fc1, fc2 = self.gemms(shape.tp)
         hidden = shape.hidden_bytes(self.norm.size)
@@ -132,7 +132,8 @@ class DenseMLP:
         return Table(operations, left, weight_gradient_bytes(fc1, shape))
 
     def _activation_gradient_bytes(self, width: int) -> int:
-        """Return what the activation's backward makes beside its input's gradient: gated, the other gate's product
-        and its gradient; squared ReLU, the ReLU made again.
+        """Return the bytes that the activation's backward allocates in addition to its input's gradient.
+
+        A gated activation needs the other gate's product and its gradient, squared ReLU the recomputed ReLU.
         """
         return 2 * width if self.gates == 2 else width if self.activation == "squared_relu" else 0

@@ -70,5 +70,5 @@ class Norm:
         return (3 if shape.element == shape.wide else 5) * shape.own_tokens * self.size * shape.wide
 
     def output_again_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of the output that recompute makes again for the backward of the linear behind it."""
+        """Return the bytes of the output that is recomputed for the backward of the linear that follows."""
         return shape.hidden_bytes(self.size) if shape.recomputes("layernorm") else 0

@@ -17,7 +17,7 @@ ALL_REDUCE = 2  # collectives that an all-reduce counts as: a reduce-scatter and
 class Kept:
     """A tensor that an operation keeps from the forward to the backward of its microbatch.
 
-    with_replay: an output of fused attention, which --recompute-keep-attention keeps beside a checkpoint.
+    with_replay: an output of fused attention, which --recompute-keep-attention keeps in addition to a checkpoint.
     in_attention_time: its reads and writes are part of the attention's time, not of the pointwise kernels'.
     """
 
@@ -73,8 +73,8 @@ class Gemm:
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """softmax(q k^T) v: its floating-point operations, the bytes that its pointwise kernels move beside them, and the
-    time of its backward in forwards.
+    """The cost of softmax(q k^T) v: its floating-point operations, the bytes that its pointwise kernels move, and the
+    time of its backward as a multiple of the forward's.
     """
 
     flops: float

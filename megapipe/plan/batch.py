@@ -1,4 +1,4 @@
-"""The global batch size over a run: constant, or ramped up by consumed samples as with Megatron's --rampup-batch-size."""
+"""The global batch size over a run: constant, or ramped up by consumed samples (Megatron's --rampup-batch-size)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megapipe.formatting import one_of
 class BatchSchedule:
     """The number of sequences in each step.
 
-    The ramp goes from `start` to `full` in steps of `increment`, each lasting ramp_samples / ((full - start) / increment) sequences.
-    samples_per_microbatch: micro batch x dp; every batch size is a multiple of it. is_derived: `full` was not asked for, but is one
-    microbatch of each data-parallel rank.
+    The ramp goes from `start` to `full` in steps of `increment`, each lasting ramp_samples / ((full - start) /
+    increment) sequences.
+    samples_per_microbatch: micro batch x dp; every batch size is a multiple of it.
+    is_derived: the configuration does not set `full`; it is one microbatch of each data-parallel rank.
     """
 
     full: int
@@ -111,4 +112,7 @@ def _indivisible(schedule: BatchSchedule, size: int, micro: int, dp: int, ranks_
         ranks = one_of([number * ranks_per_replica for number in fitting])
         of = f" = {ranks} ranks" if ranks_per_replica > 1 else " ranks"
         ways.append(f"dp {one_of(fitting)}{of}")
-    return f"{what} {size} is not a multiple of micro-batch-size {micro} x data-parallel size {dp} = {unit}; {', or '.join(ways)}"
+    return (
+        f"{what} {size} is not a multiple of micro-batch-size {micro} x data-parallel size {dp} = {unit}; "
+        f"{', or '.join(ways)}"
+    )

@@ -1,4 +1,4 @@
-"""Partition of the layers into stages: by hand (layout string, first and last stage), in equal numbers, or balanced by cost."""
+"""The partition of the layers into stages: by hand (layout string, first and last stage), evenly, or by cost."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def cut_layers(model: ResolvedModelConfig, parallel: CutFlags, placement: Placem
     """Partition the layers as `parallel` asks; no layer is ever dropped.
 
     By hand with a layout string; in equal numbers if first, last, embedding or loss are accounted for, or with
-    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss count with their cost. For the
-    other values of --pipeline-balance, `balance` improves this partition, for which it needs a plan.
+    --pipeline-balance even; otherwise stage by stage by forward FLOPs, so that embedding, head and loss count with
+    their cost. For the other values of --pipeline-balance, `balance` improves this partition, for which it needs a
+    plan.
     """
     num_stages, pp = placement.num_stages, placement.num_ranks
     if parallel.pipeline_model_parallel_layout is not None:
@@ -61,8 +62,9 @@ def cut_layers(model: ResolvedModelConfig, parallel: CutFlags, placement: Placem
         return cut_evenly(model.num_layers, placement.rank_of_stage, first, last, embedding, loss)
     if model.num_layers < num_stages:
         raise ConfigError(
-            f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = {num_stages} stages; "
-            "use fewer stages, or write --pipeline-model-parallel-layout, in which a stage may be empty"
+            f"--num-layers {model.num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = "
+            f"{num_stages} stages; use fewer stages, or write --pipeline-model-parallel-layout, in which a stage "
+            "may be empty"
         )
     spec = model_spec(model, PrecisionConfig())
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]

@@ -1,17 +1,20 @@
 """Bytes that each pipeline rank needs for a training step, item by item. All ranks of one pp_rank need the same.
 
-    weights       flat parameter buffers, padding included; asynchronous schedules have one for each version held at once
+    weights       flat parameter buffers, padding included; asynchronous schedules have one for each version in use
     gradients     flat main-gradient buffers, fp32 (fp64)
     fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
     optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
                   none with --optimizer-cpu-offload, which keeps them in host memory
     rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
-    activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's bytes
+    activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's
+                  bytes
     recompute     what one replay in the backward recomputes, at that peak
-    temporaries   what else that backward makes and frees: activation gradients, gathered sequences, fp32 weight gradients
+    temporaries   other tensors that this backward makes and frees: activation gradients, gathered sequences, fp32
+                  weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
     messages      hidden states and gradients that were received early or are being sent, at that peak
-    reduction     bf16 copies of gradients (--grad-reduce-in-bf16): what they need beyond the peak once activations are freed
+    reduction     bf16 copies of gradients (--grad-reduce-in-bf16): the part that exceeds the peak after activations
+                  are freed
     tables        attention masks and rotary tables that all microbatches share
     microbatches  tokens, labels and what belongs to them, of the whole step
 

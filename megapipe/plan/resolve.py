@@ -1,7 +1,7 @@
 """Resolve a configuration on a number of ranks to a RunPlan, or raise one ConfigError with the rule and a way out.
 
-Everything that depends on the number of ranks or on the schedule is decided here: derived sizes, the grid, the partition of the layers,
-the batch, the length of the run. All other rules are in `config.rules`.
+Everything that depends on the number of ranks or on the schedule is decided here: derived sizes, the grid, the
+partition of the layers, the batch, the length of the run. All other rules are in `config.rules`.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _check_query_groups(model: ResolvedModelConfig, tp: int) -> None:
     if groups % tp and tp % groups:
         ways = ", ".join(str(n) for n in divisors(model.num_attention_heads) if groups % n == 0 or n % groups == 0)
         raise ConfigError(
-            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that each "
-            f"rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
+            f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other, so that "
+            f"each rank holds whole key/value heads or a copy of one; use a tensor-parallel size of {ways}"
         )
 
 
@@ -142,14 +142,15 @@ def _check_schedule(plan: RunPlan) -> None:
         return
     if plan.placement.second_direction is not None or not SCHEDULES[plan.schedule_name].is_synchronous:
         raise ConfigError(
-            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one direction, "
-            f"which --pipeline-schedule {plan.schedule_name} is not; leave the flag out, or choose zb-h2 or zb-v"
+            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
+            f"direction, which --pipeline-schedule {plan.schedule_name} is not; leave the flag out, or "
+            "choose zb-h2 or zb-v"
         )
     if plan.tied_across_ranks:
         raise ConfigError(
-            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update needs "
-            "the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, choose a V-shaped "
-            "schedule (both ends on one rank), or leave the flag out"
+            "--optimizer-post-validation with a tied embedding on the first and the last rank: the first rank's update "
+            "needs the last one's gradient, which is a barrier again; add --untie-embeddings-and-output-weights, "
+            "choose a V-shaped schedule (both ends on one rank), or leave the flag out"
         )
 
 

@@ -244,8 +244,8 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, pp_rank: int, stages: tup
 
 @cache
 def replica_link(topology: Topology, node: Link, network: Link) -> Link:
-    """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds a
-    network card of its own.
+    """Return the link of a ring over the replicas of a shard: between nodes each of its members in a node adds
+    another network card.
     """
     if not topology.crosses_nodes("replicas"):
         return node

@@ -283,7 +283,10 @@ class Machine:
         slot = self.positions[rank]
         halves = self.schedule.rows[rank][slot + 1 : slot + 3]
         directions = self._num_directions
-        works = [self.work[op][microbatch % directions][stage] for stage, op, microbatch in halves]  # type: ignore[operator]
+        works = [
+            self.work[op][microbatch % directions][stage]  # type: ignore[operator]
+            for stage, op, microbatch in halves
+        ]
         keys = [stage * self.count + microbatch for stage, _, microbatch in halves]  # type: ignore[operator]
         start = clock
         for work, key in zip(works, keys, strict=True):

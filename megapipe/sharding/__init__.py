@@ -1,4 +1,4 @@
-"""Where each parameter is: the types that layers, model, plan, buffers, gradient norm, checkpoint and conversion share.
+"""The location of each parameter: types shared by layers, model, plan, buffers, gradient norm, checkpoint, conversion.
 
 - `spec`:         `ParamSpec`: name, shape, tensor-parallel slice, initial values, decay, whose gradients are summed
 - `slicing`:      the rules by which tp cuts a tensor: replicated, plain, fused (gate|up), query groups (q|k|v)

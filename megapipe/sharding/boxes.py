@@ -29,7 +29,7 @@ class Box:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common rectangle of two boxes of one tensor, None if there is none."""
+        """Return the common rectangle of two boxes of one tensor, None if they do not overlap."""
         starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stops = (
             min(a + n, b + k) for a, n, b, k in zip(self.offset, self.shape, other.offset, other.shape, strict=True)

@@ -89,7 +89,7 @@ def layout_buffers(
     num_shards: ranks that share the optimizer state of these parameters; 1 without the distributed optimizer.
     bucket_size: approximate number of parameters in a bucket. Buckets fill in reverse model order, the order in which
     a backward finishes them. tied_kind: 'tied' or 'shared' where another stage uses the tied embedding too, so that
-    it gets a buffer of its own.
+    it gets a separate buffer.
     """
     kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "partial": [], "tied": [], "shared": []}
     for spec in reversed(specs):

@@ -33,7 +33,7 @@ class Slicing(Protocol):
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every tp_rank holds the whole tensor; dim is None."""
+    """No slicing: every tp_rank holds the whole tensor, and there is no dimension that tp cuts."""
 
     dim: None = None
 

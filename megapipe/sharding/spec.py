@@ -36,7 +36,7 @@ class ParamSpec:
     partial_gradient: bool = (
         False  # each tp replica computes only part of the gradient: they are summed over the replicas
     )
-    tied: bool = False  # also used by the stage with the head, which holds a replica unless it lies on the same rank
+    tied: bool = False  # also used by the stage with the head, which holds a replica unless it is on the same rank
     decoupled_lr: bool = False  # takes --decoupled-lr (embedding and head)
     true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
 
