@@ -46,7 +46,12 @@ def test_its_cheap_commands_run_one_after_the_other(tmp_path: Path) -> None:
         timeout=110,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    for text in ("tp 8 x pp 16 x 8 chunks x dp 128", "step 3/3 |", "validation loss after step 3", "num_layers: 12"):
+    for text in (
+        "tp 8 x pp 16 x 8 chunks x dp 128",
+        "step 3/3 |",
+        "validation loss after step 3",
+        "tp 2 x pp 2 x 2 chunks x dp 2",
+    ):
         assert text in ended.stdout
     assert (tmp_path / "schedule.svg").is_file()
 
