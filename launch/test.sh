@@ -3,8 +3,8 @@
 #
 #   launch/test.sh [--all] [--gpu] [--lab] [--no-install] [arguments of pytest]
 #
-#   --all           also the long tests, with new hypothesis examples for each commit; this is what continuous integration runs.
-#                   Without it the tests are the same every time and take a few minutes; both print what they leave out
+#   --all           also the long tests, with new hypothesis examples for each commit. Without it the tests are the same every time; both
+#                   print what they leave out
 #   --gpu           also the tests that need a CUDA device
 #   --lab           also install Debian's SLURM and munge with apt-get (needs root) for the tests that submit jobs to daemons
 #                   that they start themselves; without SLURM these tests are skipped
