@@ -1,4 +1,4 @@
-"""Training with offloaded activations: the same bits, in the memory and in the order that were planned."""
+"""Training with offloaded activations gives the same bits and uses memory in the planned amount and order."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 def trained(
     rank: int, world_size: int, changes: dict[str, Any], late: bool = False, steps: int = 2
 ) -> tuple[list[Tensor], int, list[Any]]:
-    """Parameters after some steps, bytes of host buffers, and what the streams did. late: copies as late as streams allow."""
+    """Train for some steps; return the parameters, the bytes of host buffers, and the log of stream operations.
+
+    late: complete copies as late as the streams allow.
+    """
     plan = make_plan(world_size, "fp64", **changes)
     groups = ProcessGroups.alone() if world_size == 1 else build_process_groups(plan.topology, rank, "gloo", 30)
     runtime = TrainingRuntime(plan, groups, torch.device("cpu"))

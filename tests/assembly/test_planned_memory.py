@@ -1,4 +1,7 @@
-"""A step of real ranks takes the bytes in the plan: weights, gradients, optimizer, and the activations at the peak of the step."""
+"""A step of real ranks uses the planned bytes.
+
+Compared are weights, gradients, optimizer states, and the activations at the peak of the step.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,10 @@ def make_plan(world_size: int, dtype: str, **changes: Any) -> RunPlan:
 
 
 class LivePeak:
-    """The most bytes of distinct storages that autograd holds at once: activations, without parameters, integers and single numbers."""
+    """The peak of the bytes in distinct storages that autograd saves for the backward.
+
+    Counts activations, but not parameters, integer tensors and scalars.
+    """
 
     def __init__(self, excluded: list[Tensor]) -> None:
         self.most = self._now = 0
@@ -158,7 +164,7 @@ class _Held:
 
 
 def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) -> dict[str, int]:
-    """Bytes on one rank."""
+    """Run a step and return the bytes of each kind on this rank."""
     plan = make_plan(world_size, dtype, **changes)
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     buffers = [buffer for stage in runtime.buffers.values() for buffer in stage.buffers]
@@ -204,7 +210,8 @@ def test_a_step_takes_the_bytes_in_the_plan(name: str, dtype: str, rank_pools: C
         planned = dict(rank_memory(plan, pp_rank).items)
         kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in plan.placement.stages_of(pp_rank)}
         schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
-        peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, kept, kept, 0, 2)  # of activations alone
+        # peak of activations alone
+        peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, kept, kept, 0, 2)
         assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer", "rollback")} | {
             "activations": peak.activation_bytes
         }

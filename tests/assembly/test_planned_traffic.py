@@ -1,4 +1,4 @@
-"""What the ranks of a real step send over tp, pp, replicas and the embedding group is what the plan says, to the byte."""
+"""Real steps send exactly the planned bytes over tp, pp, replicas and the embedding group."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ HIDDEN = 16
 
 
 def sent(rank: int, world_size: int, changes: dict[str, Any]) -> dict[str, float]:
-    """Bytes by group, counted where they are handed over; over tp only hidden states, which the plan counts alone."""
+    """Run a step and return the bytes handed to each group.
+
+    Over tp only hidden states count, as in the plan.
+    """
     plan = make_plan(world_size, "fp32", **changes)
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     found: Counter[str] = Counter()

@@ -1,4 +1,8 @@
-"""Between F, I and W a rank holds the bytes in the plan, action by action: what autograd keeps, and what waits for its weight gradient."""
+"""Memory between F, I and W.
+
+After each action a rank holds the planned bytes: tensors saved by autograd, and tensors that wait for their weight
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any]) -> list[int]:
-    """What this rank holds for backwards after each computation of its row."""
+    """Run a step and return the bytes held for backwards after each compute action of this rank's row."""
     plan = make_plan(world_size, "fp32", **changes)
     runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 30), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
@@ -71,7 +75,7 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
 
 
 def planned_bytes(plan: RunPlan, pp_rank: int) -> tuple[list[int], int]:
-    """The same from the plan, and its peak."""
+    """Return the planned bytes after each compute action, and their peak."""
     stages = plan.placement.stages_of(pp_rank)
     kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in stages}
     waiting = {stage: deferred_bytes(plan.model, plan.shape, plan.partition.stages[stage]) for stage in stages}

@@ -1,8 +1,8 @@
-"""What a disk may hold after a power cut: the log of a program's system calls, replayed to every state that POSIX allows.
+"""A simulation of power cuts: replay a log of system calls and produce every disk state that POSIX allows.
 
-A file's data is certain once it was synced, a name once its folder was. Of everything else each part may have reached the disk or not, in
-any order and combination; a write may be torn, and a file may have its length without its content. A rename is one event: the old name,
-or the new one.
+The content of a file is durable once the file was synced, its name once its folder was synced. Any part of the rest
+can be lost, in any combination: a write may be torn, and a file may have its full length without its content. A
+rename is atomic: either the old name or the new one survives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import pytest
 
 from megapipe.checkpoint.disk import Disk
 
-Operation = tuple[Any, ...]  # (name, *arguments), in the order of a program's calls
-Tree = dict[str, bytes | None]  # path relative to the root -> content; None: a folder
+Operation = tuple[Any, ...]  # (name, *arguments), in the order in which the program made the calls
+Tree = dict[str, bytes | None]  # path relative to the root -> content, None for a folder
 
 
 class Recorder:
-    """Logs what happens to the file system under `root` while it is patched in."""
+    """Logger of all file operations under `root` while it is patched in."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -83,16 +83,20 @@ class Recorder:
 
 @dataclass
 class Inode:
-    """names: (event, folder, name) one after another; folder None: removed. known: how many of them are certain."""
+    """A file or folder and its history of names.
+
+    names: (event, folder, name) in order, with folder None for a removal. known: the number of them that are
+    durable.
+    """
 
     content: list[bytes] | None  # writes in order, or None for a folder
     names: list[tuple[int, int | None, str]] = field(default_factory=list)
     known: int = 0
-    synced: int = 0  # writes that are certain
+    synced: int = 0  # number of durable writes
 
 
 class FileSystem:
-    """Carries out a log and knows what of it is certain. Inode 0 is the root."""
+    """File system that applies a log and tracks what is durable. Inode 0 is the root."""
 
     def __init__(self, before: Tree) -> None:
         self.inodes = [Inode(None)]
@@ -119,9 +123,9 @@ class FileSystem:
             self._rename(event, path, rest[0])
 
     def states(self) -> Iterator[Tree]:
-        """Every tree that may be found after a crash now."""
+        """Yield every tree that may be on the disk after a crash at this point."""
         choices = [range(inode.known - 1, len(inode.names)) for inode in self.inodes[1:]]
-        for positions in itertools.product(*choices):  # the last name that reached the disk; -1: none did
+        for positions in itertools.product(*choices):  # index of the last name that reached the disk, -1 for none
             if self._is_whole(positions):
                 yield from self._trees(positions)
 
@@ -136,7 +140,7 @@ class FileSystem:
             return
         for other in self.inodes:
             for index, (_, folder, _) in enumerate(other.names):
-                left = index > 0 and other.names[index - 1][1] == number  # a removal, or a rename to elsewhere
+                left = index > 0 and other.names[index - 1][1] == number  # a removal, or a rename into another folder
                 if folder == number or left:
                     other.known = max(other.known, index + 1)
 
@@ -151,7 +155,7 @@ class FileSystem:
         self.inodes[self._at[new]].names.append((event, folder, os.path.basename(new)))
 
     def _is_whole(self, positions: tuple[int, ...]) -> bool:
-        """No event reached the disk by half: what a rename replaces goes when the new name comes."""
+        """Return True if no event reached the disk by half: a rename removes the file that it replaces."""
         verdicts: dict[int, bool] = {}
         for inode, position in zip(self.inodes[1:], positions, strict=True):
             for index, (event, _, _) in enumerate(inode.names):
@@ -177,7 +181,11 @@ class FileSystem:
 
 
 def variants(inode: Inode) -> Iterator[bytes | None]:
-    """What a file may hold: of its unsynced writes each there, torn or missing, in any combination; or its length without any of them."""
+    """Yield the possible contents of a file.
+
+    Each unsynced write may be complete, torn or missing, in any combination, or the file may have its full length
+    without any of them.
+    """
     if inode.content is None:
         yield None
         return
@@ -190,7 +198,7 @@ def variants(inode: Inode) -> Iterator[bytes | None]:
 
 
 def _content(writes: list[bytes], kept: list[int]) -> bytes:
-    """The first bytes of each write at its place; a hole reads as zeros."""
+    """Return the first `kept` bytes of each write at its offset. Holes read as zeros."""
     content, start = bytearray(), 0
     for write, length in itertools.zip_longest(writes, kept, fillvalue=0):
         assert isinstance(write, bytes)
@@ -207,7 +215,7 @@ def tree_of(root: Path) -> Tree:
 
 
 def put(tree: Tree, root: Path) -> None:
-    """Make the tree in an empty folder."""
+    """Create the tree in an empty folder."""
     root.mkdir(parents=True, exist_ok=True)
     for path in sorted(tree):
         content = tree[path]
@@ -215,7 +223,10 @@ def put(tree: Tree, root: Path) -> None:
 
 
 def crash_states(before: Tree, log: list[Operation]) -> Iterator[tuple[int, Tree]]:
-    """(operations done, tree) for a crash before the first operation, after each, and at the end; each tree once an instant."""
+    """Yield (operations done, tree) for a crash before the first operation, after each one and at the end.
+
+    Each tree is yielded once for each number of operations.
+    """
     system = FileSystem(before)
     for done in range(len(log) + 1):
         seen: set[tuple[tuple[str, bytes | None], ...]] = set()

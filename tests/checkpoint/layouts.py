@@ -1,4 +1,4 @@
-"""Small sets of parameters cut in many ways, as the ranks of a grid hold them, and saved from one process."""
+"""Small sets of parameters, sliced as the ranks of various grids hold them and saved from one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCABULARY = 13
 
 
 def specs(padded: int) -> tuple[ParamSpec, ...]:
-    """One parameter for each way of cutting; the vocabulary padded to `padded` rows."""
+    """Return one parameter for each kind of slicing, with the vocabulary padded to `padded` rows."""
     return (
         ParamSpec("embedding", (padded, 6), "embedding", Fused(0), true_rows=VOCABULARY),
         ParamSpec("qkv", ((4 + 2 * 2) * 3, 6), 0, QueryGroups(4, 2, 3)),
@@ -39,14 +39,14 @@ def specs(padded: int) -> tuple[ParamSpec, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """tp ranks, each tensor's flat slices shared by `shards` ranks, the vocabulary padded to a multiple."""
+    """Grid of `tp` ranks with `shards` data-parallel shards each and a vocabulary padded to `padded` rows."""
 
     tp: int
     shards: int
     padded: int
 
     def held(self, wholes: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Iterator[tuple[bool, TensorBox]]:
-        """(primary, box) of all ranks; values are copied from `wholes`, padding is NaN."""
+        """Yield (primary, box) for all ranks. Values are copied from `wholes`, padding is NaN."""
         for tp_rank in range(self.tp):
             for layout in layout_buffers(specs(self.padded), tp_rank, self.tp, self.shards, 60):
                 for bucket in layout.buckets:
@@ -74,13 +74,13 @@ LAYOUTS = {
 
 
 def global_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The values of every parameter, without padding."""
+    """Draw the unpadded values of every parameter."""
     generator = torch.Generator().manual_seed(seed)
     return {spec.name: torch.randn(spec.shape, generator=generator, dtype=dtype) for spec in specs(VOCABULARY)}
 
 
 def save_layout(root: Path, layout: Layout, wholes: dict[str, Tensor], step: int = 1, **options: object) -> SaveReport:
-    """What all ranks of a layout would save, from one."""
+    """Save from one process what all ranks of the layout would save."""
     boxes = [box for primary, box in layout.held(wholes) if primary]
     extras = Extras({"training": {"step": step}}, "model:\n")
     return save_checkpoint(root, step, boxes, extras, WORLD, **options)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def save_layout(root: Path, layout: Layout, wholes: dict[str, Tensor], step: int
 def save_one(
     root: Path, step: int, values: Tensor | None = None, disk: Disk | None = None, keep_last: int | None = None
 ) -> SaveReport:
-    """A checkpoint of one tensor `master/w` whose values are the step."""
+    """Save a checkpoint of one tensor `master/w`, whose values are the step number by default."""
     values = torch.full((5, 4), float(step)) if values is None else values
     box = TensorBox("master/w", tuple(values.shape), whole_box(values), values.reshape(-1))
     extras = Extras({"training": {"step": step}}, f"# step {step}\n")

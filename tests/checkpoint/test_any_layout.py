@@ -1,4 +1,7 @@
-"""Tensors do not depend on who wrote them: every cut loads every other's files, bit for bit, reading only what it needs."""
+"""A checkpoint does not depend on the layout that wrote it.
+
+Every layout loads the files of every other one bit-exactly and reads only the blocks that it needs.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, name: str, shape: t
 
 @st.composite
 def cuts(draw: st.DrawFn, box: Box | None = None, depth: int = 4) -> list[Box]:
-    """A rectangle cut into rectangles at random places."""
+    """Draw a rectangle cut into smaller rectangles at random positions."""
     if box is None:
         box = Box((0, 0), (draw(st.integers(1, 9)), draw(st.integers(1, 9))))
     dim = draw(st.integers(0, 1))

@@ -1,4 +1,7 @@
-"""A save beside the training holds what was copied, lets the training run, and tells all ranks how it ended."""
+"""Background saves.
+
+They write the values copied at the start, do not block training, and report the outcome to all ranks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def begin(
     group: Group = WORLD,
     staging: Staging | None = None,
 ) -> BackgroundSave:
-    """Row `group.rank` of a tensor `master/w`."""
+    """Start a background save of row `group.rank` of a tensor `master/w`."""
     box = TensorBox("master/w", (group.size, values.numel()), Box((group.rank, 0), (1, values.numel())), values)
     attempt = Attempt(disk or Disk(), root, step, Extras({"training": {"step": step}}, ""), KEEP_ALL, 1 << 22)
     return BackgroundSave(attempt, [box], group, staging or Staging())
@@ -48,7 +51,7 @@ def test_what_is_saved_is_what_was_there_when_the_save_began(tmp_path: Path) -> 
     gate = threading.Event()
     values = torch.arange(1000.0)
     save = begin(tmp_path, 1, values, Disk(lambda what, path: None if what == "make" else gate.wait(10) and None))
-    values.fill_(-1.0)  # training goes on
+    values.fill_(-1.0)  # training continues
     assert not save.is_ready
     gate.set()
     report = save.finish()
@@ -63,7 +66,7 @@ def test_nothing_is_complete_before_all_ranks_have_agreed(tmp_path: Path) -> Non
     while not save.is_ready:
         time.sleep(0.001)
     assert list(tmp_path.glob("step_*")) == []
-    assert save.advance() is None  # the commit begins
+    assert save.advance() is None  # this starts the commit
     report = save.finish()
     assert report.path == tmp_path / "step_00000001" == newest(tmp_path).path
 
@@ -93,7 +96,10 @@ def test_an_error_of_any_kind_in_the_thread_is_reported(tmp_path: Path) -> None:
 
 
 def fails_on_one_rank(rank: int, world_size: int, root: str) -> tuple[str, bool]:
-    """Rank 1's disk is full; the ranks poll as the loop does. What they hear, and whether the next save is complete."""
+    """Save twice with a full disk on rank 1 in the first save, polling as the training loop does.
+
+    Return the error that this rank received and whether the second save is complete.
+    """
     group = build_process_groups(Topology(tp=1, cp=1, pp=1, dp=world_size), rank, "gloo", 30).world
 
     def full(what: str, path: Path) -> None:

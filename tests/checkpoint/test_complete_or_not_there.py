@@ -1,4 +1,7 @@
-"""A save that is stopped, or fails, at any instant leaves complete checkpoints alone, and what it leaves is named and cleaned up."""
+"""A save that is interrupted or fails at any point leaves only complete checkpoints.
+
+What it leaves behind is reported and cleaned up.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ from tests.harness import RankFailure, RankPool, run_ranks
 
 
 class Stopped(BaseException):
-    """Ends the process, as far as the code under test can tell."""
+    """Simulated end of the process, raised inside the code under test."""
 
 
 class Trap:
-    """An observer that raises at event number `at`, counted from 0, or never."""
+    """Observer that raises at event number `at`, counted from 0, or never without `at`."""
 
     def __init__(self, at: int | None = None, error: type[BaseException] | BaseException = Stopped) -> None:
         self.events: list[tuple[str, Path]] = []
@@ -44,7 +47,7 @@ class Trap:
 
 
 def value_of(root: Path) -> float:
-    """The newest checkpoint's values, all equal to its step."""
+    """Load the newest checkpoint and return its value, which equals its step in all elements."""
     values = torch.zeros(20)
     load_tensors(newest(root), [TensorBox("master/w", (5, 4), Box((0, 0), (5, 4)), values)], WORLD)
     assert len(set(values.tolist())) == 1
@@ -52,7 +55,7 @@ def value_of(root: Path) -> float:
 
 
 def events_of_a_save(root: Path) -> list[str]:
-    """With a predecessor to be removed."""
+    """Return the events of a save that also removes the previous checkpoint."""
     save_one(root, 1)
     trap = Trap()
     save_one(root, 2, disk=Disk(trap), keep_last=1)
@@ -94,7 +97,7 @@ def test_stopped_after_any_event_a_complete_checkpoint_loads_and_the_rest_is_cle
             for name, remark in zip(torn, remarks, strict=True)
         ] == [True] * len(torn)
         assert not [path for path in root.iterdir() if path.name.startswith(".")]
-        assert save_one(root, 3, keep_last=2).remark == ""  # nothing is in the way of the next save
+        assert save_one(root, 3, keep_last=2).remark == ""  # nothing blocks the next save
         assert (newest(root).step, value_of(root)) == (3, 3)
 
 
@@ -109,7 +112,7 @@ def test_an_error_at_any_event_is_reported_and_removes_what_was_begun(tmp_path: 
         ):
             save_one(root, 2, disk=Disk(Trap(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))))
         assert value_of(root) == 1
-        if at > 0:  # failing to make the folder leaves it to the next start
+        if at > 0:  # after a failed mkdir, cleaning up is left to the next start
             assert sorted(path.name for path in root.iterdir()) == ["latest", "step_00000001"], at
         assert save_one(root, 2).remark == ""
         assert value_of(root) == 2
@@ -197,7 +200,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 1 MiB."""
+    """Mount a real file system of 1 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, text=True)
@@ -233,7 +236,7 @@ def test_a_read_only_disk_is_named_and_can_be_loaded_from(small_disk: Path) -> N
     assert value_of(small_disk) == 1
 
 
-# --- several ranks
+# --- multiple ranks
 
 
 def world_of(rank: int, world_size: int) -> Group:
@@ -245,7 +248,7 @@ def row_of(rank: int, world_size: int) -> TensorBox:
 
 
 def fail_on_one_rank(rank: int, world_size: int, root: str) -> str:
-    """Rank 1 meets a full disk."""
+    """Save with a full disk on rank 1 and return the error message of this rank."""
     trap = Trap(1, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) if rank == 1 else Trap()
     try:
         save_checkpoint(
@@ -268,7 +271,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(rank_pools: Callable[[int], 
 
 
 class DiskOfItsOwn(Disk):
-    """A node whose path of the same name leads elsewhere, and has the folder."""
+    """Disk of a node where the same path leads to a different folder, which exists."""
 
     def create(self, path: Path):  # type: ignore[no-untyped-def]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +279,7 @@ class DiskOfItsOwn(Disk):
 
 
 def save_in_own_folder(rank: int, world_size: int, root: str, own_disk: bool) -> None:
-    """The relative path `checkpoints` is another folder on each rank."""
+    """Save to the relative path `checkpoints`, which is a different folder on each rank."""
     folder = Path(root) / f"node{rank}"
     folder.mkdir()
     os.chdir(folder)

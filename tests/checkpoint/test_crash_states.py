@@ -1,4 +1,7 @@
-"""A kill leaves the page cache alive, a power cut does not: every state of the disk that a save may leave behind, tried."""
+"""Power cuts during a save, over every state in which it may leave the disk.
+
+Unlike a killed process, a power cut also loses the page cache.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ NUM_RANKS, COLUMNS = 2, 12
 
 
 def save_of_two_ranks(root: Path, step: int, keep: Retention) -> None:
-    """Both ranks' shards, then the commit, in the order in which one process can do it."""
+    """Write the shards of both ranks and commit, in an order that one process can execute."""
     attempt = Attempt(Disk(), root, step, Extras({"training": {"step": step}}, f"# {step}\n"), keep, 1 << 22)
     temporary = attempt.begin().temporary
     assert temporary is not None
@@ -41,7 +44,10 @@ def row(rank: int, values: torch.Tensor) -> TensorBox:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tree, list[Operation]]:
-    """The tree with step 1, and the log of a save of step 2 that removes it. Every write is cut into small ones."""
+    """Return the tree with step 1 and the log of a save of step 2 that removes step 1.
+
+    Every write is split into small ones.
+    """
     root = tmp_path / "recorded"
     save_of_two_ranks(root, 1, Retention())
     before = tree_of(root)
@@ -54,7 +60,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Tree, lis
 
 
 def at_once(log: list[Operation]) -> list[Operation]:
-    """The ranks' shards written at the same time instead of one after another."""
+    """Interleave the writes of the two shards, which were recorded one after the other."""
     shards = [
         [entry for entry in log if entry[1].endswith(f"rank_{rank:05d}.safetensors")] for rank in range(NUM_RANKS)
     ]
@@ -69,13 +75,16 @@ def at_once(log: list[Operation]) -> list[Operation]:
 
 
 def commit_of(log: list[Operation]) -> tuple[int, int]:
-    """How many operations are done when the checkpoint has its name, and when that is certain."""
+    """Return the numbers of operations after which the checkpoint has its name and after which the name is durable."""
     named = next(number for number, entry in enumerate(log) if entry[0] == "rename" and entry[2] == "step_00000002")
     return named + 1, log.index(("sync", "."), named) + 1
 
 
 def trouble(root: Path, allowed: tuple[int, ...]) -> str | None:
-    """What is wrong with the state of a disk: None if the right checkpoint loads to the bit and the rest is named and removed."""
+    """Return a description of the error in a state of the disk, or None.
+
+    The state is correct if an allowed checkpoint loads bit-exactly and all leftovers are reported and removed.
+    """
     torn = sorted(path.name for path in root.iterdir() if path.name.startswith("."))
     try:
         found = find_checkpoint(root)
@@ -100,7 +109,7 @@ def trouble(root: Path, allowed: tuple[int, ...]) -> str | None:
 def troubles(
     before: Tree, log: list[Operation], root: Path, commit: tuple[int, int], first: int = 0
 ) -> Iterator[str | None]:
-    """For each state after `first` operations or more, what is wrong with it."""
+    """Yield the error, or None, for each state after at least `first` operations."""
     named, certain = commit
     for done, tree in crash_states(before, log):
         if done >= first:

@@ -1,4 +1,4 @@
-"""What is damaged after it was saved is found when it is opened or read, and named."""
+"""Damage to a saved checkpoint is detected and named when the checkpoint is opened or read."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
         try:
             assert Manifest.from_json(flipped.decode(), "here") == whole, (
                 position
-            )  # white space alone may differ unseen
+            )  # only a change of white space may go unnoticed
         except CheckpointError as error:
             messages.append(str(error))
     assert len(messages) > len(content) * 0.9

@@ -1,4 +1,7 @@
-"""Restarts without progress are counted across processes; a person's start and a further checkpoint count anew."""
+"""The count of restarts without progress, which is kept across processes.
+
+It starts over when a user starts the run or a newer checkpoint exists.
+"""
 
 from __future__ import annotations
 

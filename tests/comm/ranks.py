@@ -1,4 +1,4 @@
-"""What the communication tests need on a rank: groups with a short time-out."""
+"""Process groups with a short timeout for the communication tests."""
 
 from __future__ import annotations
 

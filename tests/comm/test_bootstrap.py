@@ -1,4 +1,7 @@
-"""Joining and leaving: the chosen backend is the one asked for, ranks that do not come are named, a process ends with its code."""
+"""Startup and shutdown of a rank.
+
+The requested backend is used, ranks that do not connect are named, and a process exits with its code.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ def environment_of(rank: int, world_size: int, port: int = 1, launcher: str = "s
 
 
 def join_and_leave(rank: int, world_size: int, port: int, code: int, folder: Path) -> None:
-    """A whole life without the harness's own process group."""
-    dist.barrier()  # all have joined it: gloo fails where a peer leaves while others still connect
+    """Start, communicate once and shut down, without the harness's own process group."""
+    dist.barrier()  # wait until all have joined: gloo fails if a peer leaves while others still connect
     dist.destroy_process_group()
     world = start(environment_of(rank, world_size, port), timeout_seconds=30, device="cpu")
     groups = build_process_groups(
@@ -59,7 +62,7 @@ def test_ranks_meet_compute_and_leave_with_their_code(code: int, tmp_path: Path)
     with pytest.raises(RankFailure, match=rf"died with exit code {code} and without an answer") as caught:
         run_ranks(join_and_leave, 2, free_port(), code, tmp_path)
     assert "left unflushed" in caught.value.report
-    if code == 0:  # on a failing end nobody is waited for
+    if code == 0:  # a failing rank exits without waiting for the others
         assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["3.0 cpu"] * 2
 
 

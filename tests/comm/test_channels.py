@@ -1,4 +1,4 @@
-"""Channels never mix messages, keep their order, carry any tensors, and say what went wrong."""
+"""Channels never mix messages, keep them in order, carry tensors of any kind, and explain failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def content(boundary: int, kind: str, direction: int, number: int) -> float:
 
 
 def interleave(rank: int, world_size: int, placement: Placement, seed: int, messages: int, elements: int) -> int:
-    """Send and receive `messages` on every channel in an order drawn by this rank alone; returns how many tensors were checked."""
+    """Send and receive `messages` messages on every channel in an order drawn by this rank alone.
+
+    Return the number of received messages that were checked.
+    """
     channels = Channels.build(placement, groups_of(rank, Topology(pp=world_size)).pp)
     draw = random.Random(100 * seed + rank)
     todo = [key for key in channels for _ in range(messages)]
@@ -58,7 +61,7 @@ def interleave(rank: int, world_size: int, placement: Placement, seed: int, mess
 
 
 def test_channels_of_the_same_two_ranks_never_mix_messages() -> None:
-    """pp = 2 with two chunks: previous and next rank are the same one; three boundaries, six channels, any interleaving."""
+    """With pp = 2 and two chunks the previous and the next rank are the same one: three boundaries, six channels."""
     with RankPool(2) as pool:
         for seed in range(6):
             assert pool.run(interleave, loop(2, 2), seed, 8, 5) == [24, 24]
@@ -69,7 +72,10 @@ def test_channels_of_a_longer_pipeline_never_mix_messages() -> None:
 
 
 def test_channels_in_two_directions_never_mix_messages() -> None:
-    """Two ranks that hold both stages: over the one boundary each sends activations of its direction and gradients of the other's."""
+    """Two ranks hold both stages.
+
+    Over the one boundary each rank sends activations of one direction and gradients of the other.
+    """
     with RankPool(2) as pool:
         for seed in range(6):
             assert pool.run(interleave, two_directions(2), seed, 8, 5) == [16, 16]
@@ -81,7 +87,7 @@ def test_large_messages_in_any_interleaving_arrive_whole() -> None:
 
 
 def many_in_order(rank: int, world_size: int, count: int) -> list[float]:
-    """Messages whose running number passes what a tag can hold."""
+    """Send messages whose running number exceeds what a tag can hold."""
     channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp, max_in_flight=4)[0, "activation", 0]
     channel._number = (1 << NUMBER_BITS) - count // 2
     if rank == 0:
@@ -97,7 +103,7 @@ def test_messages_stay_in_order_beyond_the_numbers_of_a_tag() -> None:
 
 
 def bounded(rank: int, world_size: int) -> list[bool]:
-    """With one message in flight the second send waits until the first has arrived."""
+    """With one message in flight, the second send waits until the first one has arrived."""
     groups = groups_of(rank, Topology(pp=2))
     channel = Channels.build(linear(2), groups.pp, max_in_flight=1)[0, "activation", 0]
     if rank == 0:
@@ -120,7 +126,7 @@ def every_dtype(rank: int, world_size: int) -> list[tuple[Tensor, ...]]:
     x = torch.arange(6.0).view(2, 3)
     messages = [
         (x.double() / 3, x.bfloat16()),
-        (x.t(),),  # not contiguous: arrives as [3, 2]
+        (x.t(),),  # not contiguous; arrives with shape [3, 2]
         (x.half(), x.long(), torch.empty(0, 4)),
         (torch.tensor(2.5),),
     ]
@@ -146,9 +152,9 @@ def send_and_forget(rank: int, world_size: int) -> list[float]:
     size = 500_000
     if rank == 0:
         for number in range(4):
-            channel.send((torch.full((size,), float(number)),))  # nobody but the channel holds it
+            channel.send((torch.full((size,), float(number)),))  # only the channel holds a reference
         gc.collect()
-        rubbish = [torch.full((size,), -1.0) for _ in range(8)]  # would take its place
+        rubbish = [torch.full((size,), -1.0) for _ in range(8)]  # would reuse freed memory of a message
         channel.drain()
         return [rubbish[0][0].item()]
     time.sleep(0.1)
@@ -161,7 +167,7 @@ def test_sent_tensors_live_until_they_have_arrived() -> None:
 
 
 def changing_shapes(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """Training, evaluation, training: the declaration changes on both ends and is compared each time."""
+    """Change the shape between messages as training, evaluation and training do; both ends compare it each time."""
     channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation", 0]
     shapes = [(4, 2), (4, 2), (1, 2), (4, 2)]
     if rank == 0:
@@ -228,7 +234,8 @@ def disagree_later(rank: int, world_size: int) -> str:
 def test_sender_that_alone_changes_its_shapes_is_an_error_and_not_a_crash() -> None:
     message = run_ranks(disagree_later, 2)[1]
     assert message.startswith(
-        "receiving activation from stage 0 to 1 (float32[2, 3]) failed on global rank 1 from global rank 0 in group pp (ranks 0 1) after"
+        "receiving activation from stage 0 to 1 (float32[2, 3]) failed on global rank 1 from global rank 0 in "
+        "group pp (ranks 0 1) after"
     )
     assert "no answer within the timeout of 1 s" in message
 

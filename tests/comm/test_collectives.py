@@ -1,4 +1,7 @@
-"""Every collective against the plain result computed from all ranks' inputs; groups of one; waiting twice; a peer that does not come."""
+"""Every collective against the result computed from the inputs of all ranks.
+
+Also covers groups of one rank, waiting twice, and peers that do not take part.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
 def input_of(rank: int, rows: int, dtype: torch.dtype) -> Tensor:
-    """Small integers: exact in every dtype and in every order of summation."""
+    """Return small integers, which are exact in every dtype and in every order of summation."""
     return torch.randint(-9, 9, (rows, 3), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
@@ -40,7 +43,7 @@ def every_collective(rank: int, world_size: int, async_op: bool) -> dict[str, li
     group = groups_of(rank, Topology(dp=world_size)).dp
     results: dict[str, list[Tensor]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch 2.13 warns about its own older names
+        warnings.simplefilter("error")  # torch 2.13 warns about its own deprecated names
         for dtype in DTYPES:
             x = input_of(rank, 2, dtype)
             work: list[Work] = []
@@ -176,7 +179,7 @@ def wait_for_a_silent_peer(rank: int, world_size: int) -> list[str]:
         return []
     work = all_reduce(torch.ones(2, 2), group, async_op=True)
     messages = []
-    for _ in range(2):  # the second wait must neither hang nor pass
+    for _ in range(2):  # the second wait must neither hang nor succeed
         with pytest.raises(CommunicationError) as caught:
             work.wait()
         messages.append(str(caught.value))
@@ -225,7 +228,7 @@ def test_pool_rebuilds_groups_for_each_job() -> None:
 
 
 def over_two_communicators(rank: int, world_size: int) -> tuple[list[float], bool, str]:
-    """Sums over the two communicators of one pair of ranks, completed in the other order than they were started in."""
+    """Sum over two communicators of the same pair of ranks and wait for them in reverse order."""
     first = groups_of(rank, Topology(tp=2, dp=2)).tp
     second = second_communicator(first)
     values = [torch.tensor([rank + 1.0]), torch.tensor([10.0 * (rank + 1)])]

@@ -1,4 +1,4 @@
-"""Groups on live ranks are those of the topology, and each one communicates among its members only."""
+"""The process groups of real ranks match the topology, and each communicates among its members only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness import RankFailure, RankPool, run_ranks
 def sums_by_group(
     rank: int, world_size: int, topology: Topology
 ) -> dict[str, tuple[tuple[int, ...], int, float, list[int]] | None]:
-    """name -> (ranks, index, sum of 2**global_rank over the group, ranks gathered), on this rank."""
+    """Return name -> (ranks, index, sum of 2**global_rank over the group, gathered ranks) on this rank."""
     groups = groups_of(rank, topology)
     seen: dict[str, tuple[tuple[int, ...], int, float, list[int]] | None] = {}
     for name in GROUP_NAMES:
@@ -76,7 +76,10 @@ def test_groups_carry_their_name() -> None:
 def test_world_of_another_size_is_refused() -> None:
     with pytest.raises(
         RankFailure,
-        match=r"CommunicationError: the topology is for rank \d of 4, but torch.distributed was initialized as rank \d of 2",
+        match=(
+            r"CommunicationError: the topology is for rank \d of 4, but torch.distributed was initialized as "
+            r"rank \d of 2"
+        ),
     ):
         run_ranks(wrong_world, 2)
 

@@ -1,4 +1,4 @@
-"""gloo with a GPU's tensors sends copies in host memory: here CPU tensors are sent the same way."""
+"""gloo sends GPU tensors through copies in host memory; the tests take the same path with CPU tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import RankPool, run_ranks
 
 
 def through_host(rank: int, world_size: int, job: str) -> object:
-    """The job with every tensor taken for one that gloo cannot send from where it lies."""
+    """Run the job with every tensor copied to the host first, as for a device that gloo cannot send from."""
     kept = collectives.needs_host_copies, channels.needs_host_copies
     collectives.needs_host_copies = channels.needs_host_copies = lambda handle, tensor: True
     try:
@@ -39,7 +39,7 @@ def directly(rank: int, world_size: int, job: str) -> object:
 
 
 def messages(rank: int, world_size: int) -> list[Tensor]:
-    """Three messages each way over one boundary; what is sent is changed as soon as it has arrived."""
+    """Send three messages each way over one boundary and return the received tensors."""
     pp = groups_of(rank, Topology(pp=world_size)).pp
     built = Channels.build(linear(world_size), pp)
     spec = (MessageSpec((4, 2), torch.float32), MessageSpec((3,), torch.int64))

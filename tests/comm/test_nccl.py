@@ -1,4 +1,4 @@
-"""NCCL settings, checked without NCCL: variables, options of communicators, the flight recorder, mistakes."""
+"""NCCL settings without NCCL: environment variables, communicator options, the flight recorder, user errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megapipe.topology import GROUP_NAMES
 
 
 class Options:
-    """Like torch.distributed.ProcessGroupNCCL.Options."""
+    """Stub of torch.distributed.ProcessGroupNCCL.Options."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream

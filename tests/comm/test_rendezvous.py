@@ -1,4 +1,4 @@
-"""Ranks that are started again in a store which an earlier start has used find each other, and only each other."""
+"""Ranks restarted in a store that an earlier start has used find each other, and only each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapipe.comm.rendezvous import START_KEY, fresh_store
 
 
 def meet(store: dist.Store, order: list[int], names: list[list[str]]) -> None:
-    """One start of as many ranks as `order` names, each begun when the one before waits or has gone."""
+    """Start the ranks of `order`, each one when the previous one waits or has finished."""
     found: dict[int, str] = {}
 
     def arrive(rank: int) -> None:
@@ -35,7 +35,7 @@ def test_every_start_meets_under_its_own_name_whichever_rank_comes_first() -> No
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     names: list[list[str]] = []
-    for order in ([0, 1, 2], [2, 1, 0], [1, 0], [3, 0, 2, 1]):  # ranks come and go between starts
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0], [3, 0, 2, 1]):  # the set of ranks changes between starts
         meet(store, order, names)
     assert [len(set(found)) for found in names] == [1] * 4
     assert [len(found) for found in names] == [3, 3, 2, 4]

@@ -1,4 +1,8 @@
-"""Heartbeats through a store: what one rank publishes others read; one claim; a store that is gone costs nothing else."""
+"""Heartbeats through a store.
+
+Values published by one rank are read by the others, only one rank wins a claim, and losing the store breaks nothing
+else.
+"""
 
 from __future__ import annotations
 

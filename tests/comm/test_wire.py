@@ -1,4 +1,4 @@
-"""Objects between ranks: what was sent arrives, what no rank sends is refused, and nothing that arrives is run."""
+"""Objects sent between ranks arrive unchanged, unexpected data is refused, and no received data is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations that tests start from, and hypothesis strategies for single fields."""
+"""Base configurations for tests, and hypothesis strategies for single fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB = (SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --
 
 
 def job(*more: str) -> list[str]:
-    """The command line of a small job with more flags."""
+    """Return the command line of a small job with additional flags."""
     words: list[str] = []
     for text in more:
         words += text.split()
@@ -22,7 +22,7 @@ def job(*more: str) -> list[str]:
 
 
 def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
-    """Values of a field's scalar type within its choices and range."""
+    """Build a strategy for the field's scalar type, within its choices and range."""
     if option.choices:
         return st.sampled_from(option.choices)
     if scalar is bool:
@@ -41,7 +41,7 @@ def scalars(scalar: type, option: Option) -> st.SearchStrategy[Any]:
 
 
 def values(field: ConfigField) -> st.SearchStrategy[Any]:
-    """Any value that a field may hold by its own declaration."""
+    """Build a strategy for all values that the field's declaration allows."""
     one = scalars(field.kind.scalar, field.option)
     if field.kind.many:
         length = field.kind.length

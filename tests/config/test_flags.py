@@ -1,4 +1,4 @@
-"""The command line: every flag sets its field; every mistake is one readable line."""
+"""The command line: every flag sets its field, and every error is one readable line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_no_flag_belongs_to_two_fields() -> None:
 
 
 def words_of(value: Any) -> list[str]:
-    """A value as words on the command line."""
+    """Format a value as command-line words."""
     if value is None:
         return ["none"]
     return [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
@@ -198,7 +198,7 @@ def test_a_word_before_any_flag_is_refused() -> None:
     )
 )
 def test_any_command_line_loads_or_says_why_not(argv: list[str]) -> None:
-    with contextlib.suppress(ConfigError):  # any other exception would be a traceback for a user
+    with contextlib.suppress(ConfigError):  # a user would see any other exception as a traceback
         load_config(argv)
 
 
@@ -256,7 +256,7 @@ def test_help_is_there_in_tenths_of_a_second_and_imports_no_torch() -> None:
     seconds = time.perf_counter() - start
     assert done.returncode == 0
     assert done.stderr.strip() == "False"
-    assert seconds < 2.0  # 0.15 on an idle machine; others may be running here
+    assert seconds < 2.0  # 0.15 on an idle machine; other processes may run here
 
 
 def test_help_text_is_made_of_plain_lines() -> None:

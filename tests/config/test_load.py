@@ -20,11 +20,17 @@ RESOLVED = [
     ("--train-iters 100 --lr-warmup-iters 10 --lr-decay-style WSD --lr-wsd-decay-iters 5", 1),
     ("--train-samples 100 --global-batch-size 4 --rampup-batch-size 2 2 20", 1),
     (
-        "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2",
+        (
+            "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+            "--tensor-model-parallel-size 2"
+        ),
         8,
     ),
     (
-        "--train-iters 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --swiglu --decoupled-lr 1e-4",
+        (
+            "--train-iters 9 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --swiglu "
+            "--decoupled-lr 1e-4"
+        ),
         2,
     ),
 ]
@@ -56,7 +62,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(tiny: Path) -> None:
     assert (loaded.config.training.seed, loaded.origins["training.seed"]) == (8, "flag --seed")
     assert (loaded.config.optimizer.min_lr, loaded.origins["optimizer.min_lr"]) == (1e-5, f"yaml {tiny} line 5")
     assert (loaded.config.optimizer.clip_grad, loaded.origins["optimizer.clip_grad"]) == (1.0, "default")
-    assert loaded.config.model.num_layers == 4  # the example's flag
+    assert loaded.config.model.num_layers == 4  # the flag in the example
 
 
 def test_a_later_file_wins_over_an_earlier_one(tiny: Path, tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_print_config_loads_again_and_says_where_each_value_came_from(tiny: Path
     assert lines["activation"].endswith("# flag --swiglu")
     assert lines["min_lr"].endswith(f"# yaml {tiny} line 5")
     assert lines["clip_grad"].endswith("# default")
-    assert "num-attention-heads" in lines["num_query_groups"]  # how it is derived
+    assert "num-attention-heads" in lines["num_query_groups"]  # how the value is derived
 
 
 def test_the_last_of_a_repeated_flag_holds() -> None:

@@ -1,4 +1,4 @@
-"""The table of Megatron's flags: complete, in one class each, consistent with our fields and defaults."""
+"""The table of Megatron's flags is complete, has each flag in one class, and matches our fields and defaults."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from tools.write_flags_page import flags_document
 
 ROWS = list(megatron_flags().values())
 
-# flags that launch scripts have, those of Megatron's own GPT-3 and Llama examples among them
+# flags of common launch scripts, including Megatron's own GPT-3 and Llama examples
 HAS_TO_BE_SUPPORTED = """
     --pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --microbatch-group-size-per-virtual-pipeline-stage
-    --train-data-path --valid-data-path --test-data-path --data-cache-path --exit-interval --exit-duration-in-mins --skip-train
-    --eval-interval --eval-iters --use-checkpoint-args --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
-    --no-load-optim --no-load-rng --no-save-optim --no-save-rng --exit-on-missing-checkpoint --log-params-norm
-    --log-num-zeros-in-grad --log-throughput --timing-log-level --profile --profile-step-start --profile-step-end
-    --profile-ranks --deterministic-mode --start-weight-decay --end-weight-decay --weight-decay-incr-style --decoupled-lr
+    --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+    --microbatch-group-size-per-virtual-pipeline-stage --train-data-path --valid-data-path --test-data-path
+    --data-cache-path --exit-interval --exit-duration-in-mins --skip-train --eval-interval --eval-iters
+    --use-checkpoint-args --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --no-load-optim
+    --no-load-rng --no-save-optim --no-save-rng --exit-on-missing-checkpoint --log-params-norm --log-num-zeros-in-grad
+    --log-throughput --timing-log-level --profile --profile-step-start --profile-step-end --profile-ranks
+    --deterministic-mode --start-weight-decay --end-weight-decay --weight-decay-incr-style --decoupled-lr
     --decoupled-min-lr --rampup-batch-size --recompute-activations --recompute-granularity --recompute-method
-    --recompute-num-layers --recompute-modules --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --grad-reduce-in-bf16 --sequence-parallel --tensor-model-parallel-size --pipeline-model-parallel-size
-    --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --bf16 --fp16 --swiglu
-    --group-query-attention --num-query-groups --use-rope-scaling --rotary-base --rotary-percent
-    --untie-embeddings-and-output-weights --normalization
+    --recompute-num-layers --recompute-modules --use-distributed-optimizer --overlap-grad-reduce
+    --overlap-param-gather --grad-reduce-in-bf16 --sequence-parallel --tensor-model-parallel-size
+    --pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+    --bf16 --fp16 --swiglu --group-query-attention --num-query-groups --use-rope-scaling --rotary-base
+    --rotary-percent --untie-embeddings-and-output-weights --normalization
 """
 
 
@@ -139,7 +140,9 @@ def test_a_value_that_is_not_so_here_is_refused() -> None:
         if row.kind == ALREADY_SO and row.values:
             with pytest.raises(
                 ConfigError,
-                match=f"{row.name} unheard-of is a flag of Megatron that megapipe does not support: use {row.accepts[0]}",
+                match=(
+                    f"{row.name} unheard-of is a flag of Megatron that megapipe does not support: use {row.accepts[0]}"
+                ),
             ):
                 read_command_line([row.name, "unheard-of"])
 
@@ -161,12 +164,13 @@ def test_a_flag_outside_megatron_is_marked_as_ours() -> None:
 def test_a_gpt3_launch_script_for_megatron_runs_as_it_is() -> None:
     words = """
     --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
-    --attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-samples
-    146484375 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5
-    --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-samples 126953125 --tensor-model-parallel-size
-    8 --pipeline-model-parallel-size 16 --data-path my_text_document --vocab-file v.json --merge-file m.txt --tokenizer-type
-    GPT2BPETokenizer --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt
-    --eval-iters 10 --tensorboard-dir logs
+    --attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375
+    --train-samples 146484375 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
+    --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6
+    --lr-warmup-fraction .001 --lr-decay-samples 126953125 --tensor-model-parallel-size 8
+    --pipeline-model-parallel-size 16 --data-path my_text_document --vocab-file v.json --merge-file m.txt
+    --tokenizer-type GPT2BPETokenizer --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000
+    --save ckpt --load ckpt --eval-iters 10 --tensorboard-dir logs
 """.replace("--lr-warmup-fraction .001 ", "")
     config = load_config(words.split()).config
     assert config.training.rampup_batch_size == (16, 16, 5859375)
@@ -177,17 +181,18 @@ def test_a_llama3_launch_script_for_megatron_runs_as_it_is() -> None:
     words = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
-    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
-    --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
-    --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
-    --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style
-    cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
-    --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc-interval 0 --tensor-model-parallel-size 1
-    --context-parallel-size 1 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --data-path d --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --split 99,1,0
-    --no-create-attention-mask-in-dataloader --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
-    --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
-    --distributed-timeout-minutes 60 --save c --load c --tensorboard-dir t
+    --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout
+    0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
+    --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128
+    --train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001
+    --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+    --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
+    --calculate-per-token-loss --manual-gc-interval 0 --tensor-model-parallel-size 1 --context-parallel-size 1
+    --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --data-path d
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model t --split 99,1,0 --no-create-attention-mask-in-dataloader
+    --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput
+    --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60
+    --save c --load c --tensorboard-dir t
 """
     loaded = load_config(words.split())
     assert len(loaded.remarks) == 6

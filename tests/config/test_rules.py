@@ -1,4 +1,4 @@
-"""Rules inside the configuration: each is broken once, with the message that helps, and holds for its neighbours."""
+"""Rules between configuration fields: each is broken once, with a helpful message, and accepts nearby values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.config.examples import SHAPE, job
 SAMPLES = SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-samples 1000 --mock-data --vocab-size 9"
 GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
 
-# (rule, flags that break it, words of the message, flags next to them that are fine)
+# (rule, flags that break it, words of the message, similar flags that are valid)
 CASES = [
     (
         "heads_divide_hidden",
@@ -132,7 +132,10 @@ CASES = [
     ),
     (
         "chunks_given_once",
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--num-layers-per-virtual-pipeline-stage 1"
+        ),
         ["give one of the two"],
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
@@ -144,7 +147,10 @@ CASES = [
     ),
     (
         "layers_placed_once",
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL --decoder-first-pipeline-num-layers 1",
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL "
+            "--decoder-first-pipeline-num-layers 1"
+        ),
         ["leave --decoder-first-pipeline-num-layers out"],
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL",
     ),
@@ -195,19 +201,34 @@ CASES = [
         "kept_attention_has_a_kernel",
         "--recompute-keep-attention",
         ["needs --recompute-granularity full"],
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --attention-dropout 0 --recompute-keep-attention",
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+            "--attention-dropout 0 --recompute-keep-attention"
+        ),
     ),
     (
         "kept_attention_has_a_kernel",
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0.1 --recompute-keep-attention",
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+            "--attention-dropout 0.1 --recompute-keep-attention"
+        ),
         ["not fused with --attention-dropout above 0"],
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 --recompute-keep-attention",
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 "
+            "--recompute-keep-attention"
+        ),
     ),
     (
         "offloaded_layers_are_whole_checkpoints",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --cpu-offloading-num-layers 3",
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+            "--cpu-offloading-num-layers 3"
+        ),
         ["use a multiple of 2"],
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --cpu-offloading-num-layers 2",
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+            "--cpu-offloading-num-layers 2"
+        ),
     ),
     (
         "offloaded_size_needs_layers",
@@ -405,7 +426,10 @@ CASES = [
         "transformer_engine_keeps_its_inputs",
         "--transformer-impl transformer_engine --fp8-format hybrid --recompute-activations --recompute-modules mlp",
         ["changes the scales of delayed fp8 in every forward", "--fp8-recipe tensorwise"],
-        "--transformer-impl transformer_engine --fp8 hybrid --fp8-recipe tensorwise --recompute-activations --recompute-modules mlp",
+        (
+            "--transformer-impl transformer_engine --fp8 hybrid --fp8-recipe tensorwise --recompute-activations "
+            "--recompute-modules mlp"
+        ),
     ),
     (
         "transformer_engine_keeps_its_inputs",
@@ -567,7 +591,7 @@ RAMPS = [
     ("--global-batch-size 8 --rampup-batch-size 4 1 100", "multiples of --micro-batch-size 2"),
     ("--global-batch-size 8 --rampup-batch-size 0 2 100", "at least 1"),
 ]
-# as CASES, but only a configuration made in code can break these
+# like CASES, but only configurations built in code can break these rules
 IN_CODE = [
     ({"data": {"mock_data": False, "data_path": ()}}, "--data-path is empty"),
     (
@@ -630,7 +654,7 @@ def test_a_configuration_made_in_code_obeys_the_rules(changes: dict[str, dict[st
 
 
 def test_every_rule_is_broken_by_a_case() -> None:
-    """Every `yield` of a rule runs in some case, and every option that is needed is missed once."""
+    """Every `yield` of a rule runs in some case, and every required option is left out once."""
     modules = [getattr(rules, name) for name in ("model", "parallel", "gpu", "training", "data")]
     expected = {
         (str(module.__file__), node.lineno)

@@ -1,4 +1,4 @@
-"""The YAML form: round trips, PyYAML's traps, errors with file and line."""
+"""The YAML form: round trips, PyYAML's pitfalls, errors with file and line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANY_CONFIG = st.fixed_dictionaries({field.key: values(field) for field in all_fi
 
 
 def read_back(text: str) -> Config:
-    """The configuration in a YAML text, without the rules between fields."""
+    """Parse the configuration in a YAML text without applying the rules between fields."""
     found = {field.key: field.default for field in all_fields()}
     origins = dict.fromkeys(found, "default")
     apply(found, origins, [setting for entry in read_entries(text, "text") for setting in settings_of_entry(entry, [])])

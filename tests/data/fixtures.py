@@ -1,4 +1,4 @@
-"""What Megatron-Core drew from the token files in tests/fixtures/megatron_data, and small files to draw from."""
+"""Samples that Megatron-Core drew from the token files in tests/fixtures/megatron_data, and small token files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def expected(run: str) -> dict[str, Any]:
 
 
 def request_of(run: str, cache: Path) -> DatasetRequest:
-    """The flags that Megatron was given."""
+    """Build the request that corresponds to the flags Megatron was given."""
     told = expected(run)
     names, weights = told["blend"]
     prefixes = [str(FOLDER / name) for name in names]
@@ -35,7 +35,7 @@ def request_of(run: str, cache: Path) -> DatasetRequest:
 
 
 def write_file(prefix: Path, lengths: list[int], dtype: str = "u2") -> IndexedFile:
-    """Documents of the given lengths; the tokens count up from 0 through all of them."""
+    """Write documents of the given lengths; the tokens count up from 0 across all of them."""
     start = 0
     with IndexedWriter(prefix, dtype) as writer:
         for length in lengths:

@@ -47,7 +47,7 @@ def test_each_rule_changes_its_own_array_only(field):
 
 
 def walk(row):
-    """Megatron's loop over the ends of documents, for one row of inputs."""
+    """Return positions and document ids of one row of inputs, by Megatron's loop over the ends of documents."""
     positions, documents, start, document = [], [], 0, 0
     for place, token in enumerate(row):
         positions.append(place - start)

@@ -12,7 +12,7 @@ from megapipe.errors import DataError
 
 
 def one_by_one(weights, size):
-    """The rule as it is stated, an item at a time."""
+    """Choose the data set of each item by the rule as documented, one item at a time."""
     shares, taken, choices = np.array(weights), np.zeros(len(weights)), []
     for item in range(size):
         choices.append(int(np.argmax(shares * max(item, 1.0) - taken)))
@@ -26,7 +26,7 @@ def one_by_one(weights, size):
 )
 def test_blocks_side_by_side_equal_the_rule_item_by_item(weights, size):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blend, "BLOCK", 16)  # many blocks, several rounds, and a warm-up too short to be right always
+        patch.setattr(blend, "BLOCK", 16)  # many blocks, several rounds, and a warm-up that is sometimes too short
         patch.setattr(blend, "WARM_UP", 3)
         patch.setattr(blend, "ROUND_BLOCKS", 8)
         choices, numbers = blend_indices(normalize(weights), size)

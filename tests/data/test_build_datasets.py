@@ -81,7 +81,7 @@ def test_each_part_can_have_files_of_its_own(request_a):
     )
     built = build_datasets(own)
     assert isinstance(built.train, BlendedDataset)
-    assert isinstance(built.valid, GPTDataset)  # one file, weight or not, is no blend here
+    assert isinstance(built.valid, GPTDataset)  # a single file is not a blend, with or without a weight
     assert built.valid.sequences == (0, 10)
     assert built.valid.num_requested == 4
     assert built.test is None

@@ -41,7 +41,7 @@ def build_and_sum(folder: str, gate, results) -> None:
     def build():
         with open(Path(folder) / ".builders", "a") as file:
             file.write("x")
-        time.sleep(0.05)  # long enough that the others come while this one builds
+        time.sleep(0.05)  # long enough for the other processes to arrive during the build
         return ARRAYS
 
     gate.wait()
@@ -71,7 +71,7 @@ def test_a_race_without_locks_still_ends_in_one_whole_entry(tmp_path, monkeypatc
     monkeypatch.setattr("fcntl.flock", no_locks)
     cache = IndexCache(tmp_path, True)
 
-    def build():  # another process stores the same entry while this one builds
+    def build():  # another process stores the same entry during the build
         return cache.arrays("kind", {"seed": 1}, lambda: ARRAYS) if not entries(tmp_path) else ARRAYS
 
     np.testing.assert_array_equal(cache.arrays("kind", {"seed": 1}, build)["numbers"], ARRAYS["numbers"])
@@ -117,5 +117,5 @@ def test_changed_data_meets_no_old_index(tmp_path):
         return [dataset[i].tolist() for i in range(len(dataset))]
 
     first = samples([9, 9, 9])
-    assert samples([3, 9, 15]) != first  # same number of tokens, same size of both files
+    assert samples([3, 9, 15]) != first  # the same number of tokens, and the same sizes of both files
     assert len(entries(tmp_path / "c")) == 2

@@ -219,7 +219,7 @@ def test_sequences_that_lie_out_of_order_are_put_in_order(tmp_path):
     file = write_file(tmp_path / "x", [2, 3])
     index = bytearray(Path(tmp_path / "x.idx").read_bytes())
     index[34:42] = np.array([3, 2], "<i4").tobytes()
-    index[42:58] = np.array([4, 0], "<i8").tobytes()  # the second of the written ones first
+    index[42:58] = np.array([4, 0], "<i8").tobytes()  # the second document comes first
     Path(tmp_path / "x.idx").write_bytes(index)
     del file
     merged = merge([str(tmp_path / "x")], str(tmp_path / "y"))
@@ -248,7 +248,7 @@ def test_output_over_an_input_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is one of the files to merge"):
         merge([TINY, str(tmp_path / "x")], str(tmp_path / "x"))
     write_file(tmp_path / "y", [3])
-    merge([TINY], str(tmp_path / "y"))  # over another file it is allowed
+    merge([TINY], str(tmp_path / "y"))  # overwriting another file is allowed
     assert IndexedFile(tmp_path / "y").num_tokens == 12
     assert IndexedFile(tmp_path / "x").num_tokens == 3
 

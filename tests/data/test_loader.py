@@ -18,7 +18,7 @@ DATASET = SyntheticDataset(400, seq_length=4, vocab_size=16, seed=3)
 
 
 class Recorded:
-    """A data set that remembers who read what, and fails at one sample."""
+    """Data set that records which thread read which sample, and fails at one sample."""
 
     def __init__(self, length: int, broken: int = -1) -> None:
         self.length, self.broken, self.read = length, broken, []
@@ -34,7 +34,7 @@ class Recorded:
 
 
 def step_samples(loader, consumed, num_microbatches, dp_size, micro):
-    """The samples of a step's global batch over all dp ranks."""
+    """Return the sample ids of a step's global batch over all dp ranks."""
     return [
         sample
         for k in range(num_microbatches)
@@ -74,7 +74,7 @@ def test_reading_ahead_gives_the_same_batches(num_workers):
     loader = Loader(DATASET, num_workers=num_workers)
     for step in range(6):
         for k in range(3):
-            for _ in range(2):  # two stages of one rank ask for the same microbatch
+            for _ in range(2):  # two stages on one rank request the same microbatch
                 got = loader.microbatch(step * 12, k, 1, 2, 2)
                 first = step * 12 + (k * 2 + 1) * 2
                 assert got.sample_ids == (first, first + 1)

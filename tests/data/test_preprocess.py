@@ -58,7 +58,7 @@ def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tmp_path,
 
 
 def test_reader_is_never_far_ahead_of_the_workers(monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 1)  # a batch a record
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)  # one record per batch
     read = []
 
     def records():
@@ -185,7 +185,7 @@ def test_wrong_flags_end_with_one_message_and_no_traceback(words, code, message,
 
 
 def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
-    os.mkfifo(tmp_path / "c.jsonl")  # an input that never ends, so that the signal always comes in the middle
+    os.mkfifo(tmp_path / "c.jsonl")  # an endless input, so that the signal always arrives during processing
     words = [
         "--input",
         str(tmp_path / "c.jsonl"),
@@ -209,7 +209,7 @@ def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
         while not (begun := list(tmp_path.glob("*.partial-*"))) and time.monotonic() < limit:
             time.sleep(0.02)
         assert begun
-        os.killpg(tool.pid, signal.SIGINT)  # the terminal's Ctrl-C: parent and workers get it
+        os.killpg(tool.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the parent and the workers
         stdout, stderr = tool.communicate(timeout=30)
     assert tool.returncode == 130
     assert stderr.strip() == "preprocess_data: interrupted; no file was written"

@@ -110,7 +110,7 @@ def test_order_is_shuffled_and_depends_on_names_only(tmp_path):
     in_order = [f"number = {i}\n" for i in range(40)]
     assert sorted(first) == sorted(in_order)
     folders = [int(text.split()[-1]) % 4 for text in first]
-    assert len(set(folders[:20])) == len(set(folders[-10:])) == 4  # every part of the tree in every part of the order
+    assert len(set(folders[:20])) == len(set(folders[-10:])) == 4  # every subtree at every position in the order
 
 
 def test_binary_hidden_and_foreign_files_are_left_out(tmp_path):

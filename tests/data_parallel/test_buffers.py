@@ -14,7 +14,7 @@ from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_spe
 
 
 class Shared(nn.Module):
-    """Two submodules hold one Parameter; `by_hand` of them accumulate their gradient themselves."""
+    """Two submodules that share one Parameter; the first `by_hand` of them accumulate its gradient themselves."""
 
     def __init__(self, by_hand: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_gradient_added_by_hand_is_heard_once() -> None:
     assert slot is module.second.slots["weight"]
     x = ByHand.apply(torch.ones(3, requires_grad=True), module.first.weight, slot)
     ByHand.apply(x, module.second.weight, slot).sum().backward()
-    assert heard == ["first.weight"]  # both uses done; the hook of a backward that returned None says nothing
+    assert heard == ["first.weight"]  # both uses are done; the hook of a backward that returned None reports nothing
     assert torch.equal(buffers.main_grad("first.weight"), torch.full((3, 3), 2.0, dtype=torch.float64))
 
 
@@ -130,7 +130,7 @@ def test_buffers_nobody_uses_are_freed() -> None:
 
 
 class Head(nn.Module):
-    """A stage that uses another stage's `first.weight` beside its own `second.weight`."""
+    """A stage that uses `first.weight` of another stage and its own `second.weight`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_versions_compute_apart_and_add_their_gradients_up() -> None:
     assert torch.equal(buffers.parameter("up.weight"), 2 * buffers.parameter("up.weight", version=0))
     loss_of_new = module(tokens_of(0, 0))
     assert loss_of_new != loss_of_old
-    loss_of_old.backward()  # its weights are still there, though the module holds others
+    loss_of_old.backward()  # its weights still exist, although the module now holds others
     for (name, _), gradient in zip(module.named_parameters(), expected, strict=True):
         assert torch.equal(buffers.main_grad(name), gradient)
     loss_of_new.backward()

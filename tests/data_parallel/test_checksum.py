@@ -1,4 +1,4 @@
-"""The checksum of a tensor's bits: no single change escapes it, and it sees bits, not values."""
+"""The checksum of a tensor's bits detects every single change and depends on bits, not values."""
 
 from __future__ import annotations
 

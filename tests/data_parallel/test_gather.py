@@ -20,7 +20,7 @@ def specs_of(stage: int) -> tuple[ParamSpec, ...]:
 
 
 def gather(rank: int, world: int, order: list[int], overlap: bool) -> tuple[list[tuple[int, ...]], bool, list[int]]:
-    """Every rank writes its number into its shards; then all are gathered, and stages are waited for in order."""
+    """Write the rank's number into its shards, gather all of them, and wait for the stages in order."""
     groups = groups_of(rank, dp=world)
     stages = {stage: stage_buffers(specs_of(stage), world) for stage in range(NUM_STAGES)}
     expected = {}
@@ -73,7 +73,11 @@ def test_unsharded_parameters_are_not_sent(two_ranks: RankPool) -> None:
 
 
 def part_by_part(rank: int, world: int) -> tuple[list[str], list[list[str]], list[int]]:
-    """(order in which buckets are collected, parameters still on their way after each part has been called, values of the last part)."""
+    """Gather the parameters of a stage part by part.
+
+    Return the order in which the buckets are collected, the parameters in flight after the call of each part, and
+    the values of the last part.
+    """
     groups = groups_of(rank, dp=world)
     module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False, device="meta") for index in range(5)})
     specs = tuple(ParamSpec(f"{index}.weight", (3, 7), owner=0) for index in range(5))
@@ -118,7 +122,10 @@ def test_order_must_name_the_stages() -> None:
 
 
 def wait_of_a_borrower(rank: int, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Stage 1's first part uses a parameter of stage 0: the stages under way before and after it ran."""
+    """Wait for a part of stage 1 that uses a parameter of stage 0.
+
+    Return the stages in flight before and after it ran.
+    """
     groups = groups_of(rank, dp=world)
     specs = {0: (ParamSpec("shared", (5, 7), owner=0),), 1: (ParamSpec("own", (5, 7), owner=1),)}
     stages = {stage: stage_buffers(held, world) for stage, held in specs.items()}

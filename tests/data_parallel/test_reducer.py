@@ -18,7 +18,7 @@ NUM_MICROBATCHES = 3
 
 
 def shards_of(buffers: StageBuffers, rank: int) -> dict[str, list[tuple[int, int, Tensor]]]:
-    """The elements of each parameter's gradient that this rank has after a reduction: (start, stop, values)."""
+    """Return the slices of each gradient that this rank holds after a reduction: (start, stop, values)."""
     found: dict[str, list[tuple[int, int, Tensor]]] = {}
     for buffer in buffers.buffers:
         for bucket in buffer.layout.buckets:
@@ -38,7 +38,7 @@ def reduce_toy(rank: int, world: int, sharded: bool, overlap: bool, bf16: bool) 
     buffers.materialize(module, draw)
     reducer = GradientReducer({0: buffers}, groups, overlap=overlap, reduce_in_bf16=bf16)
     launched = []
-    for step in range(2):  # the second step proves that the first one left nothing behind
+    for step in range(2):  # the second step shows that the first one left no state behind
         reducer.begin_step(NUM_MICROBATCHES)
         launched = []
         for microbatch in range(NUM_MICROBATCHES):
@@ -51,7 +51,7 @@ def reduce_toy(rank: int, world: int, sharded: bool, overlap: bool, bf16: bool) 
 
 
 def whole_toy(world: int) -> dict[str, Tensor]:
-    """Gradient sums of the second step in one process."""
+    """Compute the gradient sums of the second step in one process."""
     buffers, module = stage_buffers(toy_specs()), Toy()
     buffers.materialize(module, draw)
     for microbatch in range(NUM_MICROBATCHES * world):
@@ -74,7 +74,7 @@ def test_gradients_equal_the_sum_over_all_microbatches(
                 covered[name][start:stop] += 1
                 assert (values - expected[name][start:stop]).abs().max() <= tolerance * expected[name].abs().max(), name
         num_buckets = len(stage_buffers(toy_specs()).buffers[0].layout.buckets)
-        # all of them under the last backward, or none before finish()
+        # all under the last backward, or none before finish()
         assert launched == ([0, 0, num_buckets, num_buckets] if overlap else [0, 0, 0, 0])
     assert all((times == (1 if sharded else 2)).all() for times in covered.values())
     if bf16:
@@ -92,15 +92,17 @@ def test_gradients_equal_the_sum_over_all_microbatches(
 
 
 def reduce_mirrored(rank: int, world: int, sharded: bool) -> tuple[dict, list[int]]:
-    """Two stages on both ranks of a mirrored pipeline: rank 0 has the microbatches 0, 2, .. of stage 0 and completes it last, rank 1 those
-    of stage 1."""
+    """Reduce two stages that both ranks of a mirrored pipeline hold.
+
+    Rank 0 runs microbatches 0, 2, ... of stage 0 and completes that stage last; rank 1 does the same with stage 1.
+    """
     groups = build_process_groups(Topology(pp=world, mirrored_pipeline=True), rank, "gloo", 30.0)
     stages, modules = {}, {}
     for stage in range(2):
         stages[stage], modules[stage] = stage_buffers(toy_specs(), world if sharded else 1), Toy()
         stages[stage].materialize(modules[stage], draw)
     reducer = GradientReducer(stages, groups)
-    reducer.begin_step(2)  # all that come here, so that a bucket could tell when it is complete
+    reducer.begin_step(2)  # the number of microbatches on this rank, by which a bucket could detect that it is complete
     launched = []
     for stage in (1 - rank, rank):
         for microbatch in range(int(stage != rank), 4, 2):
@@ -117,7 +119,8 @@ def test_opposite_ranks_that_complete_their_stages_in_opposite_orders_sum_each(
     two_ranks: RankPool, sharded: bool
 ) -> None:
     results = two_ranks.run(reduce_mirrored, sharded)
-    assert [launched for _, launched in results] == [[0, 0], [0, 0]]  # no bucket goes before the row says so
+    # no bucket is reduced before the schedule's row says so
+    assert [launched for _, launched in results] == [[0, 0], [0, 0]]
     for stage in range(2):
         buffers, module = stage_buffers(toy_specs()), Toy()
         buffers.materialize(module, draw)
@@ -139,7 +142,7 @@ def unused_parameter(rank: int, world: int) -> tuple[list[int], Tensor]:
     reducer = GradientReducer({0: buffers}, groups_of(rank, dp=world))
     reducer.begin_step(1)
     hidden = module.up(module.norm(module.embedding(tokens_of(0, rank))))
-    hidden.sum().backward()  # `down`, in the first bucket, gets nothing
+    hidden.sum().backward()  # `down`, in the first bucket, gets no gradient
     launched = [reducer.num_launched(0)]
     reducer.reduce(0)
     launched.append(reducer.num_launched(0))
@@ -197,7 +200,7 @@ PARTIAL_SPECS = (
         owner=0,
         slicing=QueryGroups(HEADS, QUERY_GROUPS, HEAD_DIM),
     ),
-    ParamSpec("router.weight", (HIDDEN, HIDDEN), owner=0),  # replicated, every replica has the whole gradient
+    ParamSpec("router.weight", (HIDDEN, HIDDEN), owner=0),  # replicated; every replica has the whole gradient
     ParamSpec("up.weight", (8, HIDDEN), owner=0, slicing=Fused(0)),
 )
 
@@ -247,7 +250,7 @@ TIED = ParamSpec("embedding.weight", (9, 7), owner="embedding", tied=True)
 
 
 def reduce_tied(rank: int, world: int, pp: int, num_shards: int) -> list[Tensor]:
-    """Stages 0 and 1 hold the embedding, on two pipeline ranks. Returns this rank's shard of each copy's sum."""
+    """Reduce an embedding tied over two pipeline ranks; return this rank's shard of the sum of each copy."""
     dp = world // pp
     groups = groups_of(rank, pp=pp, dp=dp)
     stages = {groups.pp.rank: stage_buffers((TIED,), num_shards, tied_kind="tied")}
@@ -280,14 +283,18 @@ HEAD_NORM = ParamSpec("head_norm.weight", (7,), owner="head")
 
 
 def reduce_shared(rank: int, world: int, num_shards: int, overlap: bool) -> tuple[list[int], Tensor]:
-    """Stages 0 and 3 of one rank use one embedding. Returns how many reductions were under way after each stage, and the sum."""
+    """Reduce an embedding shared by stages 0 and 3 of one rank.
+
+    Return the number of reductions in flight after each stage, and the sum.
+    """
     groups = groups_of(rank, dp=world)
     stages = {0: stage_buffers((TIED,), num_shards, tied_kind="shared"), 3: stage_buffers((HEAD_NORM,), num_shards)}
     reducer = GradientReducer(stages, groups, overlap=overlap)
     reducer.begin_step(1)
     under_way = []
     for stage in (3, 0):
-        stages[0].main_grad(TIED.name).add_(10.0 ** (stage + groups.dp.rank))  # both stages add to one memory
+        # both stages accumulate into the same memory
+        stages[0].main_grad(TIED.name).add_(10.0 ** (stage + groups.dp.rank))
         reducer.reduce(stage)
         under_way.append(len(reducer._pending))
     reducer.finish()
@@ -300,7 +307,7 @@ def test_an_embedding_that_two_stages_of_a_rank_share_is_reduced_once_both_are_c
     two_ranks: RankPool, sharded: bool
 ) -> None:
     for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, True):
-        assert under_way == [1, 2]  # the head's norm; then the embedding
+        assert under_way == [1, 2]  # the head's norm, then the embedding
         assert (values == 11011.0).all()
     for under_way, values in two_ranks.run(reduce_shared, 2 if sharded else 1, False):
         assert under_way == [0, 0]

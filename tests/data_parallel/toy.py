@@ -1,4 +1,4 @@
-"""A small model of odd shapes, its specs and buffers: what the tests of data_parallel and optimizer train."""
+"""Small model with odd shapes, its specs and buffers, for the tests of data_parallel and optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megapipe.topology import Topology
 
 
 class Toy(nn.Module):
-    """tokens [n] -> scalar loss; parameters on the meta device."""
+    """Model that maps tokens [n] to a scalar loss; its parameters are on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Toy(nn.Module):
 
 
 def toy_specs() -> tuple[ParamSpec, ...]:
-    """One spec for each parameter of Toy; the embedding takes the decoupled learning rate, vectors no weight decay."""
+    """Return one spec per parameter of Toy. The embedding uses the decoupled learning rate, vectors no weight decay."""
     return tuple(
         ParamSpec(
             name,
@@ -45,7 +45,7 @@ def toy_specs() -> tuple[ParamSpec, ...]:
 
 
 def draw(spec: ParamSpec) -> Tensor:
-    """Whole initial values in fp64, from the name alone."""
+    """Draw a whole initial tensor in fp64 from the parameter's name alone."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
     return torch.randn(spec.shape, generator=generator, dtype=torch.float64) * 0.3
 
@@ -70,5 +70,5 @@ def groups_of(rank: int, **axes: int) -> ProcessGroups:
 
 
 def tokens_of(step: int, microbatch: int) -> Tensor:
-    """The tokens of one microbatch, counted over all dp ranks."""
+    """Return the tokens of one microbatch, numbered over all dp ranks."""
     return torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(1000 * step + microbatch))

@@ -1,4 +1,4 @@
-"""The adapters of other libraries, run against stubs with their signatures, give the same numbers as torch's kernels."""
+"""Adapters of other libraries, run on stubs with the same signatures, give the same numbers as torch's kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from tests.train.grids import runtime_of, step_microbatches, trainer, whole_para
 Pools = Callable[[int], RankPool]
 BASE = (
     "--num-layers 4 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
-    "--make-vocab-size-divisible-by 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-2 --adam-eps 1e-3 "
+    "--make-vocab-size-divisible-by 4 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-2 "
+    "--adam-eps 1e-3 "
     "--hidden-dropout 0 --attention-dropout 0 --mock-data --init-method-std 0.3"
 )
 
@@ -126,7 +127,7 @@ ALL_TE = KernelsConfig("transformer_engine", "te", "torch")
 def against_the_reference(
     rank: int, world_size: int, options: dict[str, Any], sequence_parallel: bool, kernels: KernelsConfig
 ) -> int:
-    """Compares a stage made of a library's parts, on tp ranks, with the reference in fp64."""
+    """Compare a stage built from a library's parts on tp ranks with the fp64 reference."""
     config = model_config(**options)
     model = reference(config)
     microbatch = make_microbatch(config)
@@ -156,7 +157,7 @@ def test_a_stage_of_transformer_engine_equals_the_reference(
 
 
 def trained(rank: int, world_size: int, flags: str) -> tuple[list[float], list[tuple[str, Tensor]]]:
-    """Losses of three steps, and the parameters after them."""
+    """Train for three steps; return the losses and the final parameters."""
     with installed():
         runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
         step = trainer(runtime)
@@ -193,7 +194,7 @@ TE = "--transformer-impl transformer_engine --optimizer-impl te"
     ids=lambda value: value.replace("--", "").replace(" ", "_"),
 )
 def test_training_with_a_library_equals_training_with_torch(rank_pools: Pools, library: str, grid: str) -> None:
-    """fp32: main gradients in our buffers, masters and moments in our shards, the same schedules."""
+    """Train in fp32 with main gradients in our buffers, masters and moments in our shards, and the same schedules."""
     world_size, flags = GRIDS[grid]
     norm = "--normalization RMSNorm" if "RMSNorm" in library else ""
     for (losses, parameters), (expected, wanted) in zip(
@@ -210,7 +211,7 @@ def test_training_with_a_library_equals_training_with_torch(rank_pools: Pools, l
 
 
 def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, bool]]:
-    """(enabled, recipe, is over tp) of the outermost fp8 regions of one step."""
+    """Return (enabled, recipe, spans tp) of the outermost fp8 regions of one step."""
     with installed():
         runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
         rows = np.random.RandomState(0).randint(0, 32, (4, 9))
@@ -227,7 +228,10 @@ def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, 
 def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_over_tp(
     rank_pools: Pools, recipe: str
 ) -> None:
-    flags = f"{TE} --fp8-format hybrid --fp8-recipe {recipe} --tensor-model-parallel-size 2 --hidden-size 64 --ffn-hidden-size 64"
+    flags = (
+        f"{TE} --fp8-format hybrid --fp8-recipe {recipe} --tensor-model-parallel-size 2 --hidden-size 64 "
+        "--ffn-hidden-size 64"
+    )
     name = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling"}[recipe]
     for found in rank_pools(2).run(regions_of, f"{flags} --micro-batch-size 2"):
         assert found == [(True, name, True)] * 2

@@ -1,4 +1,4 @@
-"""torch.compile of pointwise functions: the same values and gradients, and nothing more kept for the backward."""
+"""torch.compile of pointwise functions keeps values and gradients and saves nothing more for the backward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_the_written_out_gradient_is_autograds(name: str) -> None:
 
 
 def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The casts of one layer's linears have nine shapes and more, in two formats.
+    """The casts of one layer's linears have nine shapes or more, in two formats.
 
-    Traced, not compiled to machine code.
+    The functions are traced, not compiled to machine code.
     """
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))

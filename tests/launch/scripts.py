@@ -29,7 +29,7 @@ class Ended:
 
 
 class Command:
-    """A started command. Leaving it as a context kills it and everything that it started."""
+    """A running command. Leaving the context kills it and all its child processes."""
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self._files = [(folder / name).open("w+") for name in ("out.txt", "error.txt")]
@@ -58,7 +58,7 @@ class Command:
         return Path(self._files[1].name).read_text()
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the children, which the launcher starts in the order of their ranks."""
+        """Return the process ids of the ranks; the launcher starts them in rank order."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -84,7 +84,7 @@ class Command:
         self.process.send_signal(number)
 
     def ended(self) -> Ended:
-        """Wait for the end."""
+        """Wait for the process to end."""
         code = self.process.wait(max(1.0, LIMIT_SECONDS - (time.monotonic() - self._began)))
         return Ended(code, self.out(), self.error())
 

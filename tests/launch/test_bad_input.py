@@ -109,7 +109,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_a_single_rank_reports_bad_input(make, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_a_single_rank_reports_bad_input(  # type: ignore[no-untyped-def]
+    make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code = main([*TINY_FLAGS, *make(tmp_path)])
     out, error = capfd.readouterr()
     assert_one_message(Ended(code, out, error), *CASES[make])

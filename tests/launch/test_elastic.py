@@ -67,13 +67,14 @@ def test_the_remaining_node_continues_with_half_the_replicas(tmp_path: Path) -> 
     with launch(folders[0], 1, *flags, script=script, before=befores[0]) as kept:
         with launch(folders[1], 1, *flags, script=script, before=befores[1]):
             kept.wait_for("step  5/")
-        ended = kept.ended()  # leaving the context has killed the other node's launcher and rank
+        ended = kept.ended()  # leaving the context killed the launcher and the rank of the other node
     assert ended.code == 0, ended.error
     assert "restart 1 of at most 3" in ended.error and "a restart: going on from --save" in ended.out
     assert " dp 2" in ended.out and ended.out.count("plan: 1 rank") == 1
     with launch(folders[2], 1, *FLAGS, "--save", str(tmp_path / "straight")) as command:
         assert command.ended().code == 0
     assert furthest(run, tmp_path / "straight") <= 1e-12
-    last = {line["step"]: line["loss"] for line in steps_of(run / "metrics.jsonl")}  # the later of repeated steps
+    # the latest record of a repeated step
+    last = {line["step"]: line["loss"] for line in steps_of(run / "metrics.jsonl")}
     undisturbed = {line["step"]: line["loss"] for line in steps_of(tmp_path / "straight" / "metrics.jsonl")}
     assert last == pytest.approx(undisturbed, rel=0, abs=1e-12)

@@ -46,7 +46,7 @@ def test_a_stopped_rank_of_four_is_named_and_all_are_terminated(
     assert "the process is stopped (SIGSTOP)" in ended.error
     assert ended.error.count("error") == 1, ended.error
     assert main([str(tmp_path / "run")]) == 0
-    # a rank that notices the others' end first exits with an error
+    # a rank that first notices the end of the others exits with an error
     assert re.match(
         r"run: 4 ranks, (\d gone|\d left|\d gone, \d left)\nrank  where       step", capsys.readouterr().out
     )

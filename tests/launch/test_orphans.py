@@ -1,4 +1,4 @@
-"""The process that a rank takes for its launcher. Ranks end with it: see the fault table, tests/faults."""
+"""The parent process that a rank takes for its launcher. Ranks end with it: see the fault table in tests/faults."""
 
 from __future__ import annotations
 

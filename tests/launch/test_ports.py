@@ -1,4 +1,4 @@
-"""The ports of a job on one machine: on the loopback device only, with and without the launcher."""
+"""The ports of a job on one machine are on the loopback device only, with and without the launcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ time.sleep(100)
 
 
 def listening(process_id: int) -> list[str]:
-    """Return the addresses on which a process listens, as the kernel writes them."""
+    """Return the addresses on which a process listens, in the kernel's format."""
     held = set()
     for link in Path(f"/proc/{process_id}/fd").iterdir():
         try:
@@ -57,7 +57,7 @@ def test_launcher_and_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_launcher_listen_on_loopback_only(tmp_path: Path) -> None:
-    """Ranks as srun starts them, on one node."""
+    """Start ranks on one node as srun does."""
     step = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_STEP_NUM_NODES": "1",

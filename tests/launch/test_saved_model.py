@@ -20,8 +20,8 @@ RANKS = ("-m", "megapipe", "launch", "--nproc-per-node", "2")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved_model")
     ended = python(
-        folder, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, "--tokenizer-type", "ByteTokenizer", "--mock-data", "--train-iters", "2",
-        "--save", "saved", "--max-position-embeddings", "32",
+        folder, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, "--tokenizer-type", "ByteTokenizer", "--mock-data",
+        "--train-iters", "2", "--save", "saved", "--max-position-embeddings", "32",
     )  # fmt: skip
     assert ended.code == 0, ended.error
     return folder / "saved"

@@ -199,7 +199,7 @@ def test_a_failed_job_resumes_from_its_checkpoint(cluster: SlurmCluster, undistu
 
 @pytest.mark.slow
 def test_the_time_limit_itself_sends_the_signal(cluster: SlurmCluster, undisturbed: Job, tmp_path: Path) -> None:
-    # SLURM checks time limits every 30 seconds, so the signal may come that much later
+    # SLURM checks time limits every 30 seconds, so the signal may be that late
     job = submit(cluster, tmp_path, "--time=2", "--signal=B:USR1@75", PACE="5")
     job.wait_for("the time limit is near", 150)
     assert job.ended() == "COMPLETED", job.log
@@ -217,7 +217,7 @@ def test_a_signal_that_comes_before_python_waits_for_it(cluster: SlurmCluster, l
     assert job.ended() == "COMPLETED", job.log
     said = re.search(r"ended after step (\d+): SIGUSR1 received", job.log)
     assert said is not None and int(said[1]) < STEPS, job.log
-    if int(said[1]):  # before the first step there is nothing to save
+    if int(said[1]):  # there is nothing to save before the first step
         assert (job.run / f"step_{int(said[1]):08d}" / "manifest.json").exists()
     assert "not requeued: REQUEUE=never" in job.log
 

@@ -1,4 +1,4 @@
-"""Files that a run leaves: no key of the environment anywhere, and the modes that the user's umask gives."""
+"""Files that a run leaves: they contain no secret from the environment and have the modes of the user's umask."""
 
 from __future__ import annotations
 

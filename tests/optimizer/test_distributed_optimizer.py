@@ -1,4 +1,7 @@
-"""Several ranks: the sharded and the replicated optimizer against one plain process, and norms in which everything counts once."""
+"""The sharded and the replicated optimizer on several ranks.
+
+They match plain training in one process, and norms count every element once.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def train(
     steps: range = range(STEPS),
     saved: list[tuple[State, dict]] | None = None,
 ) -> tuple[dict[str, Tensor], list[float], State, dict]:
-    """12 microbatches a step over dp ranks. Returns weights, norms, and the state that this rank would save."""
+    """Train with 12 microbatches per step over dp ranks; return weights, norms, and the state this rank would save."""
     groups = groups_of(rank, dp=world)
     param_dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}[dtype]
     buffers, module = (
@@ -87,7 +90,7 @@ def train(
 
 
 def load(optimizer: Optimizer, saved: list[tuple[State, dict]]) -> None:
-    """Fill the optimizer's boxes from boxes of any other cut, through whole tensors."""
+    """Fill the optimizer's boxes from a state saved with any other sharding."""
     whole: dict[tuple[str, str], Tensor] = {}
     for state, _ in saved:
         for (key, name, box), values in state.items():
@@ -133,7 +136,7 @@ def test_state_saved_by_two_replicas_is_loaded_by_three(pools: dict[int, RankPoo
 
 
 def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
-    """Three elements in a buffer of two shards of 32: the second rank holds padding alone."""
+    """Train three elements in a buffer of two shards of 32, so that the second rank holds padding only."""
     groups = groups_of(rank, dp=world)
     stages = {0: stage_buffers((ParamSpec("bias", (3,), owner=0, weight_decay=False),), world)}
     stages[0].main_grad("bias").copy_(torch.tensor([1.0, 2.0, 2.0]))
@@ -169,7 +172,7 @@ STAGES = {0: GRID_SPECS[:4], 1: (GRID_SPECS[0], GRID_SPECS[4])}
 
 
 def global_values(spec: ParamSpec) -> Tensor:
-    """Whole values with some exact zeros; vocabulary padding is zero."""
+    """Draw a whole tensor with some exact zeros; its vocabulary padding is zero."""
     values = draw(spec)
     values[torch.rand(spec.shape, generator=torch.Generator().manual_seed(1)) < 0.2] = 0.0
     if spec.true_rows is not None:
@@ -185,11 +188,11 @@ def local_values(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tenso
 def measure(
     rank: int, world: int, axes: dict[str, int], num_shards: int
 ) -> tuple[float, float, int | None, dict[str, int]]:
-    """Parameters and complete gradients are put in place; norms, zeros and saved elements are measured."""
+    """Set parameters and complete gradients; return norms, the number of zeros and of saved elements."""
     groups = groups_of(rank, **axes)
     tp, tp_rank = groups.tp.size, groups.tp.rank
     mine = [groups.pp.rank] if groups.pp.size == 2 else [0, 1]
-    # on one rank the first stage's embedding is the last one's too
+    # on one pipeline rank the first and the last stage share the embedding
     held = STAGES if groups.pp.size == 2 else {0: STAGES[0], 1: STAGES[1][1:]}
     kind: BufferKind = "tied" if groups.pp.size == 2 else "shared"
     stages = {

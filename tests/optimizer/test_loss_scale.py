@@ -7,7 +7,7 @@ from megapipe.optimizer.loss_scale import LossScaler
 
 
 def scales(scaler: LossScaler, steps: str) -> list[float]:
-    """The scale after each step; 'x' is an overflow, '.' a good step."""
+    """Return the scale after each step; 'x' is an overflow, '.' a step without one."""
     found = []
     for step in steps:
         scaler.update(step == "x")
@@ -21,10 +21,10 @@ def scales(scaler: LossScaler, steps: str) -> list[float]:
         ("...", [8, 8, 16]),
         ("x", [8]),
         ("xx", [8, 4]),
-        ("xxx", [8, 4, 2]),  # the hysteresis is spent until the scale grows
-        ("x.x", [8, 8, 4]),  # good steps in between do not restore it
-        ("x...x", [8, 8, 8, 16, 16]),  # growing does
-        ("..x...", [8, 8, 8, 8, 8, 16]),  # an overflow starts the window again
+        ("xxx", [8, 4, 2]),  # the hysteresis stays used up until the scale grows
+        ("x.x", [8, 8, 4]),  # steps without overflow do not restore it
+        ("x...x", [8, 8, 8, 16, 16]),  # growth does
+        ("..x...", [8, 8, 8, 8, 8, 16]),  # an overflow restarts the window
         ("xxxxxx", [8, 4, 2, 2, 2, 2]),  # the minimum
     ],
     ids=lambda value: value if isinstance(value, str) else "",

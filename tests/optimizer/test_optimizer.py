@@ -1,4 +1,4 @@
-"""One process: the optimizer against torch's own, precision, overflow, norms, state."""
+"""The optimizer in one process: against torch's own, precision, overflow, norms, state."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 class Trainer:
-    """One rank training Toy; the reference for all others."""
+    """Training of Toy on one rank."""
 
-    def __init__(self, config: OptimizerConfig, precision: PrecisionConfig = PrecisionConfig(dtype="fp64")) -> None:  # noqa: B008
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        precision: PrecisionConfig = PrecisionConfig(dtype="fp64"),  # noqa: B008
+    ) -> None:
         dtype = DTYPES[precision.dtype]
         self.module = Toy()
         self.buffers = stage_buffers(
@@ -53,7 +57,7 @@ class Trainer:
 
 
 def plain_training(config: OptimizerConfig, steps: int, num_microbatches: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and gradient norms of a plain torch loop in fp64: the oracle."""
+    """Train with a plain torch loop in fp64 and return weights and gradient norms."""
     module = Toy().to_empty(device="cpu").double()
     with torch.no_grad():
         for spec in toy_specs():
@@ -123,7 +127,7 @@ def test_low_precision_parameters_are_the_rounded_fp32_masters(dtype: str) -> No
         changed_below_rounding += int(
             ((weights[name] == drawn[name]).flatten() & (master != drawn[name].float().flatten())).sum()
         )
-    assert changed_below_rounding > 0  # small updates are kept where the parameter cannot show them
+    assert changed_below_rounding > 0  # masters keep updates too small for the parameter's precision
 
 
 def master_weights(trainer: Trainer) -> dict[str, Tensor]:

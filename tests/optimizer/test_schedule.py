@@ -33,7 +33,7 @@ def test_learning_rates_are_megatrons_to_the_bit() -> None:
     assert [schedule(8 * step) for step in range(steps)] == expected["lrs"]
 
 
-# lr 1e-2, min 1e-3, warm-up 100 from 2e-3, decay over 500, last WSD phase 200: values by hand
+# lr 1e-2, min 1e-3, warm-up 100 from 2e-3, decay over 500, last WSD phase 200; values computed by hand
 TABLE = {
     ("constant", ""): {300: 1e-2, 500: 1e-2, 900: 1e-2},
     ("linear", ""): {300: 1e-3 + 0.5 * 9e-3, 500: 1e-3, 501: 1e-3},

@@ -23,7 +23,9 @@ def shards_of(tp_rank: int, replica: int, num_shards: int, dtype: torch.dtype = 
 
 
 def meaning(shard: Shard) -> list[str]:
-    """For each element of the shard the parameter it belongs to, '' for padding; replicas of another tp_rank get a '-'."""
+    """Return the parameter of each element of the shard: '' for padding, with a leading '-' for replicas of another
+    tp_rank.
+    """
     found = [""] * (shard.stop - shard.start)
     for position, piece in shard.pieces():
         name = piece.spec.name if piece.owned else f"-{piece.spec.name}"
@@ -52,7 +54,7 @@ def test_counted_ranges_hold_the_owned_elements_and_no_replica(tp_rank: int, num
 def test_owned_neighbours_are_one_range() -> None:
     (shard,) = shards_of(0, 0, 1)
     assert len(shard.counted.merged) == 1
-    assert len(shards_of(1, 0, 1)[0].counted.merged) == 2  # the replica lies between
+    assert len(shards_of(1, 0, 1)[0].counted.merged) == 2  # the replica separates them
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3], ids=lambda n: f"shards{n}")

@@ -1,4 +1,4 @@
-"""Profiles with known answers: a timeline that was made up, written down as a tracer would have measured it."""
+"""Profiles with known answers: made-up timelines in the form in which a tracer would have recorded them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COSTS = {Op.F: 0.010, Op.B: 0.020, Op.I: 0.010, Op.W: 0.010, Op.OVERLAP: 0.030}
 
 
 def even(rank: int, action: Action) -> float:
-    """10 ms a forward, 20 ms a backward; messages and reductions take nothing."""
+    """Return 10 ms for a forward and 20 ms for a backward; messages and reductions take no time."""
     return COSTS.get(action.op, 0.0)
 
 
@@ -35,7 +35,9 @@ def step_of(
     number: int = 11,
     origin_ns: int = 5 * MS,
 ) -> MeasuredStep:
-    """The step in which every action took `seconds`, came `gap` after the one before, and a message `latency_seconds`."""
+    """Build a step in which each action takes `seconds`, starts `gap` after the previous one, and a message takes
+    `latency_seconds`.
+    """
     durations = tuple(tuple(seconds(r, a) + parameter_wait(r, a) for a in row) for r, row in enumerate(schedule.rows))
     gaps = tuple(
         tuple(gap(r, a) if slot else late(r) for slot, a in enumerate(row)) for r, row in enumerate(schedule.rows)
@@ -53,7 +55,11 @@ def step_of(
 def _began(
     row: tuple[Action, ...], starts: tuple[float, ...], ends: tuple[float, ...], gaps: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """An action that computes starts at once and then waits for its message; of an overlapped pair the whole wait stands at its OVERLAP."""
+    """Return the start and the wait of each action.
+
+    A compute action starts at once and then waits for its message. The whole wait of an overlapped pair is recorded
+    at its OVERLAP action.
+    """
     clock, began, waits, halves = 0.0, [], [], 0
     for action, start, end, gap in zip(row, starts, ends, gaps, strict=True):
         begin = clock + gap if action.op in COMPUTE_OPS | {Op.OVERLAP} else start
@@ -71,7 +77,7 @@ def _began(
 def profile_of(
     schedule: Schedule, steps: tuple[MeasuredStep, ...], latency_seconds: float = 0.0, transfer_seconds: float = 0.0
 ) -> Profile:
-    """One pipeline whose messages take what is said between idle ranks."""
+    """Build the profile of one pipeline, with the given message times between idle ranks."""
     ranks = tuple(range(schedule.num_ranks))
     links = tuple(
         Link((rank, (rank + 1) % len(ranks)), latency_seconds, transfer_seconds) for rank in ranks if len(ranks) > 1

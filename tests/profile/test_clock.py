@@ -1,4 +1,7 @@
-"""Clocks of other ranks: the offset lies within the error that is stated, whatever the way took and however the clock drifts."""
+"""Clock offsets of other ranks.
+
+The true offset is within the stated error for any message delays and any clock drift.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ delays = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_s
 
 
 def trips(offset_ns: int, ways: list[tuple[int, int]], start_ns: int = 0) -> list[RoundTrip]:
-    """Round trips whose ways take so long there and back, by a clock that is offset_ns ahead."""
+    """Build round trips with the given delays there and back, by a clock that is `offset_ns` ahead."""
     return [RoundTrip(start_ns, start_ns + there + offset_ns, start_ns + there + back) for there, back in ways]
 
 

@@ -1,4 +1,4 @@
-"""Predicted and measured bubble of made-up steps whose right answers are known."""
+"""Predicted and measured bubbles of made-up steps with known answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_time_between_actions_is_the_engines(name: str, chunks: int) -> None:
 def test_slower_messages_than_between_idle_ranks_are_communication_and_known_ones_are_planned() -> None:
     comparison = compared(lowered("gpipe", 4, 8), latency=0.005, known_latency=0.002)
     found = parts(comparison)
-    assert found["messages"] == pytest.approx(2 * 3 * 0.002)  # down the pipeline and back
+    assert found["messages"] == pytest.approx(2 * 3 * 0.002)  # down the pipeline and back up
     assert found["communication"] == pytest.approx(2 * 3 * 0.003)
     assert {key for key, value in found.items() if abs(value) > 1e-9} == {"equal stages", "messages", "communication"}
 
@@ -77,7 +77,12 @@ def test_a_slow_stage_is_unequal_stages_and_a_slow_microbatch_is_noise() -> None
 
 
 def test_a_rank_that_starts_late_and_waits_for_parameters_is_the_optimizers() -> None:
-    late = parts(compared(lowered("1f1b", 4, 8), late=lambda rank: 0.007 if rank == 0 else 0.0))  # type: ignore[arg-type, return-value]
+    late = parts(
+        compared(
+            lowered("1f1b", 4, 8),
+            late=lambda rank: 0.007 if rank == 0 else 0.0,  # type: ignore[arg-type, return-value]
+        )
+    )
     assert late["optimizer"] == pytest.approx(0.007) and late["communication"] == 0.0
 
     def first_of_rank_0(rank: int, action: Action) -> float:
@@ -117,7 +122,7 @@ def test_the_parts_add_up_to_the_difference_whatever_happened(
     )
     assert comparison.plan.work_seconds == pytest.approx(
         comparison.measured.work_seconds, abs=1e-9
-    )  # the same work in both
+    )  # the same work in both steps
 
 
 @pytest.mark.parametrize(("name", "chunks"), FAMILIES, ids=[name for name, _ in FAMILIES])

@@ -1,4 +1,4 @@
-"""From a tracer's events to a measured row."""
+"""Conversion of a tracer's events to a measured row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile's file: what is written is read again, and what is none is refused by name."""
+"""Profile files round-trip, and other files are refused with a message that names them."""
 
 from __future__ import annotations
 

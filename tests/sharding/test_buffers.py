@@ -1,4 +1,4 @@
-"""Flat buffers: each parameter in one bucket, aligned, shards equal and complete."""
+"""Flat buffers: each parameter is in one bucket and aligned; shards are of equal size and cover everything."""
 
 from __future__ import annotations
 

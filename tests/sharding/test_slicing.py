@@ -1,4 +1,7 @@
-"""Slices of every parameter over tp: together the whole tensor, replicas only as declared, boxes that mean what they say."""
+"""Slices of every parameter over tp.
+
+Together they are the whole tensor, only declared replicas overlap, and boxes describe the slices correctly.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ from megapipe.sharding.spec import ParamSpec
 
 def resolved_model(**changes: object) -> ModelConfig:
     sizes: dict[str, object] = {
-        "num_layers": 3, "hidden_size": 24, "num_attention_heads": 12, "num_query_groups": 12, "kv_channels": 2, "ffn_hidden_size": 48,
-        "vocab_size": 100, "padded_vocab_size": 120, "seq_length": 12, "max_position_embeddings": 12,
+        "num_layers": 3, "hidden_size": 24, "num_attention_heads": 12, "num_query_groups": 12, "kv_channels": 2,
+        "ffn_hidden_size": 48, "vocab_size": 100, "padded_vocab_size": 120, "seq_length": 12,
+        "max_position_embeddings": 12,
     }  # fmt: skip
     return ModelConfig(**(sizes | changes))  # type: ignore[arg-type]
 
 
 @st.composite
 def sliced(draw: st.DrawFn) -> tuple[ParamSpec, int]:
-    """A parameter of one or two dimensions under some rule, and a tp that can cut it."""
+    """Draw a parameter of one or two dimensions with some slicing rule, and a tp size that divides it."""
     tp = draw(st.sampled_from([1, 2, 3, 4, 6]))
     columns = draw(st.integers(1, 5))
     rule = draw(st.sampled_from(["rows", "columns", "gated", "qkv", "whole"]))
@@ -75,7 +79,7 @@ def test_pieces_are_the_local_tensor_cut_out_of_the_global_one(
 
 def test_fewer_key_value_heads_than_ranks_are_replicas_whose_gradients_are_summed() -> None:
     spec = ParamSpec("qkv", ((4 + 2 * 2) * 8, 32), 0, QueryGroups(heads=4, groups=2, head_dim=8))
-    q, k, v = spec.intervals(3, 4)  # the second query head of the second group
+    q, k, v = spec.intervals(3, 4)  # second query head of the second group
     assert (q.start, q.stop, q.replicas) == (40, 48, (3,))
     assert (k.start, k.stop, k.replicas) == (48, 56, (2, 3))
     assert (v.start, v.stop, v.replicas) == (56, 64, (2, 3))

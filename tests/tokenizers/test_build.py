@@ -25,7 +25,7 @@ TEXT = [
 
 @pytest.fixture(scope="module")
 def bpe_folder(tmp_path_factory):
-    """A byte-level BPE as Hugging Face and as GPT-2 files."""
+    """Write a byte-level BPE tokenizer as Hugging Face and as GPT-2 files."""
     folder = tmp_path_factory.mktemp("bpe")
     trained = library.ByteLevelBPETokenizer()
     trained.train_from_iterator(
@@ -163,7 +163,7 @@ def test_file_that_is_no_tokenizer_is_named(tokenizer_type, content, tmp_path):
 
 @pytest.mark.parametrize("package", ["tokenizers", "transformers"])
 def test_missing_package_says_how_to_install_it(package, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)  # as if not installed
+    monkeypatch.setitem(sys.modules, package, None)  # simulates a missing package
     if package == "tokenizers":
         (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=rf"needs the package '{package}'.*pip install 'megapipe\[{package}\]'"):
@@ -195,12 +195,13 @@ def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path, monke
 def test_every_type_answers_to_its_name(bpe_folder):
     for name in ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer"):
         assert build_tokenizer(name, str(bpe_folder), vocab_size=5).name == name
-    assert set(TOKENIZERS) == set(TOKENIZER_TYPES)  # what the flag accepts is what can be built
+    assert set(TOKENIZERS) == set(TOKENIZER_TYPES)  # every value that the flag accepts can be built
 
 
 def test_room_imports_neither_torch_nor_optional_packages():
     code = (
-        "import sys, megapipe.tokenizers.build, megapipe.tokenizers.sentencepiece, megapipe.data.preprocess, megapipe.data.build_datasets, "
+        "import sys, megapipe.tokenizers.build, megapipe.tokenizers.sentencepiece, megapipe.data.preprocess, "
+        "megapipe.data.build_datasets, "
         "megapipe.data.loader; print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

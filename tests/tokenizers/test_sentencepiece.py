@@ -35,7 +35,7 @@ def test_code_comes_back_as_it_was(tokenizer_type, model):
         assert len(ids) < len(text) / 2
 
 
-# U+2581 is how SentencePiece writes a space, so it alone comes back as one
+# SentencePiece encodes a space as U+2581, so this character alone decodes to a space
 @settings(max_examples=100)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 @example(text="\t\tif x:\r\n\n\n   \x0b\x0c\x00y\u2028\ufeff\u00a0 ")
@@ -53,7 +53,9 @@ def test_indentation_is_one_token(model):
 
 def test_special_tokens_have_ids_of_their_own_and_are_never_read_from_text(model):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
-    assert tokenizer.vocab_size == 1000  # all that Megatron looks for is in the model, so nothing is added
+    assert (
+        tokenizer.vocab_size == 1000
+    )  # the model has all special tokens that Megatron looks for, so the tokenizer adds no token
     assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (6, 1, 3)
     assert not {tokenizer.eod, tokenizer.bos, tokenizer.pad, 2} & set(tokenizer.encode("<EOD> <s> </s> <PAD>"))
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eod, *tokenizer.encode("b")]) == "ab"
@@ -91,7 +93,7 @@ def test_model_without_special_pieces_gets_those_of_megatron_behind_its_own(tmp_
         sentence_iterator=iter(CODE[0].splitlines()), model_prefix=str(tmp_path / "m"), vocab_size=300, minloglevel=2
     )
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "m.model"))
-    # <CLS> 300, <SEP> 301, <EOD> 302, <MASK> 303, <PAD> 304; <s> and </s> are the model's
+    # <CLS> 300, <SEP> 301, <EOD> 302, <MASK> 303, <PAD> 304; <s> and </s> come from the model
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad, tokenizer.bos) == (305, 302, 304, 1)
     assert tokenizer.decode([*tokenizer.encode("return"), tokenizer.eod]) == "return"
 

@@ -33,7 +33,7 @@ def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: P
     assert re.search(r"pp 2, simulated to measured step: \d\.\d{3}, at least 0.93 required", done.stdout)
     turns = json.loads(figures.read_text())["turns"]
     assert {name: len(row) for name, row in turns.items()} == {"plain": 2, "one": 2, "pp2": 2}
-    for turn in turns["pp2"]:  # in the simulation nothing waits for messages, and the row is a part of the step
+    for turn in turns["pp2"]:  # the simulation never waits for messages, and the row is only a part of the step
         assert 0 < turn["simulated_seconds"] <= turn["row_seconds"] <= turn["step_seconds"]
 
 

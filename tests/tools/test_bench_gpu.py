@@ -23,7 +23,7 @@ Tools = Callable[[str], ModuleType]
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # the tool sets it if it is unset
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # the tool sets it if unset
     return importlib.import_module
 
 
@@ -115,8 +115,10 @@ def test_a_check_without_anything_to_check_is_refused(
 
 
 def measured(figures: ModuleType, **seconds: float) -> object:
-    """Contenders that need so many seconds for 100 TFLOP in each of three rounds; in one round all are ten times
-    slower."""
+    """Build measurements of three rounds.
+
+    seconds: time for 100 TFLOP by contender. In the second round all contenders are ten times slower.
+    """
     slow = (1.0, 10.0, 1.0)
     turns = {
         name.replace("_", "-"): [figures.Turn(each * factor, 0.1) for factor in slow] for name, each in seconds.items()
@@ -176,8 +178,8 @@ def test_the_flops_of_a_step_count_attention_half_or_in_full(tools: Tools) -> No
     figures, shape = tools("gpu_bench.figures"), tools("gpu_bench.shapes").SHAPES["8b-4k"]
     linears = (
         shape.layers * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768
-    )  # elements, the output layer's too
-    attention = 4 * 4096 * 4096 * shape.layers  # FLOPs a token: q k and p v, every key
+    )  # elements, including the output layer
+    attention = 4 * 4096 * 4096 * shape.layers  # FLOPs per token: q k and p v over every key
     for causal, part in ((True, 0.5), (False, 1.0)):
         assert figures.flops_of_step(shape, causal) == 3 * (2 * linears + part * attention) * 32768
 

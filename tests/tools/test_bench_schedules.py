@@ -1,4 +1,4 @@
-"""The benchmark of schedules runs, counts actions and inserts its tables into a page. Its times are not tested."""
+"""The schedule benchmark runs, counts actions and inserts its tables into a page. Times are not tested."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_quick_run_counts_every_contender_and_fills_the_page(tmp_path: Path) -
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
         assert len(found["steps"]) == 2
         assert all(step["cpu_seconds"] > 0 for step in found["steps"])
-    for found in emulated["contenders"].values():  # a lower bound from 2 ms of sleep: (m + p - 1) (F + I + W)
+    for found in emulated["contenders"].values():  # lower bound with sleeps of 2 ms: (m + p - 1) (F + I + W)
         assert all(step["replay_seconds"] >= 4 * 0.006 for step in found["steps"])
     assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
     text = page.read_text()
@@ -61,7 +61,10 @@ from megapipe.schedule.families import build_schedule
 ms = 1_000_000
 # one stage: F0 F1, B0 (W then I), then I1, something between, W1
 row = [(0, "F", 0), (0, "F", 1), (0, "W", 0), (0, "I", 0), (0, "I", 1), (0, "F", 2), (0, "W", 1)]
-print(peak_live([Span(*what, i * ms, (i + 1) * ms) for i, what in enumerate(row)]), count_delayed([Span(*what, 0, 1) for what in row]))
+print(
+    peak_live([Span(*what, i * ms, (i + 1) * ms) for i, what in enumerate(row)]),
+    count_delayed([Span(*what, 0, 1) for what in row]),
+)
 
 # two ranks, one microbatch: F 1 ms, message 0.5 ms, F, own pause 0.25 ms, B 2 ms, message 0.5 ms, B
 def spans(stage, *parts):
@@ -80,7 +83,7 @@ print(round(replay_seconds(schedule, mean_durations(ranks)) * 1e6))
 def test_peaks_delays_replay_and_gaps_of_a_hand_written_row() -> None:
     done = run("-c", SPANS)
     assert done.returncode == 0, done.stderr
-    # F2 comes while microbatch 1 waits for its W; of three weight gradients one is late
+    # F2 runs while microbatch 1 waits for its W; one of three weight gradients is late
     assert done.stdout.splitlines() == ["2 1", "1 250 2 1000", "6000"]
 
 

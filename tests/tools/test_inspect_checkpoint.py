@@ -1,4 +1,4 @@
-"""Two checkpoints are compared to the bit, whoever wrote them."""
+"""Bit-exact comparison of two checkpoints written by any layout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""tools/inspect_data.py prints what the loader gives: every token of every microbatch, with blends, ramp-up and
-skipped windows."""
+"""tools/inspect_data.py prints what the loader returns: every token of every microbatch.
+
+Covers blends, batch-size ramp-up and skipped windows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megapipe calibrate`: the file holds what was measured, can be read and plans; two ranks measure their link."""
+"""`megapipe calibrate` writes a file of measurements that plans can be made with; two ranks measure their link."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`megapipe profile-layers`: what it writes is what --pipeline-layer-times reads, for the same shapes on another
-grid."""
+"""`megapipe profile-layers` writes the file that --pipeline-layer-times reads.
+
+The times apply to the same shapes on another grid.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The megapipe command: finds its subcommands, answers mistakes by the nearest name, and starts without torch."""
+"""The megapipe command: its subcommands, suggestions for unknown ones, and start-up without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every file of configs/ resolves on the world that its first line states, and says only what differs from the defaults."""
+"""Every file of configs/ resolves on the world size in its first line and lists only non-default values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapipe.plan.run_plan import RunPlan
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
-PARAMETERS = {  # billions, as their papers count them
+PARAMETERS = {  # billions, as the papers count parameters
     "gpt2_124m": 0.124,
     "gpt3_175b": 175.0,
     "llama2_7b": 6.74,

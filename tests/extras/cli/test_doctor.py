@@ -1,4 +1,4 @@
-"""`megapipe doctor` as a person runs it: one process, wrong flags."""
+"""`megapipe doctor` from the command line: one process, and wrong flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megapipe explain`: every flag can be explained, its cost is the planner's, and a wrong name finds the right one."""
+"""`megapipe explain` explains every flag with the planner's cost and suggests the flag closest to a wrong name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from megapipe.extras.search.explain import papers
 PAGE = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")
 FLAGS = sorted(set(re.findall(r"`(--[a-z0-9-]+)`", PAGE)))
 MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 96 --micro-batch-size 1 --lr 1e-3 "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 96 "
+    "--micro-batch-size 1 --lr 1e-3 "
     "--train-iters 5 --bf16"
 )
 SMALL = f"{MODEL} --global-batch-size 4".split()
-LARGE = f"{MODEL} --global-batch-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 1024 --ranks-per-node 8"
+LARGE = (
+    f"{MODEL} --global-batch-size 1024 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--world-size 1024 --ranks-per-node 8"
+)
 
 
 @pytest.mark.parametrize("configuration", [SMALL, LARGE.split()], ids=["one rank", "1024 ranks"])

@@ -1,4 +1,7 @@
-"""`megapipe launch --dry-run`: what each node would run, where every rank stands, what crosses nodes; torch is not imported."""
+"""`megapipe launch --dry-run`: the command of each node, the placement of ranks, and the traffic between nodes.
+
+It does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +162,10 @@ def test_a_dry_run_of_the_script_is_the_scripts(capsys: pytest.CaptureFixture[st
 
 def test_torch_is_not_imported() -> None:
     words = ["--dry-run", "--nproc-per-node", "8", SCRIPT, *TINY, "--tensor-model-parallel-size", "2"]
-    code = f"import sys; from megapipe.extras.cli.launch import main; code = main({words!r}); sys.exit(code or 10 * ('torch' in sys.modules))"
+    code = (
+        f"import sys; from megapipe.extras.cli.launch import main; code = main({words!r}); sys.exit(code or "
+        "10 * ('torch' in sys.modules))"
+    )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
 

@@ -1,4 +1,4 @@
-"""`megapipe plan --gpus N`: text, JSON and a file to run, with flags that pin; without torch; mistakes answered."""
+"""`megapipe plan --gpus N`: text, JSON and a runnable file, flags that fix options, and errors, all without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 
 from megapipe.extras.cli.plan import main
 
-MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 512 --max-position-embeddings 128 --bf16"
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 512 "
+    "--max-position-embeddings 128 --bf16"
+)
 WORDS = ["--gpus", "4", "--gpu", "h100", *MODEL.split(), "--global-batch-size", "8"]
 
 
@@ -105,7 +108,10 @@ def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytes
 
 
 def test_it_imports_no_torch() -> None:
-    code = f"import sys\nfrom megapipe.extras.cli.plan import main\nassert main({WORDS!r}) == 0\nassert 'torch' not in sys.modules"
+    code = (
+        f"import sys\nfrom megapipe.extras.cli.plan import main\nassert main({WORDS!r}) == 0\nassert "
+        "'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

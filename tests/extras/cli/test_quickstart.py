@@ -1,4 +1,4 @@
-"""The quickstart's decisions: grid by hardware, flags over them, the data that is used again, how far a run goes."""
+"""Choices of the quickstart: grid by hardware, flags that override it, reuse of data, number of steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0,
 def grid(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, *flags: str, ranks: int | None = None
 ) -> tuple[int, int, int, int]:
-    """(tp, pp, chunks, dp) that the quickstart would run, resolved as a rank does it."""
+    """Return (tp, pp, chunks, dp) of the quickstart, resolved as on a rank."""
     monkeypatch.setattr(door, "count_gpus", lambda: num_gpus)
     chosen = choose_grid(flags, ranks)
     words = [word for path in chosen.configs for word in ("--config", str(path))]

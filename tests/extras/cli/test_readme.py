@@ -1,4 +1,4 @@
-"""The README keeps its word: its cheap commands run, its flags exist, its links lead somewhere, its picture is that of the tool."""
+"""Claims of the README: quick commands run, flags exist, links resolve, the picture is the tool's output."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_the_picture_is_what_the_tool_draws_today() -> None:
     ]
     stored = (REPOSITORY / "docs" / "images" / "quickstart_schedule.svg").read_text(encoding="utf-8")
     assert stored == drawing(plan_for(words, 8), width=1000), (
-        "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 --output docs/images/quickstart_schedule.svg "
+        "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 "
+        "--output docs/images/quickstart_schedule.svg "
         "--config configs/quickstart.yaml --vocab-size 2048 --global-batch-size 64"
     )
 

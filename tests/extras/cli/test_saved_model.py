@@ -1,4 +1,7 @@
-"""What `generate` and `evaluate` make of a checkpoint before anything is built: the size of the vocabulary and the tokenizer."""
+"""Checks of a checkpoint by `generate` and `evaluate` before a model is built.
+
+They cover the vocabulary size and the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def test_a_tokenizer_given_by_flags_does_not_change_the_vocabulary(
 
 
 def test_the_null_tokenizer_of_training_keeps_its_end_of_document(tmp_path: Path) -> None:
-    model = opened(trained(tmp_path, "--tokenizer-type NullTokenizer"))  # of --vocab-size 32
+    model = opened(trained(tmp_path, "--tokenizer-type NullTokenizer"))  # from --vocab-size 32
     assert model.plan.config.model.vocab_size == 33
     assert model.tokenizer is not None and model.tokenizer.eod == 32
 

@@ -1,4 +1,4 @@
-"""The `megapipe schedule` command: what it prints, what it writes, what it refuses."""
+"""The `megapipe schedule` command: printed text, written files, refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_costs_come_from_a_file_of_slices(tmp_path: Path, capsys: pytest.Capture
     path.write_text("forward,input_grad,weight_grad\n1,1,1\n1,1,1\n1,1,1\n3,1,1\n")
     assert main(["compare", "1f1b", "zb-v", "-p", "2", "-m", "4", "--costs", str(path), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["work_seconds"] for row in rows] == [4 * 8, 4 * 8]  # zb-v puts the heavy slice on rank 0
+    assert [row["work_seconds"] for row in rows] == [4 * 8, 4 * 8]  # zb-v puts the heavy stage on rank 0
     path.write_text("forward,input_grad,weight_grad\n1,1,x\n")
     assert main(["compare", "1f1b", "-p", "1", "--costs", str(path)]) == 2
     assert "line 2" in capsys.readouterr().err
@@ -160,7 +160,10 @@ def test_mistakes_are_told_in_one_line(words: list[str], complaint: str, capsys:
 
 
 def test_the_tool_and_the_command_are_one_and_neither_imports_torch() -> None:
-    code = "import sys; from tools.draw_schedule import main; main(['compare', 'gpipe', '-p', '2']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from tools.draw_schedule import main; main(['compare', 'gpipe', '-p', '2']); assert "
+        "'torch' not in sys.modules"
+    )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "gpipe" in ended.stdout

@@ -30,14 +30,19 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """model_type: transformers' name. settings: beside SIZES. shard: largest weight file."""
+    """A model of transformers.
+
+    model_type: name in transformers. settings: options that differ from SIZES. shard: size of the largest weight
+    file.
+    """
 
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
     shard: str = "1GB"
 
 
-# The original context is 16 of 24 positions and the base small, so that each scaling changes frequencies that these positions feel.
+# The original context is 16 of 24 positions and the base is small, so that each scaling changes frequencies that matter
+# at these positions.
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=16)
 CASES: dict[str, Case] = {
     "llama": Case("llama", rope("default") | {"head_dim": 12}),
@@ -78,7 +83,10 @@ CASES: dict[str, Case] = {
 
 @torch.no_grad()
 def make(case: Case, seed: int = 3) -> Any:
-    """A model whose every parameter is random: norms around 1, biases not 0, matrices large enough to bend a softmax."""
+    """Build a model with every parameter random.
+
+    Norms are around 1, biases are not 0, and matrices are large enough to make softmax outputs uneven.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {} if case.model_type == "gpt2" else SIZES
@@ -92,7 +100,7 @@ def make(case: Case, seed: int = 3) -> Any:
 
 
 def save(model: Any, folder: Path, shard: str = "1GB") -> Path:
-    """As a user's folder would be: in files of at most `shard`."""
+    """Save the model as a user's folder would be, in files of at most `shard`."""
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder, max_shard_size=shard)
     return folder

@@ -1,4 +1,4 @@
-"""Files of others that want to run something when they are read: nothing of it is run, whatever the format."""
+"""Checkpoint files from other programs that try to run code when read: none of it runs, in any format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 
 
 class Crafted:
-    """Pickles as a call."""
+    """Object that pickles as a call."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = (function, arguments)
@@ -63,7 +63,7 @@ def test_a_crafted_checkpoint_runs_nothing(
     path = tmp_path / "model_optim_rng.pt"
     path.write_bytes(file({"model": {"weight": torch.ones(2)}, "args": call(mark)}))
     with contextlib.suppress(CheckpointError):
-        content = load_pickled(path)["args"]  # read with something inert in its place
+        content = load_pickled(path)["args"]  # an inert placeholder was read in its place
         assert isinstance(content, StandIn | argparse.Namespace)
     assert not mark.exists()
 
@@ -79,7 +79,7 @@ def test_crafted_metadata_runs_nothing(call: Callable[[Path], Crafted], tmp_path
 
 @pytest.mark.parametrize("file", FILES.values(), ids=FILES)
 def test_the_crafted_files_do_run_in_an_unrestricted_reader(file: Callable[[Any], bytes], tmp_path: Path) -> None:
-    """Else the tests above would show nothing."""
+    """Show that the files above are harmful to an unrestricted reader."""
     mark = tmp_path / "ran"
     path = tmp_path / "file"
     path.write_bytes(file({"args": CALLS["os.system"](mark)}))

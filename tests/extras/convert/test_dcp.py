@@ -1,4 +1,7 @@
-"""Checkpoints to and from torch.distributed.checkpoint: torch itself reads what is written, and writes, sharded, what is read."""
+"""Conversion to and from torch.distributed.checkpoint.
+
+torch itself reads the written files and writes, sharded, the files to read.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,22 @@ from megapipe.extras.convert.snapshot import LazyTensor, Snapshot
 from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode
 from tests.harness import RankPool
 
-MODEL = dataclasses.replace(LLAMA_MODEL, num_layers=1)  # 61 rows of vocabulary: no two ranks have as many
+MODEL = dataclasses.replace(LLAMA_MODEL, num_layers=1)  # 61 rows of vocabulary do not divide evenly over ranks
 EMBEDDING, Q = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 def a_run() -> Snapshot:
-    """Masters in fp32 with moments, at step 7 of which one was skipped."""
+    """Build a run with fp32 masters and moments at step 7, of which one step was skipped."""
     model = drawn(MODEL)
     tensors = {}
     for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
         for name, tensor in model.weights.items():
             values = tensor.detach().float() + number / 3
-            tensors[f"{key}/{name}"] = LazyTensor(tensor.shape, torch.float32, lambda values=values: values)  # type: ignore[misc]
+            tensors[f"{key}/{name}"] = LazyTensor(
+                tensor.shape,
+                torch.float32,
+                lambda values=values: values,  # type: ignore[misc]
+            )
     training = {"step": 7, "consumed_samples": 56, "consumed_tokens": 900, "skipped_steps": 1}
     optimizer = {"num_steps": 6, "loss_scaler": {"scale": 512.0, "good_steps": 3, "overflows_left": 2}, "rule": "adam"}
     schedules = {"lr": {"max_lr": 1e-3, "style": "cosine", "wsd_style": None}}
@@ -59,14 +66,14 @@ def truth(snapshot: Snapshot) -> dict[str, torch.Tensor]:
 
 
 def mapped(content: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A nested state dict in memory, each tensor changed."""
+    """Apply `change` to each tensor of a nested state dict."""
     if isinstance(content, dict):
         return {key: mapped(value, change) for key, value in content.items()}
     return change(content.detach()) if isinstance(content, torch.Tensor | LazyTensor) else content
 
 
 def save_plainly(content: dict[str, Any], folder: Path) -> Path:
-    """As a program without ranks does."""
+    """Save as a program without ranks does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(mapped(content, torch.Tensor.clone), checkpoint_id=folder, no_dist=True)
@@ -94,9 +101,9 @@ def test_torch_loads_what_is_written_into_a_plain_state_dict(tmp_path: Path) -> 
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """Each is read when it is written; the memory of those before is free by then."""
+    """Each tensor is read when it is written; the ones before it are freed by that time."""
     size, count = 1 << 16, 8
-    seen: list[tuple[int, int]] = []  # when each is read: how many are written, how many of those read are alive
+    seen: list[tuple[int, int]] = []  # at each read: tensors written so far, and earlier tensors still alive
     alive: set[int] = set()
 
     def read() -> torch.Tensor:
@@ -127,7 +134,10 @@ def test_there_and_back_by_command_is_the_same_run(tmp_path: Path, capsys: pytes
 
 
 def test_samples_skipped_since_the_checkpoint_stay_skipped(tmp_path: Path) -> None:
-    """The run went back to it and was ended before it saved again: what it skips from there on is beside the checkpoint."""
+    """The run rolled back to the checkpoint and ended before it saved again.
+
+    The file of the rollback next to the checkpoint holds the samples to skip from there.
+    """
     snapshot = a_run()
     own.write(snapshot, tmp_path)
     account = snapshot.state["account"] | {"skipped_samples": [[8, 16], [40, 44], [68, 92]], "rollbacks": 3}

@@ -1,4 +1,7 @@
-"""Models of transformers with random weights: converted they compute the same, and exported again they are the same, bit by bit."""
+"""Conversion of transformers models with random weights.
+
+The converted models compute the same logits, and exporting them restores the tensors bit-exactly.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ def test_the_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path, dtype: to
 
 
 def test_a_base_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
-    """GPT-2 on the hub has names without `transformer.`, and masks among its tensors."""
+    """GPT-2 on the hub has names without `transformer.` and attention masks among its tensors."""
     model = make(CASES["gpt2"])
     theirs = save(model, tmp_path / "theirs")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors_of(theirs).items()}
@@ -155,7 +158,7 @@ def test_the_printed_configuration_loads_and_says_the_model(tmp_path: Path, caps
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- on a grid
+# -------------------------------------------------------------------------------------------------- on a grid
 
 GRID = {
     "tensor_model_parallel_size": 2,
@@ -168,7 +171,10 @@ GRID = {
 
 
 def forward_and_save(rank: int, world_size: int, source: str, target: str, tokens: Tensor) -> Tensor | None:
-    """Load on tp 2 x pp 2, run forward from rank to rank, save; the last stage gives its vocabulary slice of the logits."""
+    """Load on tp 2 x pp 2, run a forward pass through the pipeline, and save.
+
+    The last stage returns its vocabulary slice of the logits.
+    """
     import dataclasses
 
     from megapipe.assembly.training_runtime import TrainingRuntime
@@ -234,7 +240,10 @@ def test_tp2_pp2_computes_the_same_and_exports_the_same(rank_pools: Pools, tmp_p
 def test_pretraining_goes_on_from_a_converted_model(tmp_path: Path) -> None:
     theirs = save(make(CASES["qwen2_tied"]).to(torch.bfloat16), tmp_path / "theirs")
     assert main([str(theirs), str(tmp_path / "ours"), "--no-check", "--seq-length", "8"]) == 0
-    flags = f"--load {tmp_path / 'ours'} --use-checkpoint-args --finetune --train-iters 2 --save {tmp_path / 'run'} --bf16 --lr 1e-3"
+    flags = (
+        f"--load {tmp_path / 'ours'} --use-checkpoint-args --finetune --train-iters 2 "
+        f"--save {tmp_path / 'run'} --bf16 --lr 1e-3"
+    )
     code, said = pretrain(flags)
     assert code == 0, said
     assert "loaded" in said
@@ -247,10 +256,13 @@ def test_pretraining_goes_on_from_a_converted_model(tmp_path: Path) -> None:
 
 
 def pretrain(flags: str) -> tuple[int, str]:
-    """Without the model flags of the tiny job: they come from the checkpoint."""
+    """Run the tiny job without its model flags, which come from the checkpoint."""
     from tests.train import jobs
 
-    kept = "--micro-batch-size 2 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 --log-interval 1 --device cpu"
+    kept = (
+        "--micro-batch-size 2 --global-batch-size 4 --mock-data --num-workers 0 --eval-iters 0 "
+        "--log-interval 1 --device cpu"
+    )
     before = jobs.TINY
     jobs.TINY = kept
     try:
@@ -260,7 +272,7 @@ def pretrain(flags: str) -> tuple[int, str]:
 
 
 def test_greedy_text_of_a_converted_model_is_that_of_transformers(tmp_path: Path) -> None:
-    """megapipe generate finds model, precision and tokenizer beside the converted checkpoint."""
+    """`megapipe generate` finds model, precision and tokenizer in the folder of the converted checkpoint."""
     tokenizers = pytest.importorskip("tokenizers")
     from megapipe.extras.cli.command import main as megapipe
 

@@ -1,4 +1,7 @@
-"""Checkpoints that Megatron-Core 0.16.1 wrote become running jobs, tensor by tensor what Megatron itself makes of them on one rank."""
+"""Conversion of checkpoints written by Megatron-Core 0.16.1 into resumable runs.
+
+Every tensor equals the one that Megatron itself loads on one rank.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,13 @@ from tests.train import jobs
 from tests.train.jobs import job
 
 ARCHIVE = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints" / "checkpoints.tar.xz"
-VOCAB = 60  # of 64 padded rows
+VOCAB = 60  # padded to 64 rows
 GPT2, LLAMA = "gpt2_pp2_vpp2", "llama_tp2_dp2_distributed_optimizer"
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what Megatron wrote; see the README beside the archive."""
+    """Unpack the checkpoints written by Megatron; the README next to the archive describes them."""
     root = tmp_path_factory.mktemp("megatron")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(root, filter="data")
@@ -49,7 +52,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def differing(snapshot: Snapshot, truth: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not those of `truth` (vocabulary padding aside), or that only one of the two has."""
+    """Return the names of tensors that differ from `truth`, ignoring vocabulary padding, or that only one side has."""
     found = {name: tensor.detach() for name, tensor in snapshot.tensors.items()}
     odd = sorted(found.keys() ^ truth.keys())
     return odd + [
@@ -57,13 +60,16 @@ def differing(snapshot: Snapshot, truth: dict[str, torch.Tensor]) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------ reading a running job
+# ---------------------------------------------------------------------------------------------- reading a run
 
 
 @pytest.mark.parametrize("kind", ["legacy", "dist"])
 @pytest.mark.parametrize("case", [GPT2, "llama_tp2_pp2"])
 def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, kind: str) -> None:
-    """pp 2 x 2 chunks in fp32, tp 2 x pp 2 with masters of bf16: Megatron resharded the same state to one rank through its torch_dist."""
+    """The cases are pp 2 x 2 chunks in fp32, and tp 2 x pp 2 with fp32 masters of bf16 weights.
+
+    Megatron resharded the same state to one rank through its torch_dist format.
+    """
     truth = {
         name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
     }
@@ -73,7 +79,10 @@ def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, 
 
 
 def test_the_flat_buffers_of_the_distributed_optimizer_are_its_reshardable_state(real: Path) -> None:
-    """tp 2 x dp 2, bf16: the legacy file keeps no names, torch_dist keeps them; both were written from one state."""
+    """The case is tp 2 x dp 2 in bf16.
+
+    The legacy file stores no parameter names, torch_dist does; both were written from the same state.
+    """
     legacy = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB)
     dist = megatron_dist.read(real / LLAMA / "dist_fully_reshardable", None, VOCAB)
     assert differing(legacy, {name: tensor.detach() for name, tensor in dist.tensors.items()}) == []
@@ -111,7 +120,10 @@ def test_position_schedules_and_configuration_come_along(real: Path) -> None:
 def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([str(real / LLAMA / "legacy"), str(tmp_path / "ours"), "--vocab-size", str(VOCAB)]) == 0
     monkeypatch.setattr(jobs, "TINY", "--mock-data --num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    flags = "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 --use-checkpoint-opt-param-scheduler"
+    flags = (
+        "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 "
+        "--use-checkpoint-opt-param-scheduler"
+    )
     metrics = tmp_path / "run"
     code, said = job(f"--load {tmp_path / 'ours'} {flags} --train-iters 5 --save {metrics}")
     assert code == 0, said
@@ -130,12 +142,12 @@ def test_a_folder_of_one_iteration_is_read_too_and_a_step_can_be_asked_for(real:
         megatron_legacy.read(real / GPT2 / "legacy", 7, VOCAB)
 
 
-# -------------------------------------------------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------------------------------------- writing
 
 LLAMA_MODEL = ModelConfig(
-    num_layers=4, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=61, seq_length=16,
-    position_embedding_type="rope", normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
-    make_vocab_size_divisible_by=8, untie_embeddings_and_output_weights=True, window_size=5,
+    num_layers=4, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24, vocab_size=61,
+    seq_length=16, position_embedding_type="rope", normalization="RMSNorm", activation="swiglu",
+    add_bias_linear=False, make_vocab_size_divisible_by=8, untie_embeddings_and_output_weights=True, window_size=5,
 )  # fmt: skip
 MODELS = {
     "llama_untied": LLAMA_MODEL,
@@ -162,7 +174,11 @@ def drawn(model: ModelConfig) -> Snapshot:
     tensors = {}
     for spec in model_parameters(unpadded(model), sequence_parallel=False):
         values = torch.randn(spec.shape, generator=generator).bfloat16()
-        tensors[f"master/{spec.name}"] = LazyTensor(spec.shape, torch.bfloat16, lambda values=values: values)  # type: ignore[misc]
+        tensors[f"master/{spec.name}"] = LazyTensor(
+            spec.shape,
+            torch.bfloat16,
+            lambda values=values: values,  # type: ignore[misc]
+        )
     return Snapshot(Config(model, precision=PrecisionConfig("bf16")), tensors, fresh_state("bf16"))
 
 
@@ -193,7 +209,7 @@ def test_hugging_face_to_megatron_and_back_by_command(tmp_path: Path) -> None:
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
 
 
-# ------------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 @dataclasses.dataclass
@@ -258,7 +274,7 @@ def test_optimizer_state_in_another_order_is_found_out() -> None:
         CheckpointError, match=r"master of a.weight differs from the weight: the parameters are in an unknown order"
     ):
         read_plain(Path("f"), optimizer("b.weight", "a.weight"), [weights])
-    flat = torch.cat([weights[name].float().flatten() for name in weights])  # not reversed, not aligned
+    flat = torch.cat([weights[name].float().flatten() for name in weights])  # neither reversed nor aligned
     buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": flat, "exp_avg_sq": flat}}}
     with pytest.raises(CheckpointError, match=r"not the concatenation of this model's parameters.*tied to that grid"):
         read_distributed(Path("f"), {"optimizer": {"param_groups": [{"step": 1}]}}, buffers, [weights])

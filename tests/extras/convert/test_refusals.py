@@ -1,4 +1,4 @@
-"""Whatever has no place on the other side is an error that names it."""
+"""Anything that the target format cannot hold is an error that names it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHAPES = {
 
 
 def folder(root: Path, settings: dict[str, Any] | None = None, tensors: dict[str, torch.Tensor] | None = None) -> Path:
-    """A Llama folder without transformers; None among the changes takes something away."""
+    """Write a Llama folder without transformers; None in `tensors` removes a tensor."""
     root.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in (LLAMA | (settings or {})).items() if value != "absent"}
     (root / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,7 @@
-"""The tables read in both directions: names, layouts and settings are bijections, for any model that an architecture can express."""
+"""The conversion tables work in both directions.
+
+Names, layouts and settings are bijections for every model that an architecture can express.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megapipe.layers.model import model_parameters
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
-    """A layout and the shape of a whole tensor that it can split."""
+    """Draw a layout and the shape of a whole tensor that it can split."""
     groups, queries, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     heads = groups * queries
     apart = SeparateQKV(heads, groups, head_dim)
@@ -81,7 +84,8 @@ SIZES = COMMON | {
     "init_method_std": st.sampled_from([0.01, 0.02]),
 }
 LLAMA_LIKE = SIZES | ROPE | {
-    "normalization": st.just("RMSNorm"), "activation": st.sampled_from(["swiglu", "geglu_tanh"]), "hidden_dropout": st.just(0.0),
+    "normalization": st.just("RMSNorm"), "activation": st.sampled_from(["swiglu", "geglu_tanh"]),
+    "hidden_dropout": st.just(0.0),
 }  # fmt: skip
 WIDE = {"kv_channels": st.sampled_from([4, 8])}
 WINDOW = {"window_size": st.sampled_from([None, 5])}

@@ -1,4 +1,4 @@
-"""A whole examination on four ranks: every group is measured, a slow direction is named, on all ranks alike."""
+"""A whole examination on four ranks: every group is measured, and all ranks name the same slow direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megapipe.schedule.placement import linear
 from megapipe.topology import Topology
 from tests.harness import RankPool
 
-SLOW_SECONDS = 0.1  # of a planted slow message, far beyond what a busy machine makes of the others
+SLOW_SECONDS = 0.1  # delay of a planted slow message, far above the noise of a busy machine
 
 
 def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -> tuple[dict[str, Any], str]:
@@ -27,7 +27,7 @@ def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -
     send = timing._send
 
     def slow_send(tensor: torch.Tensor, group: Group, peer: int) -> None:
-        if tensor.numel() > 2:  # neither a header nor a receipt
+        if tensor.numel() > 2:  # neither header nor acknowledgement
             time.sleep(SLOW_SECONDS)
         send(tensor, group, peer)
 

@@ -1,4 +1,4 @@
-"""Remarks about hosts: missing resources and differences; no secret is ever printed."""
+"""Remarks about hosts: missing resources and differences between hosts. No secret is ever printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def told(*reports: HostReport) -> dict[str, tuple[bool, str]]:
 
 
 def with_resources(report: HostReport, **changes: object) -> HostReport:
-    return dataclasses.replace(report, resources=dataclasses.replace(report.resources, **changes))  # type: ignore[arg-type]
+    return dataclasses.replace(
+        report,
+        resources=dataclasses.replace(report.resources, **changes),  # type: ignore[arg-type]
+    )
 
 
 def test_a_host_without_faults_is_fine(here: HostReport) -> None:
@@ -66,7 +69,10 @@ def test_a_host_without_faults_is_fine(here: HostReport) -> None:
 def test_missing_resources_of_a_host_are_reported(
     here: HostReport, changes: dict[str, object], resources: dict[str, object], kind: str, is_wrong: bool, words: str
 ) -> None:
-    report = with_resources(dataclasses.replace(here, **changes), **{"cores": 8, "cpu_limit": None, **resources})  # type: ignore[arg-type]
+    report = with_resources(
+        dataclasses.replace(here, **changes),  # type: ignore[arg-type]
+        **{"cores": 8, "cpu_limit": None, **resources},
+    )
     found = told(report)
     assert found[kind][0] == is_wrong
     assert words in found[kind][1]

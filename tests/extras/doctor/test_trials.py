@@ -1,4 +1,4 @@
-"""The trials of a layout: every group of every axis, every boundary each way, and no rank twice in a round."""
+"""The trials of a layout: every group of every axis, every boundary in both directions, no rank twice in a round."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def test_every_boundary_is_measured_each_way_in_every_pipeline(pp: int, dp: int)
 
 def test_the_way_back_of_a_loop_is_a_boundary_too_and_a_v_has_none() -> None:
     def forward(placement: object) -> set[tuple[int, ...]]:
-        return {t.ranks for t in trials_of(Topology(pp=4), placement, ["h"] * 4) if t.kind == FORWARD}  # type: ignore[arg-type]
+        return {
+            t.ranks
+            for t in trials_of(Topology(pp=4), placement, ["h"] * 4)  # type: ignore[arg-type]
+            if t.kind == FORWARD
+        }
 
     assert forward(loop(4, 2)) - forward(linear(4)) == {(3, 0)}
     down = {(0, 1), (1, 2), (2, 3)}

@@ -1,4 +1,4 @@
-"""Verdicts from times: planted slow links are named, and noise below the factor is not."""
+"""Verdicts from times: planted slow links are named, noise below the threshold factor is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank of a large world is audited in plain Python; ranks of one kind do the same."""
+"""Every rank of a large world is audited in plain Python; equivalent ranks do the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_kinds_group_ranks_by_their_actions() -> None:
     plan = make_plan(512, LARGE)
     kinds = kinds_of_ranks(plan)
     assert sorted(rank for kind in kinds for rank in kind.ranks) == list(range(512))
-    assert [kind.pp_ranks for kind in kinds] == [(0,), (1,), (2,), (3,)]  # warm-ups of 1F1B differ
+    assert [kind.pp_ranks for kind in kinds] == [(0,), (1,), (2,), (3,)]  # the warm-up phases of 1F1B differ
     gpipe = kinds_of_ranks(
         make_plan(512, LARGE | {"pipeline_schedule": "gpipe", "pipeline_model_parallel_layout": "E|tttt|tttt|L"})
     )

@@ -1,4 +1,4 @@
-"""Planned bytes against those counted with meta tensors, over recompute options, grids and schedules."""
+"""Planned bytes against bytes counted with meta tensors, over recompute options, grids and schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shorter step with every situation of the long one has the same peak and, extrapolated, the same messages."""
+"""A shorter step that covers every situation of the long one has the same peak and, extrapolated, the same messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_short_step_has_the_peak_and_messages_of_the_whole_one(name: str) -> N
     tokens = 16 * plan.config.training.micro_batch_size * plan.config.model.seq_length
     assert (
         0 <= whole.peak - short.peak <= (whole.num_run - short.num_run) * (tokens + 64)
-    )  # tokens and labels of the rest
+    )  # tokens and labels of the remaining microbatches
     assert short.ledger is not None and whole.ledger is not None
     assert short.ledger.counts == whole.ledger.counts
     assert short.ledger.bytes == whole.ledger.bytes

@@ -1,4 +1,4 @@
-"""Shared by the tests of inference/: a model on ranks, with weights drawn as in training or given as whole tensors."""
+"""Build a model on ranks for the inference tests, with weights drawn as in training or given as whole tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def runtime_on(
     weights: Mapping[str, Tensor] | None = None,
     dtype: str = "fp64",
 ) -> InferenceRuntime:
-    """grid: sizes of ParallelConfig. weights: whole tensors, else drawn."""
+    """Build the runtime. grid: sizes of ParallelConfig. weights: whole tensors, drawn at random if None."""
     config = Config(
         model=ModelConfig(**(SIZES | model)),
         parallel=ParallelConfig(**grid),

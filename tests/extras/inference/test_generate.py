@@ -1,5 +1,6 @@
-"""Generation with a cache gives what whole forwards give: the tokens of transformers' models, and the same on every
-grid.
+"""Generation with a cache returns the same tokens as forwards over the whole text.
+
+The tokens match those of transformers' models and do not depend on the grid.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def generated(
 def by_whole_forwards(
     logits_of: Callable[[Tensor], Tensor], prompt: Sequence[int], number: int, sampling: Sampling, count: int
 ) -> list[int]:
-    """Every token by a forward over the whole text so far. logits_of: [1, s] -> [1, s, vocabulary]."""
+    """Generate each token by a forward over the whole text so far. logits_of: [1, s] -> [1, s, vocabulary]."""
     text = list(prompt)
     for position in range(count):
         logits = logits_of(torch.tensor([text]))[:, -1]
@@ -139,7 +140,7 @@ def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
 
 
 def training_runtime_generates(rank: int, world_size: int) -> list[list[int]]:
-    """With a TrainingRuntime: sequence parallelism, the distributed optimizer, two replicas."""
+    """Generate with a TrainingRuntime: sequence parallelism, the distributed optimizer, two replicas."""
     config = Config(
         model=ModelConfig(**(SIZES | LLAMA)),
         parallel=ParallelConfig(

@@ -1,4 +1,4 @@
-"""Perplexity: windows score every token once, and the loss is that of plain forwards, on every grid."""
+"""Perplexity: windows score every token once, and the loss equals that of plain forwards on every grid."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_windows_score_every_token_but_the_first_once(num_tokens: int, seq: int,
 
 
 def expected_loss(tokens: np.ndarray, stride: int) -> float:
-    """Token by token: the log-probability after the tokens that its window shows before it."""
+    """Return the loss token by token: each token's log-probability given the preceding tokens of its window."""
     stage = runtime_on(0, 1, {}, {}).stages[0]
     total = 0.0
     for window in windows(len(tokens), SIZES["seq_length"], stride):  # type: ignore[arg-type]

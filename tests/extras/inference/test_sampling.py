@@ -1,6 +1,4 @@
-"""Sampling: candidates are those that the definitions name; draws follow the probabilities and depend on nothing else
-but their key.
-"""
+"""Sampling: candidates match the definitions, draws follow the probabilities and depend only on their key."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def probabilities(sampling: Sampling, logits: torch.Tensor) -> torch.Tensor:
 def test_candidates_are_the_fewest_most_likely_that_reach_top_p_among_the_top_k(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> None:
-    """Written out a token at a time, in plain Python."""
+    """The expected candidates are computed one token at a time in plain Python."""
     ranked = sorted(range(len(logits)), key=lambda token: -logits[token])[: top_k or None]
     weights = [math.exp((logits[token] - max(logits)) / temperature) for token in ranked]
     kept: list[int] = []
@@ -42,7 +40,7 @@ def test_candidates_are_the_fewest_most_likely_that_reach_top_p_among_the_top_k(
     total = sum(weights[: len(kept)])
     expected = torch.zeros(len(logits), dtype=torch.float64)
     expected[kept] = torch.tensor([weight / total for weight in weights[: len(kept)]], dtype=torch.float64)
-    if abs(reached - top_p) > 1e-9:  # a sum that meets top_p to the last bit may round either way
+    if abs(reached - top_p) > 1e-9:  # a sum equal to top_p in exact arithmetic may round either way
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Streamed text is the whole text, in pieces that never end in half a character."""
+"""Streamed text adds up to the whole text, and no piece ends inside a multi-byte character."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Loss and gradient-norm curves of Megatron-Core in tests/fixtures: weights, data, settings, expected numbers,
-tolerances.
+"""Loss and gradient-norm curves of Megatron-Core in tests/fixtures.
 
-Used by the tests of the reference and, with the same numbers, by those of the parallel training step.
+Each has weights, data, settings, expected numbers and tolerances. The tests of the reference use them and, with the
+same numbers, those of the parallel training step.
 """
 
 import json
@@ -26,7 +26,7 @@ class Curve:
     lrs: list[float]
     losses: list[float]
     grad_norms: list[float]
-    tolerances: list[tuple[float, float]]  # a step: (absolute for the loss, relative for the gradient norm)
+    tolerances: list[tuple[float, float]]  # per step: (absolute for the loss, relative for the gradient norm)
 
     def microbatches(self, step: int) -> list[dict[str, Tensor]]:
         rows = self.rows[8 * step : 8 * step + 8]
@@ -59,7 +59,7 @@ def _config(model: dict[str, Any]) -> dict[str, Any]:
         "dropout",
         "norm_eps",
         "rotary",
-    }  # said elsewhere or not of the shape
+    }  # set elsewhere, or not part of the model's shape
     config = {key: value for key, value in model.items() if key not in taken}
     config["ffn_hidden_size"] = model["ffn_hidden_size"] or 4 * model["hidden_size"]
     config["num_query_groups"] = model["num_query_groups"] or model["num_attention_heads"]

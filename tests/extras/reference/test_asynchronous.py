@@ -1,4 +1,4 @@
-"""The emulation of PipeDream and PipeDream-2BW against what the papers write down, in plain torch without it."""
+"""The emulation of PipeDream and PipeDream-2BW against the papers' update rules written in plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}
 
 
 def stages_of(model: nn.Module, num_stages: int) -> dict[str, int]:
-    """The two layers on the first and the last stage, those between empty or with the final norm."""
+    """Assign the two layers to the first and the last stage; stages between are empty or hold the final norm."""
     last = num_stages - 1
     ends = {
         "embedding": 0,
@@ -72,7 +72,7 @@ def test_without_delay_every_microbatch_is_a_step_of_its_own(delays: Delays) -> 
 
 
 def test_pipedream_takes_each_stage_as_late_as_it_lies_before_the_end() -> None:
-    """w(t + 1) = w(t) - lr grad f(w_1(t - n + 1), w_2(t - n + 2), ..., w_n(t)): two stages, by hand."""
+    """w(t + 1) = w(t) - lr grad f(w_1(t - n + 1), w_2(t - n + 2), ..., w_n(t)), written out for two stages."""
     model, plain = (build(untie_embeddings_and_output_weights=True) for _ in range(2))
     microbatches, stage_of = [batch(seed) for seed in range(4)], stages_of(model, 2)
     asynchronous_step(

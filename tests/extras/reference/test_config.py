@@ -1,4 +1,4 @@
-"""ReferenceConfig refuses what it cannot mean."""
+"""ReferenceConfig refuses invalid combinations."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The reference model by itself: names and shapes, attention masks, dropout sites, loss."""
+"""The reference model: names and shapes, attention masks, dropout sites, loss."""
 
 from typing import Any
 
@@ -148,7 +148,7 @@ def test_at_rate_zero_no_mask_is_asked_for():
 
 
 def scale_weights(model: ReferenceGPT, site: str, factors: Tensor) -> None:
-    """Put a mask that is constant over batch and sequence into the weights that it acts on."""
+    """Scale the weights behind a dropout site by factors that are constant over batch and sequence."""
     layer = "decoder.layers.1."
     name = {
         "embedding": "embedding.word_embeddings",
@@ -169,7 +169,7 @@ def scale_weights(model: ReferenceGPT, site: str, factors: Tensor) -> None:
 
 @pytest.mark.parametrize("site", ["embedding", "attention_probs", "attention_output", "mlp_output"], ids=str)
 def test_a_mask_acts_at_its_place(site):
-    """A mask that depends on the head or channel alone equals scaled weights."""
+    """A mask that depends only on the head or channel equals scaled weights."""
     model = build(hidden_dropout=0.1, attention_dropout=0.1, untie_embeddings_and_output_weights=True)
     size = SIZES["num_attention_heads"] if site == "attention_probs" else SIZES["hidden_size"]
     factors = torch.arange(size, dtype=torch.float64) / 3.0
@@ -207,7 +207,7 @@ def test_label_smoothing_spreads_its_share_over_the_other_ids_as_megatron_does()
     target = torch.full_like(log_probs, 0.3 / (21 - 1)).scatter(-1, data["labels"][..., None], 1 - 0.3)
     expected = -(target * log_probs * data["loss_mask"][..., None]).sum()
     torch.testing.assert_close(model(**data)[0], expected, **EXACT)
-    # Megatron's own words, over a whole vocabulary of K ids
+    # Megatron's formula over a whole vocabulary of K ids
     smoothing = 0.3 * 21 / 20
     losses = -log_probs.gather(-1, data["labels"][..., None])[..., 0]
     megatron = (1 - smoothing) * losses - smoothing * log_probs.mean(dim=-1)

@@ -1,4 +1,4 @@
-"""The reference trains as Megatron-Core does: same weights, same tokens, same curve."""
+"""The reference trains like Megatron-Core: same weights, same tokens, same curve."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An fp64 run is fp64 from the tables to the optimizer; half types keep what sums or turns angles in fp32."""
+"""An fp64 run is fp64 everywhere; half-precision runs keep sums and rotary angles in fp32."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.extras.reference.tiny import EVERYTHING, batch, build, dropout_masks
 
 
 class FloatingDtypes(TorchDispatchMode):
-    """Records, for each floating dtype, the operations that made a tensor of it, with its shape."""
+    """Dispatch mode that records, for each floating dtype, the operations that produced it and their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def test_every_intermediate_of_an_fp64_step_is_fp64(shape):
 
 
 def test_in_adamw_only_the_step_count_is_fp32():
-    """torch.optim counts steps in an fp32 scalar, exact to 2^24, and corrects the bias in Python floats."""
+    """torch.optim counts steps in an fp32 scalar, exact to 2^24, and computes the bias correction in Python floats."""
     seen = dtypes_of_two_steps(torch.float64, "adamw", **EVERYTHING)
     assert seen.keys() == {torch.float64, torch.float32}
     assert seen[torch.float32] == {("aten.lift_fresh.default", ()), ("aten.add_.Tensor", ())}

@@ -1,4 +1,4 @@
-"""Inverse frequencies and YaRN's factor equal transformers' for scalings at their published and at odd sizes."""
+"""Inverse frequencies and YaRN's factor equal those of transformers for published scalings and for odd sizes."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
 
-# (head size, base, share rotated, scaling in transformers' words)
+# (head size, base, rotary fraction, scaling in transformers' terms)
 SCALINGS: dict[str, tuple[int, float, float, dict[str, Any]]] = {
     "linear": (128, 10000.0, 1.0, {"rope_type": "linear", "factor": 4.0}),
     "llama3, Llama 3.1": (

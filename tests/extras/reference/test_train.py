@@ -1,4 +1,4 @@
-"""The reference step: what is averaged over what, clipping, parameter groups, learning rates."""
+"""The reference step: averaging, clipping, parameter groups, learning rates."""
 
 from typing import Any
 
@@ -99,7 +99,10 @@ def test_weight_decay_spares_norms_and_biases_unless_asked():
 
 
 def test_adamw_decays_apart_from_the_gradient():
-    """Step one of Adam moves by lr * sign(gradient) (eps apart); decoupled decay takes lr * decay * weight besides."""
+    """The first step of Adam moves by lr * sign(gradient), apart from eps.
+
+    Decoupled weight decay additionally subtracts lr * decay * weight.
+    """
     model = build()
     before = weights_of(model)
     optimizer = build_optimizer(model, "adamw", weight_decay=0.3, eps=1e-30)

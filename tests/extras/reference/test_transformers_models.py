@@ -1,4 +1,4 @@
-"""Logits of the reference equal those of transformers' own models, architecture by architecture, with random weights."""
+"""Logits of the reference equal those of transformers' models with random weights, for each architecture."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
 
-# One field set wrong, close to what the family is here to prove: the comparison must see it.
+# One field of each family set to a wrong but similar value: the comparison must detect it.
 WRONG: dict[str, dict[str, Any]] = {
     "llama": {"rotary_base": 10000.0},
     "llama_rope_linear": {"rope_scaling_type": "none"},

@@ -1,4 +1,4 @@
-"""A tiny reference model and batch for these tests: one call, every field changeable."""
+"""A tiny reference model and batch: one call, every field changeable."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "padded_vocab_size": 24,
 }
 
-# Every switch that adds an operation, at once.
+# all switches that add an operation, at once
 EVERYTHING: dict[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 0.7,
@@ -49,7 +49,7 @@ def build(dtype: torch.dtype = torch.float64, seed: int = 1, **changed: Any) -> 
 
 
 def batch(seed: int = 2, rows: int = 2) -> dict[str, Any]:
-    """Tokens, labels and a mask that leaves out some tokens, a different number in each batch."""
+    """Build tokens, labels and a loss mask that excludes some tokens, a different number in each batch."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(SIZES["vocab_size"], (rows, SIZES["seq_length"] + 1), generator=generator)
     kept = torch.rand(rows, SIZES["seq_length"], generator=generator) < 0.7
@@ -58,7 +58,7 @@ def batch(seed: int = 2, rows: int = 2) -> dict[str, Any]:
 
 
 def dropout_masks(layer: int, site: str, shape: tuple[int, ...]) -> Tensor:
-    """Keep 3 of 4, by a fixed pattern per place. Drawn in fp64, whatever the model's dtype."""
+    """Keep 3 of 4 elements by a fixed pattern for each site, drawn in fp64 for every dtype of the model."""
     generator = torch.Generator().manual_seed(1000 * (layer + 1) + len(site))
     return (torch.rand(shape, generator=generator, dtype=torch.float64) < 0.75) / torch.tensor(
         0.75, dtype=torch.float64

@@ -1,8 +1,8 @@
 """Tiny random models of public architectures in transformers, and their weights under our names.
 
-build(family) gives what a test needs to compare any implementation of ours with transformers: the shape as keyword
-arguments of ReferenceConfig, the full tensors by our names, and the logits of transformers' own model. FAMILIES holds
-the ids for parametrize.
+build(family) returns the data to compare an implementation of ours with transformers: the shape as keyword arguments
+of ReferenceConfig, the full tensors by our names, and the logits of transformers' own model. FAMILIES holds the ids
+for parametrize.
 """
 
 from collections.abc import Callable
@@ -48,18 +48,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Family:
-    model_type: str  # transformers' name
-    theirs: dict[str, Any]  # what differs from the sizes in their configuration
-    ours: dict[str, Any]  # the same, in ReferenceConfig's words
+    model_type: str  # name in transformers
+    theirs: dict[str, Any]  # options that differ from the sizes in their configuration
+    ours: dict[str, Any]  # the same options as fields of ReferenceConfig
     convert: Callable[[dict[str, Any], Weights], Weights]  # (our config, their weights) -> our weights
     patch: Callable[[nn.Module], None] = field(
         default=lambda model: None
-    )  # takes out of their model what ours doesn't have
+    )  # removes parts of their model that ours lacks
 
 
 @cache
 def build(family: str, seed: int = 1) -> Case:
-    """Raises KeyError for an unknown family, ImportError without transformers."""
+    """Build one case. Raises KeyError for an unknown family, ImportError without transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     entry = FAMILIES[family]
@@ -92,7 +92,7 @@ def _their_sizes(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
         "eos_token_id": None,
         "tie_word_embeddings": not config.get("untie_embeddings_and_output_weights", False),
     }
-    words: dict[str, dict[str, str | None]] = {  # what a family doesn't have, and its own words for the rest
+    words: dict[str, dict[str, str | None]] = {  # options that a family lacks or names differently
         "gpt2": {"intermediate_size": "n_inner", "num_key_value_heads": None, "head_dim": None},
         "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None, "head_dim": None},
         "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
@@ -107,8 +107,10 @@ def _their_sizes(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _draw(model: nn.Module, seed: int, zero_centered: bool) -> None:
-    """Draw every parameter: norm scales near 1 (zero-centred: 0), biases not zero, matrices large enough to bend a
-    softmax.
+    """Draw every parameter at random.
+
+    Norm scales are near 1 (zero-centred ones near 0), biases are not zero, and matrices are large enough to make
+    softmax outputs uneven.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -127,7 +129,7 @@ def fuse_qkv(config: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _rename(weights: Weights, table: dict[str, str]) -> Weights:
-    """Every tensor of the table's modules that exists (weight, and bias where there is one)."""
+    """Rename the tensors of the table's modules: weights, and biases where they exist."""
     return {
         f"{ours}.{kind}": weights[f"{theirs}.{kind}"]
         for theirs, ours in table.items()
@@ -145,7 +147,7 @@ def _used_up(config: dict[str, Any], weights: Weights, state: Weights) -> Weight
 
 
 def from_llama(config: dict[str, Any], weights: Weights) -> Weights:
-    """Llama and its kin: separate q, k, v; gate and up where gated; two names for the plain MLP (up_proj or c_fc)."""
+    """Convert Llama and similar models: separate q, k, v, gate and up if gated, and two names for the plain MLP."""
     state = _rename(
         weights,
         {
@@ -165,7 +167,7 @@ def from_llama(config: dict[str, Any], weights: Weights) -> Weights:
             "mlp.c_proj": "mlp.linear_fc2",
             "mlp.down_proj": "mlp.linear_fc2",
         }
-        sandwich = f"{theirs}.pre_feedforward_layernorm.weight" in weights  # Gemma 2 calls the norm before the MLP so
+        sandwich = f"{theirs}.pre_feedforward_layernorm.weight" in weights  # Gemma 2's name of the norm before the MLP
         table["pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"] = "pre_mlp_layernorm"
         gated = f"{theirs}.mlp.gate_proj.weight" in weights
         if not gated:
@@ -189,14 +191,14 @@ def _separate_qkv(config: dict[str, Any], weights: Weights, theirs: str, ours: s
 
 
 def from_gemma(config: dict[str, Any], weights: Weights) -> Weights:
-    """Gemma multiplies embeddings by sqrt(hidden): folded into the weight, hence an untied head in these tests."""
+    """Fold Gemma's factor sqrt(hidden) on embeddings into the weight, which unties the head in these tests."""
     state = from_llama(config, weights)
     state["embedding.word_embeddings.weight"] = state["embedding.word_embeddings.weight"] * config["hidden_size"] ** 0.5
     return state
 
 
 def from_gpt2(config: dict[str, Any], weights: Weights) -> Weights:
-    """Conv1D keeps [in, out]: transposed. c_attn is [q; k; v] over all heads."""
+    """Transpose Conv1D weights, stored as [in, out], and regroup c_attn, which is [q; k; v] over all heads."""
     weights = {n: t.T if t.ndim == 2 and ".h." in n else t for n, t in weights.items()}
     state = _rename(
         weights,
@@ -224,7 +226,7 @@ def from_gpt2(config: dict[str, Any], weights: Weights) -> Weights:
 
 
 def from_gpt_neox(config: dict[str, Any], weights: Weights) -> Weights:
-    """query_key_value is [q, k, v] head by head: with a query group a head that is our layout already."""
+    """Keep query_key_value, [q, k, v] head by head: with one query group per head that is our layout."""
     table = {
         "gpt_neox.embed_in": "embedding.word_embeddings",
         "gpt_neox.final_layer_norm": "decoder.final_layernorm",
@@ -245,7 +247,7 @@ def from_gpt_neox(config: dict[str, Any], weights: Weights) -> Weights:
 
 
 def from_opt(config: dict[str, Any], weights: Weights) -> Weights:
-    """The position table starts with two rows that no token uses."""
+    """Drop the first two rows of the position table, which no token uses."""
     weights = dict(weights)
     weights["model.decoder.embed_positions.weight"] = weights["model.decoder.embed_positions.weight"][2:]
     table = {
@@ -268,7 +270,7 @@ def from_opt(config: dict[str, Any], weights: Weights) -> Weights:
 
 
 def _without_sandwich_norms(model: nn.Module) -> None:
-    """Remove Gemma 2's norms of the outputs of attention and MLP, which our model lacks."""
+    """Remove Gemma 2's norms on the outputs of attention and MLP, which our model lacks."""
     layers: Any = model.get_submodule("model.layers")
     for layer in layers:
         layer.post_attention_layernorm = nn.Identity()
@@ -282,7 +284,7 @@ def _rope(kind: str, base: float = 500.0, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **parameters}}
 
 
-# The original context is 16 of 24 positions and the base small, so that each scaling changes the result.
+# The original context is 16 of 24 positions and the base is small, so that each scaling changes the result.
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "llama",

@@ -1,4 +1,4 @@
-"""The page of a run: well-formed, self-contained, and every number that the run left stands in it."""
+"""The HTML report of a run: well-formed, self-contained, and with every number that the run recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
 class Checked(HTMLParser):
-    """Fails at a tag that is closed by another; collects the text and what could reach elsewhere."""
+    """Parser that fails at mismatched tags and collects the text and all attributes that could load other files."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path) -> str:
-    """The text of the run's page, which is also checked."""
+    """Return the text of the run's report after checking its HTML."""
     text = page(read_run(folder))
     found = Checked(text)
     assert found.links == []
@@ -81,7 +81,7 @@ def shown(folder: Path) -> str:
 
 
 def edited(path: Path, change: Any) -> None:
-    """Rewrite a file of JSON lines by a function of all its records."""
+    """Rewrite a file of JSON lines with a function of all its records."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(record) + "\n" for record in change(records)))
 
@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_and_one_that_was_killed_are_told_apart(recorded: Pat
 
     edited(recorded / "run.jsonl", going)
     metrics = recorded / "metrics.jsonl"
-    metrics.write_text(metrics.read_text()[:-200])  # a line on its way
+    metrics.write_text(metrics.read_text()[:-200])  # a line that is being written
     assert "running, last record" in shown(recorded)
     edited(recorded / "run.jsonl", lambda records: [records[0] | {"pid": 2**22 + 1}])
     text = shown(recorded)
@@ -289,7 +289,10 @@ def test_the_newest_profile_is_shown(recorded: Path) -> None:
 
 
 def test_the_command_writes_the_page_and_imports_no_torch(recorded: Path) -> None:
-    code = "import sys; from megapipe.extras.cli.command import main; code = main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(code)"
+    code = (
+        "import sys; from megapipe.extras.cli.command import main; code = main(sys.argv[1:]); "
+        "print('torch' in sys.modules); sys.exit(code)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "report", str(recorded)], capture_output=True, text=True, timeout=60
     )

@@ -1,16 +1,19 @@
-"""Runs that others have published, to hold predictions against: what ran, how long a step took, where it stands.
+"""Published training runs to compare predictions with: configuration, step time, source.
 
-    narayanan   Narayanan et al. 2021 (arXiv:2104.04473), table 1: GPT models of 1.7 to 1,008 billion parameters on A100-80, TFLOP/s by
-                their equation (3), which counts attention in full and the recomputed forward. Full recompute, interleaved schedule
-                with scatter/gather. The table gives neither chunks nor microbatch: assumed are 2 chunks (3 where 2 do not divide
-                the layers) and a microbatch of 1, of 4 without a pipeline.
-    korthikanti Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: seconds of an iteration on A100-80 with full recompute, and
-                with sequence parallelism and selective recompute of core attention; one data-parallel replica.
-    llama       Dubey et al. 2024 (arXiv:2407.21783), table 4: Llama-3 405B on H100, TFLOP/s of a GPU. Not said are how attention is counted
-                (causal assumed), the chunks (8 assumed: a layer a stage) and what is recomputed (nothing assumed). The row with context
-                parallelism is left out.
+    narayanan   Narayanan et al. 2021 (arXiv:2104.04473), table 1: GPT models of 1.7 to 1,008 billion parameters on
+                A100-80. TFLOP/s by their equation (3), which counts full attention and the recomputed forward. Full
+                recompute, interleaved schedule with scatter/gather. The table gives neither chunks nor microbatch
+                size: we assume 2 chunks (3 where 2 do not divide the layers) and a microbatch of 1, or of 4 without
+                a pipeline.
+    korthikanti Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: seconds per iteration on A100-80 with full
+                recompute, and with sequence parallelism and selective recompute of core attention; one data-parallel
+                replica.
+    llama       Dubey et al. 2024 (arXiv:2407.21783), table 4: Llama-3 405B on H100, TFLOP/s per GPU. The paper does
+                not state how attention is counted (we assume causal), the number of chunks (we assume 8, a layer per
+                stage) or what is recomputed (we assume nothing). The row with context parallelism is left out.
 
-Model FLOPs and layouts are theirs, kernels are not: Megatron-LM fuses scale, mask and softmax, for example.
+Model FLOPs and layouts are those of the papers; the kernels differ: Megatron-LM fuses scale, mask and softmax, for
+example.
 """
 
 from __future__ import annotations
@@ -39,7 +42,10 @@ CORE_ATTENTION = RecomputeConfig("selective", recompute_modules=("core_attn",))
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row of a table. seconds: of a step, published or worked out from TFLOP/s by the paper's own formula."""
+    """One row of a table.
+
+    seconds: step time, as published or computed from TFLOP/s by the paper's own formula.
+    """
 
     source: str
     name: str
@@ -52,17 +58,17 @@ class PublishedRun:
         return resolve(self.config, self.num_gpus, 8)
 
     def predicted_seconds(self, hardware: Hardware | None = None) -> float:
-        """hardware: in place of the table's row."""
+        """Predict the step time on `hardware`, or on the GPU of the table's row if None."""
         return predict_step(self.plan(), hardware or hardware_named(self.gpu)).seconds
 
 
 def published_runs() -> tuple[PublishedRun, ...]:
-    """Every row, in the order of the papers."""
+    """Return all rows in the order of the papers."""
     return (*_narayanan(), *_korthikanti(), *_llama())
 
 
 def gpt(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelConfig:
-    """The GPT models of both papers: sequences of 2,048 tokens, a vocabulary of 51,200."""
+    """Return a GPT model of the first two papers: sequences of 2,048 tokens, a vocabulary of 51,200."""
     return ModelConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -72,7 +78,7 @@ def gpt(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelCon
     )
 
 
-# heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
+# heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s per GPU
 NARAYANAN: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
     "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),
     "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
@@ -88,7 +94,7 @@ NARAYANAN: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
 
 
 def narayanan_flops(model: ModelConfig, batch: int) -> float:
-    """Equation (3): 96 B s l h^2 (1 + s / 6h + V / 16lh), of a step with full recompute."""
+    """Return the FLOPs of a step with full recompute by equation (3): 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
     assert model.vocab_size
     s, h, layers, vocabulary = model.seq_length, model.hidden_size, model.num_layers, model.vocab_size
     return 96.0 * batch * s * layers * h * h * (1.0 + s / (6.0 * h) + vocabulary / (16.0 * layers * h))
@@ -108,7 +114,8 @@ def _narayanan() -> tuple[PublishedRun, ...]:
     return tuple(runs)
 
 
-# heads, hidden, layers, pp, chunks, batch, microbatch; seconds with full recompute, with sequence parallelism and selective recompute; tp 8
+# heads, hidden, layers, pp, chunks, batch, microbatch, all with tp 8; then seconds with full recompute, and with
+# sequence parallelism and selective recompute
 KORTHIKANTI: dict[str, tuple[int, int, int, int, int, int, int, float, float]] = {
     "22B": (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
     "175B": (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
@@ -130,7 +137,7 @@ def _korthikanti() -> tuple[PublishedRun, ...]:
     return tuple(runs)
 
 
-LLAMA = {"405B on 8,192": (8192, 430), "405B on 16,384": (16384, 400)}  # GPUs, TFLOP/s a GPU
+LLAMA = {"405B on 8,192": (8192, 430), "405B on 16,384": (16384, 400)}  # GPUs, TFLOP/s per GPU
 LLAMA_BATCH = 2048  # sequences of 8,192 tokens: 16 million tokens
 
 
@@ -185,7 +192,8 @@ def _config(
     )
 
 
-# Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model, tp 8, microbatch 4: forward, backward
+# Korthikanti et al. 2022, table 4: milliseconds of forward and backward of one layer of the 22B model, tp 8, microbatch
+# 4
 LAYER_OF_22B: dict[str, tuple[RecomputeConfig, bool, float, float]] = {
     "no recompute": (RecomputeConfig(), False, 7.7, 11.9),
     "sequence parallel": (RecomputeConfig(), True, 7.2, 11.8),
@@ -196,7 +204,7 @@ LAYER_OF_22B: dict[str, tuple[RecomputeConfig, bool, float, float]] = {
 
 
 def layer_of_22b(recompute: RecomputeConfig, sliced: bool, hardware: Hardware) -> OpSeconds:
-    """The prediction for a row of table 4."""
+    """Predict a row of table 4."""
     model = resolve_model(gpt(48, 6144, 64), 8)
     shape = RankShape(4, model.seq_length, "fp16", tp=8, sequence_parallel=sliced, recompute=recompute)
     return layer_seconds(model_spec(model, PrecisionConfig()).layers[0], shape, hardware, hardware.node)

@@ -1,4 +1,4 @@
-"""Bounds lie below the predictions of the plans that they stand for, and a short step takes the place of a long one."""
+"""Bounds do not exceed the predictions of their plans, and a short step can replace a long one in a prediction."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_no_bound_is_above_its_prediction(config: Config, layout: Layout, dp: in
         assume(False)
     bound = Bounds(config, world_size, hardware).of(layout)
     if bound is None:
-        assert layout.cut != "cost"  # and the cut by cost is the same
+        assert layout.cut != "cost"  # and the cut by cost equals the default one
         return
     assert bound.seconds <= found.time.seconds * (1 + 1e-9)
     assert bound.least_bytes <= found.peak_bytes
@@ -116,7 +116,7 @@ def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks
     layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0])
     whole = predict(config, layout, 3, A100)
     seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
-    # where messages take long, as here, some schedules come round only after several times pp microbatches
+    # with slow messages, as here, some schedules become periodic only after several times pp microbatches
     assert seconds == pytest.approx(whole.time.seconds, rel=0.012)
     assert need == whole.peak_bytes
 
@@ -124,7 +124,7 @@ def test_a_short_step_takes_and_keeps_what_a_long_one_does(schedule: str, chunks
 @given(configs, chosen)
 @settings(max_examples=15, deadline=None)
 def test_overlaps_never_slow_a_step_nor_fill_memory(config: Config, layout: Layout) -> None:
-    """Which is why a search has them on."""
+    """The search therefore enables all overlaps."""
     world_size, overlapped = layout.tp * layout.pp * 2, layout.applied_to(config)
     off = dataclasses.replace(
         overlapped.parallel, overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False

@@ -1,4 +1,4 @@
-"""Megatron's estimate against figures worked out by hand and published by its authors."""
+"""Megatron's memory estimate against values computed by hand and values published by its authors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ RUNS = {run.name: run for run in published_runs()}
     ],
 )
 def test_it_gives_the_figures_of_korthikanti_2022(name: str, state: float, activations: float) -> None:
-    """Figure 1, GiB. The figure counts 12 h^2 parameters a layer and 34 / t alone: ours has norms, embedding and what it keeps besides."""
+    """Compare with figure 1, in GiB.
+
+    The figure counts 12 h^2 parameters per layer and 34 / t only; our estimate adds norms, the embedding and its
+    activations.
+    """
     run = RUNS[name]
     plan = run.plan()
     found, t, model = megatron_memory(plan), plan.topology, plan.config.model
@@ -39,18 +43,23 @@ def test_it_gives_the_figures_of_korthikanti_2022(name: str, state: float, activ
 
 
 def test_a_small_model_by_hand() -> None:
-    """8 layers, hidden 64, ffn 256, 8 heads, sequence 32, vocabulary 128; tp 2 x pp 2 x dp 2, microbatch 2, 2 microbatches."""
+    """Compare with values computed by hand.
+
+    The model has 8 layers, hidden 64, ffn 256, 8 heads, sequence 32 and vocabulary 128, on tp 2 x pp 2 x dp 2 with 2
+    microbatches of size 2.
+    """
     changes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "global_batch_size": 8}
     plain = resolve(wish(make_vocab_size_divisible_by=64, **changes), 8)
-    # a layer: 4 x 64 x 64 + 2 x 64 x 256 + 4 x 64 = 49,408; 8 and the final norm 395,392; half of it and an embedding of 8,192, by tp
+    # A layer has 4 x 64 x 64 + 2 x 64 x 256 + 4 x 64 = 49,408 parameters, 8 layers and the final norm 395,392. A rank
+    # holds half of them and the embedding of 8,192, divided by tp.
     assert megatron_memory(plain).parameters == (395_392 / 2 + 8_192) / 2 == 102_944
     assert megatron_memory(plain).state_bytes == 102_944 * 18
     sharded = resolve(wish(make_vocab_size_divisible_by=64, use_distributed_optimizer=True, **changes), 8)
     assert megatron_memory(sharded).state_bytes == 102_944 * (6 + 12 / 2)
-    # 64 tokens: a layer 64 x 64 x (10 + 12) = 90,112; 8 of them, and 2 x 64 x 72; 5 % on top
+    # 64 tokens: 64 x 64 x (10 + 12) = 90,112 bytes per layer; 8 layers, and 2 x 64 x 72; plus 5 %
     assert megatron_memory(plain).activation_bytes == pytest.approx(1.05 * (8 * 90_112 + 9_216))
     more = {"use_distributed_optimizer": True, "sequence_parallel": True, "recompute_granularity": "selective"}
-    # a layer 64 x 64 x 34 = 139,264
+    # 64 x 64 x 34 = 139,264 bytes per layer
     assert (
         megatron_memory(resolve(wish(make_vocab_size_divisible_by=64, **more, **changes), 8)).activation_bytes
         == (8 * 139_264 + 9_216) / 2

@@ -1,4 +1,4 @@
-"""The fewest accelerators and the cheapest tokens, against looking at every number."""
+"""The fewest accelerators and the cheapest tokens, against an exhaustive search over the number of accelerators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions beside what others have measured: the tolerances are those of docs/planner.md."""
+"""Predictions against published measurements, with the tolerances of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ QUICK = (
     [pytest.param(run, marks=[] if run.name in QUICK else pytest.mark.slow, id=run.name) for run in published_runs()],
 )
 def test_a_step_is_predicted_within_10_percent(run: PublishedRun) -> None:
-    """Narayanan et al. 2021 table 1, Korthikanti et al. 2022 table 5, Dubey et al. 2024 table 4."""
+    """Compare with Narayanan et al. 2021 table 1, Korthikanti et al. 2022 table 5, Dubey et al. 2024 table 4."""
     assert 0.90 < run.predicted_seconds() / run.seconds < 1.10
 
 
 @pytest.mark.parametrize("name", LAYER_OF_22B)
 def test_a_layer_is_predicted_within_6_percent(name: str) -> None:
-    """Korthikanti et al. 2022 table 4, of which nothing was fitted."""
+    """Compare with Korthikanti et al. 2022 table 4, to which nothing was fitted."""
     recompute, sliced, forward, backward = LAYER_OF_22B[name]
     predicted = layer_of_22b(recompute, sliced, hardware_named("a100-80"))
     assert predicted.of(Op.F) * 1e3 == pytest.approx(forward, rel=0.06)
@@ -55,7 +55,9 @@ def test_a_layer_is_predicted_within_6_percent(name: str) -> None:
 
 
 def test_the_published_seconds_are_those_of_the_papers_own_formula() -> None:
-    """Narayanan et al. 2021, section 5.1: 1,008 billion parameters reach 502 petaFLOP/s on 3,072 GPUs, 163 teraFLOP/s each."""
+    """Narayanan et al. 2021, section 5.1: a model of 1,008 billion parameters reaches 502 petaFLOP/s on 3,072 GPUs, 163
+    teraFLOP/s each.
+    """
     heads, hidden, layers, *_, gpus, batch, tflops = NARAYANAN["1008B"]
     seconds = next(run.seconds for run in published_runs() if run.name == "1008B")
     assert narayanan_flops(gpt(layers, hidden, heads), batch) / seconds == pytest.approx(502e15, rel=0.005)
@@ -64,9 +66,10 @@ def test_the_published_seconds_are_those_of_the_papers_own_formula() -> None:
 
 @pytest.mark.parametrize("name", ["22B", "175B", "530B", "1T"])
 def test_activations_are_those_of_korthikanti_table_2(name: str) -> None:
-    """Bytes of a layer over s b h: tensor parallel 10 + 24 / t, with sequence parallelism 34 / t (a row each, core attention recomputed).
+    """Compare the bytes of a layer divided by s b h with the rows that recompute core attention.
 
-    Ours makes the attention's output again with the rest, 2 / t less; statistics of norms are below 1 %.
+    The formulas are 10 + 24 / t with tensor parallelism and 34 / t with sequence parallelism. megapipe also
+    recomputes the attention output, which saves 2 / t; statistics of norms are below 1 %.
     """
     run = next(run for run in published_runs() if run.name == f"{name} full")
     model = resolve_model(run.config.model, 8)
@@ -77,6 +80,9 @@ def test_activations_are_those_of_korthikanti_table_2(name: str) -> None:
 
 
 def test_recompute_costs_what_it_was_measured_to_cost() -> None:
-    """Korthikanti et al. 2022 table 5: full recompute takes 29 to 32 % longer than selective with sequence parallelism."""
+    """Compare with Korthikanti et al. 2022 table 5.
+
+    There full recompute takes 29 to 32 % longer than selective recompute with sequence parallelism.
+    """
     seconds = {run.name: run.predicted_seconds() for run in published_runs() if run.name.startswith("175B")}
     assert math.isclose(seconds["175B full"] / seconds["175B selective, sp"], 18.13 / 13.75, rel_tol=0.06)

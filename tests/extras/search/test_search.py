@@ -1,4 +1,4 @@
-"""The search: legal, as good as looking at everything, never hurt by more memory; and its mistakes answered."""
+"""The search returns legal layouts, matches an exhaustive search, never loses with more memory, and reports errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_memory(gib: float) -> Hardware:
 
 
 def tight(config: Config, world_size: int) -> float:
-    """Memory in GiB that some layouts fit and others do not."""
+    """Return a memory size in GiB that some layouts fit into and others do not."""
     peaks = sorted(each.peak_bytes for each in search(config, world_size, H100, num_best=50).best)
     return peaks[len(peaks) // 3] / H100.memory_share / GIB
 
@@ -121,7 +121,10 @@ def test_faster_links_and_memory_never_make_the_best_slower(factors: tuple[float
         memory_bytes_per_second=H100.memory_bytes_per_second * factors[2],
     )
     two_nodes = {"ranks_per_node": 2}
-    usual, better = (dataclasses.replace(hardware, **two_nodes) for hardware in (H100, faster))  # type: ignore[arg-type]
+    usual, better = (
+        dataclasses.replace(hardware, **two_nodes)  # type: ignore[arg-type]
+        for hardware in (H100, faster)
+    )
     assert best_seconds(better) <= best_seconds(usual) * (1 + 1e-9)
 
 

@@ -1,4 +1,4 @@
-"""The comparison on one rank with or without a planted bug, and weights cut from whole tensors."""
+"""Run the comparison on one rank, with or without a planted bug; slice weights from whole tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that a grid can have and one process cannot, planted into megapipe's code inside a rank."""
+"""Bugs that can occur on a grid but not in one process, planted into megapipe's code inside a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids that use everything at once equal one process, in fp64 and in their own dtypes."""
+"""Grids that combine all features equal one process, in fp64 and in their own dtypes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Every bug planted in the workers' own code is found, in fp64 and in fp32, and named where it is; without it the same
-grids pass."""
+"""Every bug planted into the code of the ranks is detected in fp64 and in fp32, and its place is named.
+
+The same grids pass without the bug.
+"""
 
 from __future__ import annotations
 

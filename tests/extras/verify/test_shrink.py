@@ -1,4 +1,4 @@
-"""The shrunk configuration keeps everything about the grid, and it is small."""
+"""The shrunk configuration is small and keeps all properties of the grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex's extension: weight gradients added inside their GEMM."""
+"""apex's extension that accumulates weight gradients inside their GEMM."""
 
 from __future__ import annotations
 

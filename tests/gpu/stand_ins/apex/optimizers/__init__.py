@@ -1,4 +1,4 @@
-"""apex's Adam: moments by parameter, one step count a group."""
+"""apex's Adam: moments per parameter, one step count per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of fp8."""
+"""fp8 recipes."""
 
 from __future__ import annotations
 

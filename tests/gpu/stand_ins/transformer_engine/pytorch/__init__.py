@@ -1,6 +1,7 @@
-"""Transformer Engine's modules on a CPU: the same constructor arguments, collectives over the group they are given,
-main gradients written by the module itself, weight gradients that wait until they are asked for, and outputs that are
-views.
+"""Transformer Engine's modules on a CPU.
+
+They take the same constructor arguments, communicate over the given group, write main gradients themselves, defer
+weight gradients until requested, and return views.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-REGIONS: list[tuple[bool, Any, Any]] = []  # those entered now: (enabled, recipe, group)
-ENTERED: list[tuple[bool, Any, Any]] = []  # the outermost ones of the process, in order
+REGIONS: list[tuple[bool, Any, Any]] = []  # active regions: (enabled, recipe, group)
+ENTERED: list[tuple[bool, Any, Any]] = []  # outermost regions of the process, in order
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def autocast(
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """To e4m3 and back where the region says fp8."""
+    """Round to e4m3 and back inside an fp8 region."""
     if not REGIONS or not REGIONS[-1][0]:
         return x
     scale = 448.0 / x.detach().abs().amax().clamp(min=1e-12)
@@ -215,7 +216,7 @@ class DotProductAttention(nn.Module):
         )
 
     def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
-        """[s, b, heads, d] -> [s, b, heads d]."""
+        """Attend: [s, b, heads, d] -> [s, b, heads d]."""
         from flash_attn import flash_attn_func
 
         assert query_layer.shape[2] == self.heads

@@ -1,4 +1,4 @@
-"""Transformer Engine's Adam: apex's arithmetic, with more about the dtypes of its state."""
+"""Transformer Engine's Adam: apex's arithmetic with more options for the dtypes of its state."""
 
 from __future__ import annotations
 
