@@ -163,8 +163,8 @@ def test_a_dry_run_of_the_script_is_the_scripts(capsys: pytest.CaptureFixture[st
 def test_torch_is_not_imported() -> None:
     words = ["--dry-run", "--nproc-per-node", "8", SCRIPT, *TINY, "--tensor-model-parallel-size", "2"]
     code = (
-        f"import sys; from megapipe.extras.cli.launch import main; code = main({words!r}); sys.exit(code or "
-        "10 * ('torch' in sys.modules))"
+        f"import sys; from megapipe.extras.cli.launch import main; code = main({words!r}); "
+        "sys.exit(code or 10 * ('torch' in sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr

@@ -109,8 +109,8 @@ def test_a_mistake_is_answered(arguments: list[str], message: str, capsys: pytes
 
 def test_it_imports_no_torch() -> None:
     code = (
-        f"import sys\nfrom megapipe.extras.cli.plan import main\nassert main({WORDS!r}) == 0\nassert "
-        "'torch' not in sys.modules"
+        f"import sys\nfrom megapipe.extras.cli.plan import main\nassert main({WORDS!r}) == 0\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
