@@ -53,9 +53,8 @@ def test_indentation_is_one_token(model):
 
 def test_special_tokens_have_ids_of_their_own_and_are_never_read_from_text(model):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(model))
-    assert (
-        tokenizer.vocab_size == 1000
-    )  # the model has all special tokens that Megatron looks for, so the tokenizer adds no token
+    # the model has all special tokens that Megatron looks for, so the tokenizer adds no token
+    assert tokenizer.vocab_size == 1000
     assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (6, 1, 3)
     assert not {tokenizer.eod, tokenizer.bos, tokenizer.pad, 2} & set(tokenizer.encode("<EOD> <s> </s> <PAD>"))
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eod, *tokenizer.encode("b")]) == "ab"

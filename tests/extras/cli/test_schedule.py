@@ -161,8 +161,8 @@ def test_mistakes_are_told_in_one_line(words: list[str], complaint: str, capsys:
 
 def test_the_tool_and_the_command_are_one_and_neither_imports_torch() -> None:
     code = (
-        "import sys; from tools.draw_schedule import main; main(['compare', 'gpipe', '-p', '2']); assert "
-        "'torch' not in sys.modules"
+        "import sys; from tools.draw_schedule import main; main(['compare', 'gpipe', '-p', '2']); "
+        "assert 'torch' not in sys.modules"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
