@@ -116,7 +116,7 @@ parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | ranks losses
 parallel.ddp_bucket_size | --ddp-bucket-size 500 | plan buffers
 parallel.rank_order | --rank-order tp-cp-pp-dp | plan topology | {PP} --tensor-model-parallel-size 2 | 8
 parallel.allow_tp_across_nodes | --allow-tp-across-nodes | plan topology | --tensor-model-parallel-size 4 | 4
-parallel.distributed_backend | --distributed-backend nccl | said nccl talks between GPUs
+parallel.distributed_backend | --distributed-backend nccl | said nccl connects GPUs
 parallel.hang_timeout_seconds | --hang-timeout-seconds 60 | file heartbeats/roster.json | --hang-timeout-seconds 0
 parallel.distributed_timeout_minutes | --distributed-timeout-minutes 2 | time_out
 

@@ -19,7 +19,11 @@ import pytest
 from megapipe.config.fields import all_fields, section_types
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SECTION_OF_CLASS = {section_type.__name__: section for section, section_type in section_types().items()}
+SECTION_OF_CLASS = {
+    f"{prefix}{section_type.__name__}": section
+    for section, section_type in section_types().items()
+    for prefix in ("", "Resolved")
+}
 
 
 def reads_of(source: str) -> set[tuple[str, str]]:

@@ -85,9 +85,9 @@ def test_perplexity_is_the_same_on_two_replicas(checkpoints: Path) -> None:
     [
         ("generate", [], "give --prompt TEXT or --prompts-file FILE"),
         ("generate", ["--prompt", "a", "--tempurature", "1"], "did you mean --temperature"),
-        ("generate", ["--prompt", "x" * 32], "leave room for at least one more"),
+        ("generate", ["--prompt", "x" * 32], "leaves no position for a new one"),
         ("generate", ["--prompt", "a", "--ckpt-step", "7"], "has no step_00000007"),
-        ("generate", ["--prompt", "a", "--top-p", "0"], "--top-p 0.0 must lie above 0"),
+        ("generate", ["--prompt", "a", "--top-p", "0"], "--top-p 0.0 must be above 0"),
         ("evaluate", ["--data", "nowhere.txt"], "nowhere.txt"),
         ("evaluate", ["--data", "held_out.txt", "--seq-length", "33"], "--seq-length 33 must be in 1 .. 32"),
     ],

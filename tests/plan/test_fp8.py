@@ -76,7 +76,7 @@ def test_only_the_gemms_of_the_layers_linears_are_faster(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("compiles", "moved"), [(False, 2 + 27), (True, 2 + 3)], ids=["as_written", "one_kernel"])
 def test_a_cast_moves_what_its_kernels_read_and_write(compiles: bool, moved: float) -> None:
-    """A cast takes one pass for the maximum, then one per operation (upcast, scale, clamp, round) or one fused kernel."""
+    """A cast takes one pass for the maximum, then one per operation or one fused kernel."""
     cast = casts(plan_of(fp8_format="e4m3", compile_pointwise=compiles).shape)
     assert cast.inputs == cast.gradients == moved
     found, plain = (

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
         2,
         "",
         ((1,), "mlp"),
-        ("one of rank 0 (dp 0) on ", "rank 1 (dp 1) on ", "two copies cannot tell which"),
+        ("one of rank 0 (dp 0) on ", "rank 1 (dp 1) on ", "with two copies it is unknown which"),
     ),
     "norm_in_tp2_dp2": (
         4,

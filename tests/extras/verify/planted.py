@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megapipe.assembly.loss import LossAverage, PendingLoss
-from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.collectives import Work
+from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.data_parallel import reducer
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.extras.verify import parity
@@ -53,13 +56,14 @@ def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 
 def tied_embedding_summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
-    once = GradientReducer._sum_tied
+    once = reducer.all_reduce
 
-    def planted(self: GradientReducer) -> None:
-        once(self)
-        once(self)
+    def planted(tensor: Tensor, group: Group, **options: Any) -> Work:
+        if group.name == "embedding":
+            once(tensor, group, **options)
+        return once(tensor, group, **options)
 
-    patch.setattr(GradientReducer, "_sum_tied", planted)
+    patch.setattr(reducer, "all_reduce", planted)
 
 
 def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
