@@ -131,7 +131,9 @@ class TrainStep:
         """Return the loss of one global batch, by forwards without dropout."""
         runtime, count = self.runtime, len(microbatches)
         if runtime.optimizer.is_ahead:
-            raise RuntimeError("a step was started whose norm is not known yet: settle it before an evaluation")
+            raise RuntimeError(
+                "a step was started and its global norm is not known yet: settle it before an evaluation"
+            )
         runtime.gather.finish()
         step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
         return self._average.start(runtime.forward_engine(count).run(step), runtime, count).wait()
