@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -20,6 +21,15 @@ from megapipe.sharding.spec import ParamSpec
 from tests.extras.verify.planted import Plant
 
 
+def clear_caches() -> None:
+    """Empty the caches of megapipe's functions, whose values a planted bug changes, in a process that runs several jobs."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megapipe"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
 def compared(
     rank: int, world_size: int, config: Config, mode: str, plant: Plant | None = None
 ) -> tuple[list[ParityStep], str]:
@@ -27,6 +37,7 @@ def compared(
     with pytest.MonkeyPatch.context() as patch:
         if plant is not None:
             plant(patch, rank)
+        clear_caches()
         small = shrink(resolve(config, world_size), mode, world_size)
         groups = build_process_groups(small.plan.topology, rank, "gloo", 60)
         steps = verified_steps(small, groups, torch.device("cpu"))
