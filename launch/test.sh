@@ -109,12 +109,12 @@ else
     check_types &
     checker=$!
     trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
-    phase "tests without torch" "$python" -m pytest --torchfree "${options[@]}"
+    phase "tests without torch" "$python" -m pytest --phase torchfree "${options[@]}"
     phase types show_types
     trap 'rm -f "$types"' EXIT
     # Ranks wait for each other a third of the time, so two tests share two cores. Tests that measure time run alone
     # (tests/conftest.py). One thread each: two thread pools on the same two cores took a sixth longer.
-    phase "tests, two at a time" env OMP_NUM_THREADS=1 "$python" -m pytest -m "not torchfree and not alone" -n 2 --dist loadfile "${options[@]}"
-    phase "tests, one at a time" "$python" -m pytest -m "alone and not torchfree" "${options[@]}"
+    phase "tests, two at a time" env OMP_NUM_THREADS=1 "$python" -m pytest --phase together -n 2 --dist loadfile "${options[@]}"
+    phase "tests, one at a time" "$python" -m pytest --phase alone "${options[@]}"
 fi
 report

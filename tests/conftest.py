@@ -1,7 +1,7 @@
 """Options and markers of all tests.
 
-It adds --all and --gpu, makes hypothesis draws reproducible, marks tests as torchfree and alone by folder, and runs the
-cheapest tests first.
+It adds --all, --gpu and --phase, makes hypothesis draws reproducible, sorts test files into phases by folder, and runs
+the cheapest tests first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ NOT_ALONE_FILES = ("launch/test_saved_model.py", "launch/test_scripts.py")
 for name, derandomize in (("everyday", True), ("seeded", False)):
     hypothesis.settings.register_profile(name, derandomize=derandomize, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
-# Tests that run only with --all: one node id (or its beginning) per line, after its seconds on two idle cores.
-LONG_TESTS = tuple(line.split(maxsplit=1)[1] for line in (TESTS / "long_tests.txt").read_text().splitlines())
-
-
+LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
+PHASES = ("torchfree", "together", "alone")
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
@@ -54,26 +52,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all", "--slow", action="store_true", dest="run_all", help="also run the long tests")
     group.addoption("--gpu", action="store_true", help="also run the tests that need a CUDA device")
     group.addoption(
-        "--torchfree",
-        action="store_true",
-        help="only the tests of packages that import no torch; the others are not collected",
+        "--phase",
+        choices=PHASES,
+        help="collect only the files of packages that import no torch, of tests that may run two at a time, or of tests "
+        "that run alone because they measure time or wait for seconds",
     )
 
 
-def is_torchfree(path: Path) -> bool:
-    """Return True for a test file of a package that imports no torch."""
-    return path.relative_to(TESTS).as_posix().startswith(TORCH_FREE_PATHS)
-
-
-def is_alone(path: Path) -> bool:
-    """Return True for a test file whose tests run alone."""
+def phase_of(path: Path) -> str:
+    """Return the phase of launch/test.sh in which a test file runs."""
     place = path.relative_to(TESTS).as_posix()
-    return place in ALONE_FILES or (place.startswith(ALONE_FOLDERS) and place not in NOT_ALONE_FILES)
+    if place.startswith(TORCH_FREE_PATHS):
+        return "torchfree"
+    is_alone = place in ALONE_FILES or (place.startswith(ALONE_FOLDERS) and place not in NOT_ALONE_FILES)
+    return "alone" if is_alone else "together"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("--torchfree") and collection_path.is_file() and TESTS in collection_path.parents:
-        return None if is_torchfree(collection_path) else True
+    phase = config.getoption("--phase")
+    if phase and collection_path.name.startswith("test_") and TESTS in collection_path.parents:
+        return None if phase_of(collection_path) == phase else True
     return None
 
 
@@ -112,20 +110,31 @@ def cost_class(item: pytest.Item) -> int:
         return 5
     if item.get_closest_marker("gpu"):
         return 4
-    if item.get_closest_marker("torchfree"):
+    if TESTS in item.path.parents and phase_of(item.path) == "torchfree":
         return 1
     names = {*vars(getattr(item, "module", object)), *getattr(item, "fixturenames", ())}
     return 3 if names & {"run_ranks", "RankPool", "rank_pools"} else 2
 
 
+def mark_long_tests(items: list[pytest.Item]) -> None:
+    """Mark as slow what long_tests.txt leaves to --all. Raises UsageError if a line names no test."""
+    for line in LONG_TESTS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        _, kept, name = line.split(maxsplit=2)
+        path, function = name.partition("[")[0].split("::")
+        if f"def {function}(" not in (TESTS.parent / path).read_text(encoding="utf-8"):
+            raise pytest.UsageError(f"{LONG_TESTS}: no test is called {name}; rename or delete its line")
+        cases = [item for item in items if item.nodeid == name or item.nodeid.startswith(f"{name}[")]
+        every = len(cases) + 1 if kept == "none" else int(kept.removeprefix("1/"))
+        for number, item in enumerate(cases, start=kept == "none"):
+            if number % every:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long_tests(items)
     for item in items:
-        if TESTS in item.path.parents and is_torchfree(item.path):
-            item.add_marker(pytest.mark.torchfree)
-        if TESTS in item.path.parents and is_alone(item.path):
-            item.add_marker(pytest.mark.alone)
-        if item.nodeid.startswith(LONG_TESTS):
-            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not config.getoption("run_all"):
             item.add_marker(pytest.mark.skip(reason=LEFT_OUT["--all"]))
         if item.get_closest_marker("gpu"):
