@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.fields import all_fields, section_types
+from megapipe.config.config import all_fields, section_types
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECTION_OF_CLASS = {

@@ -27,7 +27,7 @@ import torch
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
 from megapipe.comm.trace import Tracer
-from megapipe.config.fields import all_fields
+from megapipe.config.config import all_fields
 from megapipe.config.flags import field_flags
 from megapipe.config.load import load_config
 from megapipe.data.dataset import SyntheticDataset

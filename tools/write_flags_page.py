@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from megapipe.config.fields import ConfigField, all_fields, expected_range, section_types
+from megapipe.config.config import all_fields, section_types
+from megapipe.config.fields import ConfigField, expected_range
 from megapipe.config.flags import REQUESTS, choices_of, default_text
 from megapipe.config.megatron_flags import (
     ALREADY_SO,

@@ -1,10 +1,8 @@
 """The configuration: frozen dataclasses, one for each section, filled from defaults < YAML files < flags.
 
-config.py       Config: the twelve sections; ResolvedConfig: the same with everything derived filled in
-model.py parallel.py recompute.py training.py optimizer.py precision.py gpu.py data.py
-checkpoint.py logging.py    the sections
-option.py       the declaration of a field: help, unit, choices, range, flags, the option that it needs
-fields.py       all_fields(): every field with its declaration; its values as text
+fields.py       the declaration of a field: help, unit, choices, range, flags, needed option; its values as text
+model.py parallel.py training.py gpu.py files.py    the sections
+config.py       Config: the twelve sections; ResolvedConfig: with everything derived filled in; all_fields()
 yaml_file.py    read_entries and to_yaml: the YAML form
 flags.py        the command line and --help
 load.py         load_config(argv) -> LoadedConfig; from_yaml; with_checkpoint_model

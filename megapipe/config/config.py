@@ -7,19 +7,18 @@ microbatches in this schedule, ...).
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
-from megapipe.config.checkpoint import CheckpointConfig
-from megapipe.config.data import DataConfig
+from megapipe.config.fields import ConfigField, kind_of
+from megapipe.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megapipe.config.gpu import GpuConfig, KernelsConfig
-from megapipe.config.logging import LoggingConfig
-from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import OffloadConfig, RecomputeConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 
 Section = TypeVar("Section")
 
@@ -97,3 +96,40 @@ class ResolvedConfig(Config):
 def convert(section_type: type[Section], section: object, **changes: Any) -> Section:
     """Return a section, or a whole configuration, as its resolved type (or back), with some values changed."""
     return section_type(**vars(section) | changes)
+
+
+@cache
+def section_types() -> dict[str, type]:
+    """Return section name -> dataclass, in the order of `Config`."""
+    return dict(typing.get_type_hints(Config))
+
+
+@cache
+def all_fields() -> tuple[ConfigField, ...]:
+    """Return every field of every section, in the order of declaration."""
+    found = []
+    for section, section_type in section_types().items():
+        types = typing.get_type_hints(section_type)
+        for one in dataclasses.fields(section_type):
+            found.append(ConfigField(section, one.name, kind_of(types[one.name]), one.default, one.metadata["option"]))
+    return tuple(found)
+
+
+@cache
+def fields_by_key() -> dict[str, ConfigField]:
+    """Return 'section.name' -> field."""
+    return {one.key: one for one in all_fields()}
+
+
+def value_of(config: Config, field: ConfigField) -> Any:
+    """Return the field's value in a configuration."""
+    return getattr(getattr(config, field.section), field.name)
+
+
+def make_config(values: dict[str, Any]) -> Config:
+    """Build the configuration with these values by 'section.name', and defaults elsewhere."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in section_types()}
+    for key, value in values.items():
+        section, name = key.split(".")
+        sections[section][name] = value
+    return Config(**{name: section_types()[name](**values) for name, values in sections.items()})

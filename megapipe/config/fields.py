@@ -1,4 +1,7 @@
-"""Every configuration field with its section, type and declaration, and its values as text.
+"""Configuration fields: how one is declared, the type of its values, and its values as text.
+
+Every field of a section is declared with `option(...)`; flags, YAML reading, `--help`, `--print-config`, docs/flags.md
+and the checks of single values are derived from these declarations.
 
 A text is read by the type of its field, never by what it looks like, so that YAML's own guesses about types play no
 part: `1e-3` is a number for a number and a string for a string, `on` is a boolean only for a boolean, `12:30:45` is
@@ -12,13 +15,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from megapipe.config.config import Config
-from megapipe.config.option import TAKES_VALUE, Flag, Option
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
@@ -27,6 +27,75 @@ TRUE_WORDS = ("true", "yes", "on")
 FALSE_WORDS = ("false", "no", "off")
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+
+
+class TakesValue:
+    """Type of the marker TAKES_VALUE: the flag's value follows it on the command line."""
+
+    def __repr__(self) -> str:
+        return "TAKES_VALUE"
+
+
+TAKES_VALUE = TakesValue()
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One spelling on the command line that sets a field.
+
+    value: TAKES_VALUE, or the constant that the bare flag sets.
+    also_sets: other fields of the same section that the flag sets to constants
+        (`--rotary-seq-len-interpolation-factor 4` also selects linear scaling).
+    only_from: if given, the constant is set only where the field would otherwise hold one of these values
+        (`--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron).
+    """
+
+    name: str
+    value: Any = TAKES_VALUE
+    also_sets: tuple[tuple[str, Any], ...] = ()
+    only_from: tuple[Any, ...] | None = None
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Another option without which a field has no effect; setting the field without it is an error.
+
+    key: 'section.name' of the other field. flag: how to give it, for the message. values: the values that will do;
+    empty: any but None, False and 0.
+    """
+
+    key: str
+    flag: str
+    values: tuple[str, ...] = ()
+
+    def is_met_by(self, value: Any) -> bool:
+        return value in self.values if self.values else bool(value)
+
+
+@dataclass(frozen=True)
+class Option:
+    """The declaration of one field. Ranges hold for numbers and for each member of a tuple of numbers."""
+
+    help: str
+    unit: str = ""
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    flag: str | None = None  # instead of --field-name
+    off_flag: str | None = None  # for booleans: instead of --no-field-name
+    more_flags: tuple[Flag, ...] = ()
+    read: Callable[[str], str] | None = None  # rewrites the text of a value before it is read
+    required: bool = False  # must be given for a training job; the default in the dataclass is for tests
+    derived: str = ""  # what plan.resolve puts in place of None
+    needs: Need | None = None
+
+
+def option(default: Any, help: str, **declaration: Any) -> Any:
+    """Return a dataclass field with a default and its `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help=help, **declaration)})
 
 
 @dataclass(frozen=True)
@@ -85,47 +154,6 @@ def kind_of(annotation: Any) -> Kind:
     if annotation not in (int, float, bool, str):
         raise TypeError(f"a configuration field is an int, float, bool, str, a tuple of them, or None: {annotation}")
     return Kind(scalar=annotation, optional=optional, many=False, length=None)
-
-
-@cache
-def section_types() -> dict[str, type]:
-    """Return section name -> dataclass, in the order of `Config`."""
-    return dict(typing.get_type_hints(Config))
-
-
-@cache
-def all_fields() -> tuple[ConfigField, ...]:
-    """Return every field of every section, in the order of declaration."""
-    found = []
-    for section, section_type in section_types().items():
-        annotations = typing.get_type_hints(section_type)
-        for field in dataclasses.fields(section_type):
-            found.append(
-                ConfigField(
-                    section, field.name, kind_of(annotations[field.name]), field.default, field.metadata["option"]
-                )
-            )
-    return tuple(found)
-
-
-@cache
-def fields_by_key() -> dict[str, ConfigField]:
-    """Return 'section.name' -> field."""
-    return {field.key: field for field in all_fields()}
-
-
-def value_of(config: Config, field: ConfigField) -> Any:
-    """Return the field's value in a configuration."""
-    return getattr(getattr(config, field.section), field.name)
-
-
-def make_config(values: dict[str, Any]) -> Config:
-    """Build the configuration with these values by 'section.name', and defaults elsewhere."""
-    sections: dict[str, dict[str, Any]] = {name: {} for name in section_types()}
-    for key, value in values.items():
-        section, name = key.split(".")
-        sections[section][name] = value
-    return Config(**{name: section_types()[name](**values) for name, values in sections.items()})
 
 
 def shown(field: ConfigField, value: Any) -> str:

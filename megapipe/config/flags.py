@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megapipe.config.fields import ConfigField, all_fields, expected_range, nearest, value_text
+from megapipe.config.config import all_fields
+from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, expected_range, nearest, value_text
 from megapipe.config.megatron_flags import SUPPORTED, megatron_flags
-from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.errors import ConfigError
 
 

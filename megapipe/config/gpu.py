@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.option import Flag, Need, option
+from megapipe.config.fields import Flag, Need, option
 
 TRANSFORMER_IMPLS = ("local", "transformer_engine")
 ATTENTION_IMPLS = ("sdpa", "flash", "te")

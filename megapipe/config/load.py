@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
 from megapipe.config.fields import (
     NONE_WORDS,
+    TAKES_VALUE,
     TRUE_WORDS,
     ConfigField,
-    all_fields,
-    fields_by_key,
-    make_config,
+    Flag,
     nearest,
     read_value,
-    value_of,
     value_text,
 )
 from megapipe.config.flags import GivenFlag, Requests, field_flags, help_text, normalised, off_flag, read_command_line
 from megapipe.config.megatron_flags import megatron_flags
-from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.config.rules.check import check_job, raise_all
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError

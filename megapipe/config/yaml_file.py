@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField, all_fields, section_types, value_of, value_text
+from megapipe.config.config import Config, all_fields, section_types, value_of
+from megapipe.config.fields import ConfigField, value_text
 from megapipe.errors import ConfigError
 
 

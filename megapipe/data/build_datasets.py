@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megapipe.config.data import split_shares
+from megapipe.config.files import split_shares
 from megapipe.data.blend import BlendedDataset, normalize
 from megapipe.data.dataset import SyntheticDataset, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset

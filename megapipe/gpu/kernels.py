@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.config import Config
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.gpu.libraries import Apex, FlashAttention
 from megapipe.gpu.transformer_engine import TransformerEngine
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.errors import ConfigError
 
 

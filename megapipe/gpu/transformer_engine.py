@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.gpu.libraries import TRANSFORMER_ENGINE, AttentionKernel, AttentionShape, fold_groups, importing
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.layers.shape import RankShape
 
 COPIES = 2  # of a weight, one byte an element: as it is, and transposed

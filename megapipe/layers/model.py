@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.embedding import Embedding
 from megapipe.layers.fp8 import fp8_layers

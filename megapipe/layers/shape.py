@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megapipe.config.config import Config
-from megapipe.config.data import DataConfig
-from megapipe.config.parallel import ParallelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.files import DataConfig
+from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 
 MASK_BYTES = 1  # dropout masks are bool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.shape import WHOLE, CommChunks

@@ -5,7 +5,7 @@ Micikevicius et al. 2018, arXiv:1710.03740.
 
 from __future__ import annotations
 
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 
 
 class LossScaler:

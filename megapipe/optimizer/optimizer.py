@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.data_parallel.gather import ParameterGather

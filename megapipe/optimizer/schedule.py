@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.optimizer.shards import Run, Shard
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "meta")

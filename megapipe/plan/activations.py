@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.shape import RankShape
 from megapipe.layers.table import Kept, Table

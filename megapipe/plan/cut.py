@@ -6,8 +6,8 @@ from functools import cache
 from typing import NamedTuple
 
 from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_spec
 from megapipe.plan.flops import head_flops, layer_flops

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
 

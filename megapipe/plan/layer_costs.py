@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
 from megapipe.plan.flops import head_flops, layer_flops, replayed_flops
 from megapipe.schedule.action import Op

@@ -20,11 +20,10 @@ from megapipe.config.config import (
     convert,
 )
 from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.rules.check import check
 from megapipe.config.rules.proposals import divisors
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.layers.fp8 import casts
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import ALL_REDUCE

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.tensor_parallel.gemms import ChunkProduct
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 

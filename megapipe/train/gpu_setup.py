@@ -12,8 +12,8 @@ import torch
 from megapipe.comm.bootstrap import World, choose_backend
 from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config
+from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
-from megapipe.config.logging import LoggingConfig
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text

@@ -17,8 +17,8 @@ from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
 from megapipe.checkpoint.tensor_box import padding_of, tensor_box
 from megapipe.comm.collectives import broadcast_object
 from megapipe.comm.groups import Group
-from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.config import Config
+from megapipe.config.files import CheckpointConfig
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError
 from megapipe.train.journal import Journal, last_failure, recorded_folder

@@ -14,7 +14,7 @@ import torch
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.trace import Event
-from megapipe.config.logging import LoggingConfig
+from megapipe.config.files import LoggingConfig
 from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import peak_flops

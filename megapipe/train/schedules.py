@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optimizer.schedule import (
     LrSchedule,

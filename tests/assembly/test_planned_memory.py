@@ -20,8 +20,7 @@ from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve

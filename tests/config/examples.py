@@ -6,8 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megapipe.config.fields import ConfigField, out_of_bounds
-from megapipe.config.option import Option
+from megapipe.config.fields import ConfigField, Option, out_of_bounds
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"
 JOB = (SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-iters 100 --mock-data --vocab-size 100").split()

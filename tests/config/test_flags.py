@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.fields import ConfigField, all_fields, value_of
+from megapipe.config.config import all_fields, value_of
+from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag
 from megapipe.config.flags import field_flags, help_text, read_command_line
 from megapipe.config.load import load_config, settings_of_flag
-from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.errors import ConfigError
 from tests.config.examples import job, values
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.fields import all_fields, fields_by_key
+from megapipe.config.config import all_fields, fields_by_key
+from megapipe.config.fields import TAKES_VALUE
 from megapipe.config.flags import field_flags, read_command_line, takes_values
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import (
@@ -18,7 +19,6 @@ from megapipe.config.megatron_flags import (
     SUPPORTED,
     megatron_flags,
 )
-from megapipe.config.option import TAKES_VALUE
 from megapipe.errors import ConfigError
 from tools.write_flags_page import flags_document
 

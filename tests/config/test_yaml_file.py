@@ -7,8 +7,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.config import Config
-from megapipe.config.fields import all_fields, fields_by_key, make_config, value_of, value_text
+from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
+from megapipe.config.fields import value_text
 from megapipe.config.load import apply, from_yaml, load_config, settings_of_entry
 from megapipe.config.yaml_file import read_entries, to_yaml
 from megapipe.errors import ConfigError

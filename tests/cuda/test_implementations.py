@@ -10,8 +10,8 @@ import torch
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.config.gpu import KernelsConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex, AttentionShape
 from megapipe.gpu.transformer_engine import LinearOptions, TransformerEngine

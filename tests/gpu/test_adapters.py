@@ -15,7 +15,7 @@ from torch import Tensor
 from megapipe.config.config import Config
 from megapipe.config.gpu import KernelsConfig
 from megapipe.config.load import load_config
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
 from megapipe.gpu.libraries import AttentionShape, FlashAttention

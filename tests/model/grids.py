@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.comm.groups import Group
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_parameters
 from megapipe.model import init

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.shape import Documents
 from megapipe.model.recompute import layer_groups
 from megapipe.plan.activations import group_keeps, group_sizes

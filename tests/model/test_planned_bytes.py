@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megapipe.comm.groups import Group
-from megapipe.config.model import ModelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RECOMPUTE_MODULES, RecomputeConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.parallel import RECOMPUTE_MODULES, RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.attention import is_explicit
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec

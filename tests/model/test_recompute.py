@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups

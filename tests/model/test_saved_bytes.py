@@ -12,7 +12,7 @@ import torch
 
 from megapipe.comm.groups import Group
 from megapipe.config.model import GATED_ACTIVATIONS, ModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import BATCH, GPT2, LLAMA, SEQ, make_microbatch, make_stage, model_config, reference
 from tests.model.saved_bytes import SavedBytes

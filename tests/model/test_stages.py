@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.model.attention import explicit_attention

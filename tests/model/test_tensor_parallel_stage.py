@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import model_parameters
 from megapipe.model.stage import GPTStage
 from megapipe.tensor_parallel.random import DropoutKey

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.gather import ParameterGather
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.optimizer.optimizer import Optimizer

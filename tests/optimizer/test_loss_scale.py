@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.optimizer.loss_scale import LossScaler
 
 

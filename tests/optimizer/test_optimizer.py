@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import ProcessGroups
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.optimizer.optimizer import Optimizer, StepReport

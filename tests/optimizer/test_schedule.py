@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.optimizer import LR_DECAY_STYLES, WEIGHT_DECAY_STYLES, WSD_DECAY_STYLES, OptimizerConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import (
+    LR_DECAY_STYLES,
+    WEIGHT_DECAY_STYLES,
+    WSD_DECAY_STYLES,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from megapipe.errors import ConfigError
 from megapipe.optimizer.schedule import (
     LrSchedule,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import model_spec
 from megapipe.layers.shape import WHOLE, CommChunks, RankShape
 from megapipe.plan.hardware import Link, hardware_named

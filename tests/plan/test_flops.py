@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.config.model import ModelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.attention import mean_keys
 from megapipe.layers.model import ModelSpec, model_spec
 from megapipe.plan.flops import head_flops, layer_flops, recomputed_flops, step_flops

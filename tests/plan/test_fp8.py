@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.fp8 import Casts, casts, fp8_layers
 from megapipe.plan import layer_time

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import layer_table, model_spec
 from megapipe.layers.shape import RankShape
 from megapipe.plan.activations import bytes_by_name, replay_bytes

@@ -8,8 +8,7 @@ import pytest
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
 

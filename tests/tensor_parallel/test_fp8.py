@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megapipe.tensor_parallel.fp8 as fp8
 from megapipe.comm.groups import Group
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.tensor_parallel.fp8 import (
     E4M3,
     E5M2,

@@ -9,7 +9,7 @@ import tokenizers as library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.data import TOKENIZER_TYPES
+from megapipe.config.files import TOKENIZER_TYPES
 from megapipe.errors import ConfigError, DataError
 from megapipe.tokenizers.build import TOKENIZERS, build_tokenizer
 from megapipe.tokenizers.tokenizer import ByteTokenizer, files_of

@@ -11,11 +11,10 @@ from torch import Tensor
 from megapipe.assembly.training_runtime import TrainingRuntime
 from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import build_process_groups
-from megapipe.config.checkpoint import CheckpointConfig
 from megapipe.config.config import Config
+from megapipe.config.files import CheckpointConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.boxes import pieces
 

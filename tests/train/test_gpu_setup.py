@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megapipe
+from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
-from megapipe.config.logging import LoggingConfig
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve

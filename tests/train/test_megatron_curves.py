@@ -12,9 +12,8 @@ import pytest
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.train.step import Rates
 from tests.extras.reference.megatron_curves import Curve, load_curve
 from tests.harness import run_ranks

@@ -35,7 +35,7 @@ from gpu_bench.figures import BARRED_SHAPES, FP8_GEMM, GEMM, Measured, Turn, flo
 from gpu_bench.shapes import SHAPES, Shape
 from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes, seconds_of
 
-from megapipe.config.precision import FP8_FORMATS, FP8_RECIPES
+from megapipe.config.model import FP8_FORMATS, FP8_RECIPES
 from megapipe.environment import set_for_libraries
 from megapipe.errors import MegapipeError
 from megapipe.plan.hardware import peak_flops

@@ -27,9 +27,8 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.environment import Environment
 from megapipe.plan.resolve import resolve

@@ -1,7 +1,7 @@
 """Rules between fields: what is known to be impossible without knowing the number of ranks.
 
 check.py       check(config), check_job(config): one ConfigError with a line for every rule that is broken
-model.py parallel.py gpu.py training.py data.py    the rules: generators that yield a message for each error
+model.py gpu.py training.py    the rules: generators that yield a message for each error
 proposals.py   values that would work instead
 
 That an option needs another one is declared with the option (`Need`). Rules that depend on the number of ranks or on

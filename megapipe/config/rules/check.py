@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megapipe.config.config import Config
-from megapipe.config.fields import all_fields, fields_by_key, out_of_bounds, shown, value_of
-from megapipe.config.option import Need
-from megapipe.config.rules import data, gpu, model, parallel, training
+from megapipe.config.config import Config, all_fields, fields_by_key, value_of
+from megapipe.config.fields import Need, out_of_bounds, shown
+from megapipe.config.rules import gpu, model, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -21,7 +20,7 @@ def check(config: Config) -> None:
 def check_job(config: Config) -> None:
     """Check the rules, and what only a training job must have: a length, a learning rate, data and a vocabulary."""
     check(config)
-    raise_all(list(data.job(config)))
+    raise_all(list(training.job(config)))
 
 
 def bounds_broken(config: Config) -> Iterator[str]:
@@ -63,4 +62,4 @@ def raise_all(messages: list[str]) -> None:
         raise ConfigError("\n".join(messages))
 
 
-RULES: tuple[Rule, ...] = (*model.RULES, *parallel.RULES, *gpu.RULES, *training.RULES, *data.RULES, needs)
+RULES: tuple[Rule, ...] = (*model.RULES, *gpu.RULES, *training.RULES, needs)

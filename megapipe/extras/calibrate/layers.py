@@ -16,7 +16,7 @@ from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
-from megapipe.config.recompute import OffloadConfig, RecomputeConfig
+from megapipe.config.parallel import OffloadConfig, RecomputeConfig
 from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.layer_costs import PartCost

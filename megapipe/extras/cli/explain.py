@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField, value_text
+from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
-from megapipe.config.option import TAKES_VALUE, Flag
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
 from megapipe.extras.search.explain import Alternative, Cost, alternatives, has_effect, papers

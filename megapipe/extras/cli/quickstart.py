@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megapipe.checkpoint.folder import find_checkpoint
-from megapipe.config.config import Config
-from megapipe.config.fields import fields_by_key
+from megapipe.config.config import Config, fields_by_key
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.quickstart_corpus import SPLIT, TOKENIZER, Prepared, prepare

@@ -14,11 +14,10 @@ from megapipe.assembly.datasets import tokenizer_of
 from megapipe.checkpoint.configuration import saved_config
 from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint
 from megapipe.config.config import Config
-from megapipe.config.data import TOKENIZER_TYPES, DataConfig
 from megapipe.config.fields import nearest
-from megapipe.config.model import ModelConfig
+from megapipe.config.files import TOKENIZER_TYPES, DataConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
 from megapipe.config.training import DEVICES, TrainingConfig
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment, read_environment

@@ -20,7 +20,7 @@ from megapipe.checkpoint.shard import DTYPE_NAMES as SAFETENSORS_NAMES
 from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.checkpoint.tensor_box import byte_blocks
 from megapipe.config.config import Config
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.families import Family, choose_family, family_of
 from megapipe.extras.convert.settings import INERT

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.check import check
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.families import check_expressed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from megapipe.config.fields import fields_by_key, value_of, value_text
+from megapipe.config.config import fields_by_key, value_of
+from megapipe.config.fields import value_text
 from megapipe.config.load import from_yaml
 from megapipe.errors import ConfigError
 

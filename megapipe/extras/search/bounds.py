@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout

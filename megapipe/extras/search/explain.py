@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config
-from megapipe.config.fields import ConfigField, out_of_bounds, value_of, value_text
+from megapipe.config.config import Config, value_of
+from megapipe.config.fields import ConfigField, out_of_bounds, value_text
 from megapipe.errors import MegapipeError
 from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.hardware import Hardware

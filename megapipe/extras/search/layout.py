@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.config.config import Config
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.rules.proposals import divisors
 from megapipe.layers.attention import is_explicit
 from megapipe.plan.hardware import Hardware

@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterator
 
 from megapipe.config.config import Config, convert
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.recompute import RecomputeConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import recompute_text
 from megapipe.extras.search.search import Candidate, Found, predict_plan

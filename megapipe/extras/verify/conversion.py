@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.convert.snapshot import Snapshot, unpadded
 from megapipe.model.init import replace_parameter

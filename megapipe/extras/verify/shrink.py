@@ -13,12 +13,10 @@ import math
 from dataclasses import dataclass
 
 from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
-from megapipe.config.data import DataConfig
-from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.files import DataConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.partition import Partition, from_counts

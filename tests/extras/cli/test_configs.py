@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.config import Config
-from megapipe.config.fields import all_fields, value_of
+from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.load import load_config
 from megapipe.extras.cli.plan import plan_for
 from megapipe.plan.run_plan import RunPlan

@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import formats, megatron_dist, megatron_legacy, megatron_write, own

@@ -11,9 +11,8 @@ from torch import Tensor
 from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.verify.inputs import drawn_slices
 from megapipe.plan.resolve import resolve

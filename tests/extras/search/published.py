@@ -22,10 +22,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import ParallelConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_spec
 from megapipe.layers.shape import RankShape

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megapipe.config.precision import PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.extras.search.layout import RECOMPUTES
 from megapipe.layers.model import layer_table, model_spec
 from megapipe.layers.shape import RankShape

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import Config
-from megapipe.config.recompute import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import RECOMPUTES, Layout
 from megapipe.extras.search.search import predict, search

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.optimizer import OptimizerConfig
-from megapipe.config.precision import PrecisionConfig
-from megapipe.config.training import TrainingConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.training import OptimizerConfig, TrainingConfig
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
 

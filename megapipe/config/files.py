@@ -1,0 +1,168 @@
+"""The data, checkpoint and logging sections: what a run reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapipe.config.fields import Flag, Need, option
+from megapipe.errors import ConfigError
+
+TOKENIZER_TYPES = (
+    "ByteTokenizer",
+    "NullTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+)
+
+TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
+SAVE = Need("checkpoint.save", "--save DIR")
+LOAD = Need("checkpoint.load", "--load DIR")
+WANDB = Need("logging.wandb_project", "--wandb-project")
+HEARTBEATS = Need("parallel.hang_timeout_seconds", "--hang-timeout-seconds above 0, whose heartbeats it reads")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data and tokenizer.
+
+    Data paths are blends: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..., or PREFIX PREFIX ... (one epoch of each).
+    """
+
+    data_path: tuple[str, ...] | None = option(
+        None, "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ..."
+    )
+    split: str | None = option(None, "shares of --data-path for training, validation and test", derived="969,30,1")
+    train_data_path: tuple[str, ...] | None = option(None, "blend for training instead of a share of --data-path")
+    valid_data_path: tuple[str, ...] | None = option(None, "blend for validation instead of a share of --data-path")
+    test_data_path: tuple[str, ...] | None = option(None, "blend for test instead of a share of --data-path")
+    data_cache_path: str | None = option(None, "directory of index caches", derived="a directory beside the data")
+    mock_data: bool = option(False, "train on generated tokens instead of files")
+    num_workers: int = option(2, "threads that prefetch batches on each rank; 0: none", unit="threads", at_least=0)
+    reset_position_ids: bool = option(False, "restart positions after each end-of-document token")
+    reset_attention_mask: bool = option(False, "let a token attend only to its own document")
+    eod_mask_loss: bool = option(False, "no loss where the input is an end-of-document token")
+    tokenizer_type: str | None = option(None, "kind of tokenizer", choices=TOKENIZER_TYPES)
+    tokenizer_model: str | None = option(None, "file or directory of the tokenizer", needs=TOKENIZER)
+    vocab_file: str | None = option(None, "vocabulary of GPT2BPETokenizer (vocab.json)", needs=TOKENIZER)
+    merge_file: str | None = option(None, "merges of GPT2BPETokenizer (merges.txt)", needs=TOKENIZER)
+
+
+def split_shares(text: str) -> tuple[float, float, float]:
+    """Return the shares of training, validation and test in a split such as '969,30,1' or '8/1/1', with sum 1.
+
+    Missing numbers are 0, as in Megatron. Raises ConfigError if there are more than three, or all are 0.
+    """
+    words = text.replace("/", ",").split(",")
+    try:
+        shares = [float(word) for word in words]
+    except ValueError:
+        raise ConfigError(f"--split {text}: expected numbers separated by commas, such as 969,30,1") from None
+    if len(shares) > 3 or any(not 0 <= share < float("inf") for share in shares) or sum(shares) <= 0:
+        raise ConfigError(
+            f"--split {text}: expected up to three numbers of at least 0 (training, validation, test), not all 0, "
+            "such as 969,30,1"
+        )
+    shares += [0.0] * (3 - len(shares))
+    total = sum(shares)
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are saved, which are kept, and what is loaded from one."""
+
+    save: str | None = option(None, "directory to save checkpoints in")
+    load: str | None = option(None, "directory to load a checkpoint from")
+    save_interval: int | None = option(
+        None,
+        "steps between checkpoints; unset: only at the end",
+        unit="steps",
+        at_least=1,
+        needs=SAVE,
+        more_flags=(Flag("--persistent-save-interval", help="same as --save-interval"),),
+    )
+    save_interval_minutes: float | None = option(
+        None,
+        "time between checkpoints, alone or together with --save-interval; saved at the end of a step",
+        unit="minutes",
+        above=0,
+        needs=SAVE,
+    )
+    async_save: bool = option(
+        False,
+        "write checkpoints in the background; training waits only while its tensors are copied",
+        needs=SAVE,
+    )
+    exit_on_save_failure: bool = option(
+        False,
+        "end the run when a background save fails (a save that training waits for, and the last save, always do)",
+        needs=SAVE,
+    )
+    no_save_optim: bool = option(False, "leave the optimizer out of checkpoints", off_flag="--save-optim")
+    no_save_rng: bool = option(False, "leave random state out of checkpoints", off_flag="--save-rng")
+    no_load_optim: bool = option(False, "start with a fresh optimizer", off_flag="--load-optim")
+    no_load_rng: bool = option(False, "start with fresh random state", off_flag="--load-rng")
+    finetune: bool = option(False, "load only the weights and start at step 0", needs=LOAD)
+    ckpt_step: int | None = option(None, "step to load", unit="steps", at_least=0, derived="the latest", needs=LOAD)
+    exit_on_missing_checkpoint: bool = option(
+        False, "fail instead of starting from scratch if --load contains no checkpoint", needs=LOAD
+    )
+    use_checkpoint_args: bool = option(False, "take the model section from the checkpoint", needs=LOAD)
+    keep_last: int | None = option(
+        None,
+        "newest checkpoints to keep; unset: all, or with --save-retain-interval the newest one",
+        unit="checkpoints",
+        at_least=1,
+        needs=SAVE,
+    )
+    save_retain_interval: int | None = option(
+        None,
+        "keep the checkpoints of steps divisible by this forever; --keep-last applies to the others",
+        unit="steps",
+        at_least=1,
+        needs=SAVE,
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Logging to the console, to metrics.jsonl and to each writer that is configured; profiles; samples at the end."""
+
+    log_interval: int = option(100, "steps between log lines", unit="steps", at_least=1)
+    tensorboard_dir: str | None = option(None, "directory of TensorBoard files; unset: none")
+    wandb_project: str | None = option(None, "Weights & Biases project; unset: none")
+    wandb_exp_name: str | None = option(None, "Weights & Biases run name", needs=WANDB)
+    wandb_save_dir: str | None = option(None, "directory of Weights & Biases files", needs=WANDB)
+    log_params_norm: bool = option(False, "log the norm of the weights")
+    log_num_zeros_in_grad: bool = option(False, "log how many gradient elements are zero")
+    log_throughput: bool = option(False, "log TFLOP/s per device")
+    timing_log_level: int = option(0, "phase timers: 0 the step, 1 its phases, 2 every action", at_least=0, at_most=2)
+    log_straggler: bool = option(
+        False,
+        "report with every log line which ranks compute longest, and name a slow rank, link or group",
+        needs=HEARTBEATS,
+    )
+    straggler_minmax_count: int = option(
+        1, "how many of the slowest and of the fastest ranks --log-straggler shows", unit="ranks", at_least=1
+    )
+    profile: bool = option(False, "write a trace of some steps")
+    profile_step_start: int = option(
+        10, "first step that is traced; the first step of the run is 0", unit="steps", at_least=0
+    )
+    profile_step_end: int = option(12, "step at which tracing ends (it is not traced)", unit="steps", at_least=1)
+    profile_ranks: tuple[int, ...] = option((0,), "global ranks that are traced", at_least=0)
+    profile_pipeline: bool = option(
+        False,
+        "in the same steps record every action of every rank, and compare it with the plan: trace, data, measured "
+        "bubble",
+    )
+    metrics_file: str | None = option(
+        None, "JSON lines file with one line per step", derived="metrics.jsonl in --save; without --save none"
+    )
+    sample_prompts: tuple[str, ...] | None = option(
+        None, "prompts that the trained model continues at the end of the run"
+    )
+    sample_tokens: int = option(48, "tokens generated for each of --sample-prompts", unit="tokens", at_least=1)
