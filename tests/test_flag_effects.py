@@ -45,7 +45,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.train.gpu_setup import graph_words, snapshot_path
 from megapipe.train.loop import Training
 from megapipe.train.run import join
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer

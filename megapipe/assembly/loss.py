@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.comm.collectives import Work, all_reduce
+from megapipe.comm.groups import ProcessGroups
 from megapipe.model.microbatch import StageLoss
 
 
@@ -80,17 +80,19 @@ class LossAverage:
 
         return scaled
 
-    def start(self, reports: list[LossReport], runtime: InferenceRuntime, num_microbatches: int) -> PendingLoss:
-        """Start to average this rank's reports with those of all replicas.
+    def start(
+        self, reports: list[LossReport], groups: ProcessGroups, device: torch.device, num_microbatches: int
+    ) -> PendingLoss:
+        """Start to average this rank's reports, which only ranks of the last stage have, with those of all replicas.
 
         One all-reduce of three numbers over the world, so that every rank, whatever its stage, learns the loss.
         """
-        totals = torch.zeros(3, dtype=torch.float64, device=runtime.device)
-        if reports and runtime.reports_loss:
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        if reports and groups.tp.rank == 0:  # tp ranks report the same loss
             totals[0] = torch.stack([report.loss_sum for report in reports]).double().sum()
             totals[1] = torch.stack([report.num_tokens for report in reports]).double().sum()
             # a microbatch whose tokens are all masked out counts 0
             means = [report.loss_sum / report.num_tokens.clamp(min=1) for report in reports]
             totals[2] = torch.stack(means).double().sum()
-        work = all_reduce(totals, runtime.groups.world, async_op=True)
-        return PendingLoss(totals, work, self.per_token, float(num_microbatches * runtime.groups.dp_cp.size))
+        work = all_reduce(totals, groups.world, async_op=True)
+        return PendingLoss(totals, work, self.per_token, float(num_microbatches * groups.dp_cp.size))

@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import InferenceRuntime
 from megapipe.data.batch import Batch
-from megapipe.data.loader import Loader
 from megapipe.model.microbatch import Microbatch
-from megapipe.monitor.heartbeat import READING
 from megapipe.tensor_parallel.random import DropoutKey
 
 
@@ -60,24 +57,6 @@ class Microbatches(Sequence[Microbatch]):
             self.sample_ids[index] = batch.sample_ids
             self._made[index] = to_microbatch(batch, self._device, None if self._keys is None else self._keys.of(index))
         return self._made[index]
-
-
-def read_microbatches(
-    runtime: InferenceRuntime, loader: Loader, consumed: int, count: int, step: int | None
-) -> Microbatches:
-    """Return this rank's `count` microbatches after `consumed` samples of all ranks. step: None for evaluation, without
-    dropout.
-
-    Each is read when it is first asked for; the heartbeat counts the time as reading data.
-    """
-    training, dp_rank, dp = runtime.plan.config.training, runtime.coordinates.dp_rank, runtime.plan.topology.dp
-
-    def read(k: int) -> Batch:
-        with runtime.heartbeat.phase(READING):
-            return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
-
-    keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
-    return Microbatches(count, read, keys, runtime.device)
 
 
 def to_microbatch(batch: Batch, device: torch.device, key: DropoutKey | None) -> Microbatch:

@@ -30,7 +30,7 @@ from torch import Tensor
 from megapipe.comm.groups import Group, backend_of, communication_error, new_handle
 from megapipe.comm.host_copies import HostCopies, needs_host_copies
 from megapipe.errors import CommunicationError, ScheduleError
-from megapipe.monitor.record import Wait
+from megapipe.monitor.heartbeat import Wait
 from megapipe.schedule.placement import Placement
 
 KINDS = ("activation", "gradient")  # over boundary s: from stage s to s + 1; from stage s + 1 to s

@@ -1,13 +1,10 @@
 """The activity of every rank, and the rank that is missing when a run hangs.
 
-Torch-free; `comm` and `pipeline` write, `train`
-and `megapipe status` read.
+Torch-free; `comm` and `pipeline` write, `train` and `megapipe status` read.
 
-- `record`:    what one rank does now, as fixed-size bytes; a torn read is noticed
-- `heartbeat`: the writer of a rank's record, in shared memory; the waits of a step by cause
+- `heartbeat`: what one rank does now, as fixed-size bytes in shared memory; the waits of a step by cause
 - `process`:   what the kernel knows of a process of this host
-- `roster`:    the ranks of a run: host, process, place in the grid, groups; a rank as others see it
-- `folder`:    the files of a run's records
+- `roster`:    the ranks of a run: host, process, place in the grid, groups; a rank as others see it; the files of both
 - `diagnosis`: from the ranks' records to the rank that the others wait for, and the report of it; pure
 - `watchdog`:  the thread that notices a hang, reports once, and ends the rank
 - `stragglers`: from the times of all ranks to the one that is slow; pure

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megapipe.formatting import duration_text, text_table
-from megapipe.monitor.record import Record, Wait
+from megapipe.monitor.heartbeat import Record, Wait
 from megapipe.monitor.roster import LEFT, Roster, Sighting, is_unreachable
 
 Edges = Mapping[int, tuple[int, ...]]  # waiting rank -> the ranks it waits for

@@ -1,17 +1,26 @@
-"""`Roster`: the ranks of a run, made once when they have met and equal on all of them.
+"""`Roster`: the ranks of a run, equal on all of them; `Sighting`: a rank as others see it; and the files of both.
 
-`Sighting`: a rank as others see it.
-"""
+/dev/shm/megapipe-USER-TOKEN/   live: rank_00000 and so on, rank_00000.stack of a stuck rank, roster.json
+RUN/heartbeats/roster.json      the ranks, their hosts and processes, the folder of the live records
+RUN/heartbeats/host_NAME.bin    a copy of the records of one host, a second or so old while the run lives"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from megapipe.monitor.process import ProcessState
-from megapipe.monitor.record import Record, Snapshot, Wait
+from megapipe.errors import ConfigError, DataError
+from megapipe.monitor.heartbeat import FILE_BYTES, Record, Snapshot, Wait, read_snapshot
+from megapipe.monitor.process import ProcessState, host, process_space, process_state
 
 LEFT = ("ended", "failed")  # phases of ranks that have left the run
 
@@ -118,3 +127,147 @@ class Sighting:
 def is_unreachable(sighting: Sighting) -> bool:
     """Return True for a rank of another host that no longer answers."""
     return sighting.process is None and sighting.answers is False and not sighting.has_left
+
+
+NAME, ROSTER = "heartbeats", "roster.json"
+SHARED_MEMORY = Path("/dev/shm")
+SILENCE_SECONDS = 2.0  # without a pulse, several intervals of a watchdog: the rank does not answer
+
+
+def base_folder() -> Path:
+    """Return the parent of live folders."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def live_folder(token: str) -> Path:
+    """Create and return the folder of a run's live records on this host, private to this user.
+
+    token: the same on all ranks, unique to the run. Raises OSError.
+    """
+    folder = base_folder() / f"megapipe-{os.getuid()}-{token}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def sweep(base: Path) -> None:
+    """Remove the live folders of this user's crashed runs on this host."""
+    for folder in base.glob(f"megapipe-{os.getuid()}-*"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            roster = Roster.from_dict(json.loads((folder / ROSTER).read_text(encoding="utf-8")))
+            here = [member for member in roster.members if member.host == host()]
+            if not any(m.space != process_space() or not process_state(m.pid, m.started).has_ended for m in here):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def record_path(live: Path, rank: int) -> Path:
+    return live / f"rank_{rank:05d}"
+
+
+def stack_path(live: Path, rank: int) -> Path:
+    """Return the file to which a stuck rank writes the stack of its main thread."""
+    return live / f"rank_{rank:05d}.stack"
+
+
+def sight(member: Member, live: Path, now_ns: int | None = None) -> Sighting:
+    """Look at a rank of this host. now_ns: Unix nanoseconds."""
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    snapshot = _live_snapshot(live, member.rank)
+    is_here = member.space == process_space()
+    process = process_state(member.pid, member.started) if is_here else None
+    if snapshot is None:
+        return Sighting(member, None, process=process)
+    pulse_age = (now_ns - snapshot.pulse_ns) / 1e9
+    return Sighting(member, snapshot, (now_ns - snapshot.record.since_ns) / 1e9, process, pulse_age < SILENCE_SECONDS)
+
+
+def write_roster(run: Path, roster: Roster, live: Path) -> None:
+    """Write roster.json to a run's folder, and remove the copies of an earlier start. Raises OSError."""
+    folder = run / NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("host_*.bin"):
+        path.unlink(missing_ok=True)
+    write_live_roster(folder, roster, live)
+
+
+def write_live_roster(folder: Path, roster: Roster, live: Path) -> None:
+    """Write roster.json. Raises OSError."""
+    _replace(folder / ROSTER, json.dumps({"live": str(live), **roster.to_dict()}).encode())
+
+
+def write_copies(run: Path, roster: Roster, live: Path) -> None:
+    """Copy the live records of this host to the run's folder. Raises OSError."""
+    here, space = host(), process_space()
+    parts = []
+    for member in roster.members:
+        if member.space == space:
+            data = _read(record_path(live, member.rank))
+            if len(data) == FILE_BYTES:
+                parts.append(member.rank.to_bytes(8, "little") + data)
+    _replace(run / NAME / f"host_{here}.bin", b"".join(parts))
+
+
+def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
+    """Return the ranks of a run and what they do, or last did.
+
+    Raises ConfigError if the folder has no records, DataError if they are damaged.
+    """
+    path = run / NAME / ROSTER
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        roster, live = Roster.from_dict(values), Path(values["live"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{run} holds no {NAME}/{ROSTER}: give the folder of the run's --save (or the one of its --metrics-file)"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}") from None
+    copies = dict(_copies(run / NAME))
+    return roster, [_sighting(member, live, copies.get(member.rank)) for member in roster.members]
+
+
+def _sighting(member: Member, live: Path, copied: tuple[Snapshot, float] | None) -> Sighting:
+    if member.space == process_space():
+        sighting = sight(member, live)
+        if sighting.snapshot is not None or copied is None:
+            return sighting
+        return replace(sighting, snapshot=copied[0], age_seconds=(time.time_ns() - copied[0].record.since_ns) / 1e9)
+    if copied is None:
+        return Sighting(member, None)
+    snapshot, copy_age = copied
+    return Sighting(member, snapshot, max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age)
+
+
+def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
+    """Yield (rank, (snapshot, seconds since it was copied))."""
+    for path in sorted(folder.glob("host_*.bin")):
+        data, age = _read(path), max(0.0, time.time() - path.stat().st_mtime)
+        for start in range(0, len(data) - 8 - FILE_BYTES + 1, 8 + FILE_BYTES):
+            snapshot = read_snapshot(data[start + 8 : start + 8 + FILE_BYTES])
+            if snapshot is not None:
+                yield int.from_bytes(data[start : start + 8], "little"), (snapshot, age)
+
+
+def _live_snapshot(live: Path, rank: int) -> Snapshot | None:
+    """Read a live record; again if the writer overtook the reader, as then both slots can be torn."""
+    for _ in range(3):
+        snapshot = read_snapshot(_read(record_path(live, rank)))
+        if snapshot is not None:
+            return snapshot
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

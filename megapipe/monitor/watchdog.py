@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megapipe.monitor.diagnosis import MOST_CULPRITS, Diagnosis, Fault, diagnose, report_text
-from megapipe.monitor.folder import sight, stack_path
-from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.heartbeat import Heartbeat, Snapshot, read_snapshot
 from megapipe.monitor.process import process_space
-from megapipe.monitor.record import Snapshot, read_snapshot
-from megapipe.monitor.roster import Member, Roster, Sighting, is_unreachable
+from megapipe.monitor.roster import Member, Roster, Sighting, is_unreachable, sight, stack_path
 
 MOST_INTERVAL_SECONDS = 0.5
 GONE_SECONDS = 3.0  # after which a dead rank is reported; a living launcher ends all ranks sooner and reports it itself

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
 from megapipe.data_parallel.copies import Copies, Difference
 from megapipe.errors import TrainingError

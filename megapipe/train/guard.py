@@ -2,24 +2,217 @@
 
 from __future__ import annotations
 
+import enum
 import math
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
-from megapipe.assembly.microbatches import read_microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.comm.collectives import broadcast_object
+import torch
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.collectives import all_reduce, broadcast_object
+from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
-from megapipe.errors import TrainingError
+from megapipe.errors import CommunicationError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
-from megapipe.train.agreement import Agreement, Decision, StepHealth, StopRequest
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
+from megapipe.train.loading import SpikeRollback
 from megapipe.train.nonfinite import OutputWatch, Sums, describe_nonfinite, repeat_step
 from megapipe.train.saving import Saving
-from megapipe.train.spikes import SpikeRollback, SpikeWatch
 from megapipe.train.state import TrainingState
-from megapipe.train.step import StepBatch, StepResult
+from megapipe.train.step import StepBatch, StepResult, read_microbatches
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopRequest:
+    """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Agreement`)."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. A second SIGINT restores Python's own behaviour and raises KeyboardInterrupt."""
+        if number == signal.SIGINT and self.signal is signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            raise KeyboardInterrupt
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+
+
+@contextmanager
+def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
+    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1, inside the block; then restore old handlers."""
+    request = StopRequest()
+    handled = STOP_SIGNALS if handle_termination else (signal.SIGINT,)
+    before = {number: signal.signal(number, request.receive) for number in handled}
+    try:
+        yield request
+    except CommunicationError:
+        if request.signal is signal.SIGTERM:
+            # the launcher terminates this rank because a peer has failed: die of the signal without a message,
+            # as only the peer's message helps
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class StepHealth(enum.IntEnum):
+    """The state of a step's numbers, by severity: fine, a spike, a NaN or infinite loss or gradient norm."""
+
+    FINE = 0
+    SPIKE = 1
+    NONFINITE = 2
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision of all ranks after a step.
+
+    stop_reason: None to continue. save_due: --save-interval-minutes have passed. save_ready: the asynchronous save can
+    proceed without waiting for any rank.
+    """
+
+    stop_reason: str | None = None
+    save_due: bool = False
+    save_ready: bool = False
+    health: StepHealth = StepHealth.FINE
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the next step comes before anything else."""
+        return self.stop_reason is None and not self.save_due and self.health is StepHealth.FINE
+
+
+class Agreement:
+    """One all-reduce of what any rank's clock, signals, disk and numbers say. Called by all ranks together."""
+
+    def __init__(self, runtime: TrainingRuntime, stop: StopRequest) -> None:
+        self._runtime, self._stop = runtime, stop
+        self._started = time.monotonic()
+
+    def after_step(self, step: int, seconds_since_save: float, is_save_ready: bool, health: StepHealth) -> Decision:
+        """Decide what follows.
+
+        seconds_since_save: on this rank's clock. is_save_ready: this rank's part of a save has been written.
+        """
+        config = self._runtime.plan.config
+        limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
+        is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
+        is_due = minutes is not None and seconds_since_save >= 60.0 * minutes
+        signal_number, late, due, not_ready, worst = self._maxima(
+            self._signal, is_late, is_due, not is_save_ready, health
+        )
+        if signal_number:
+            reason = _received(signal_number)
+        elif late:
+            reason = f"--exit-duration-in-mins {limit:g} is over"
+        elif config.training.exit_interval is not None and step % config.training.exit_interval == 0:
+            reason = f"--exit-interval {config.training.exit_interval}"
+        else:
+            reason = None
+        return Decision(reason, bool(due), not not_ready, StepHealth(worst))
+
+    def stop_signal(self) -> str | None:
+        """Return the signal that any rank has received, as a reason to stop; for use where no step has ended."""
+        (signal_number,) = self._maxima(self._signal)
+        return _received(signal_number) if signal_number else None
+
+    @property
+    def _signal(self) -> int:
+        return 0 if self._stop.signal is None else int(self._stop.signal)
+
+    def _maxima(self, *values: int) -> list[int]:
+        """Return the largest of each value over all ranks."""
+        tensor = torch.tensor([int(value) for value in values], device=self._runtime.device)
+        all_reduce(tensor, self._runtime.groups.world, op="max")
+        found: list[int] = tensor.tolist()
+        return found
+
+
+def _received(signal_number: int) -> str:
+    return f"{signal.Signals(signal_number).name} received"
+
 
 WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
+
+
+MAD_TO_DEVIATION = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+# Of a logarithm, that is 0.3 % of the value: a curve steadier than that does not spike because of noise.
+LEAST_DEVIATION = 0.003
+LEAST_SHARE = 0.5  # of the window that must be filled before anything is judged
+
+
+class SpikeWatch:
+    """A detector of spikes from plain numbers, the same on all ranks.
+
+    A step spikes if loss or gradient norm is more than --spike-threshold robust deviations (median absolute
+    deviations, scaled to a standard deviation) above the median of the last --spike-window steps, all in logarithms;
+    spiking steps do not enter the window.
+    """
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._threshold, self._patience = training.spike_threshold, training.spike_steps
+        self._seen: dict[str, deque[float]] = {
+            name: deque(maxlen=training.spike_window) for name in ("loss", "gradient norm")
+        }
+        self._least = max(4, round(LEAST_SHARE * training.spike_window))
+        self.num_spiking = 0  # steps in a row, the last one included
+
+    def see(self, loss: float, grad_norm: float) -> str:
+        """Take note of a step; return a description once --spike-steps steps in a row have spiked, else "".
+
+        A value that is not finite, or 0, is left out.
+        """
+        values = {
+            name: math.log(value)
+            for name, value in (("loss", loss), ("gradient norm", grad_norm))
+            if math.isfinite(value) and value > 0
+        }
+        why = [text for name, value in values.items() if (text := self._above(name, value))]
+        if not why:
+            self.num_spiking = 0
+            for name, value in values.items():
+                self._seen[name].append(value)
+            return ""
+        self.num_spiking += 1
+        return " and ".join(why) if self.num_spiking >= self._patience else ""
+
+    def _above(self, name: str, value: float) -> str:
+        seen = self._seen[name]
+        if len(seen) < self._least:
+            return ""
+        median = statistics.median(seen)
+        deviation = max(LEAST_DEVIATION, MAD_TO_DEVIATION * statistics.median(abs(other - median) for other in seen))
+        if value <= median + self._threshold * deviation:
+            return ""
+        above = (value - median) / deviation
+        return (
+            f"{name} {math.exp(value):.4g}, {above:.1f} deviations above the median {math.exp(median):.4g} "
+            f"of {len(seen)} steps"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values for the checkpoint."""
+        return {"seen": {name: list(values) for name, values in self._seen.items()}, "num_spiking": self.num_spiking}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Restore `state`; None, from a checkpoint without a watch, resets it."""
+        for name, values in self._seen.items():
+            values.clear()
+            values.extend(state["seen"][name] if state else ())
+        self.num_spiking = int(state["num_spiking"]) if state else 0
 
 
 class Guard:

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from megapipe.assembly.training_runtime import TrainingRuntime
-from megapipe.checkpoint.folder import CheckpointFolder, find_checkpoint, steps_in
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import (
+    CheckpointFolder,
+    find_checkpoint,
+    folder_name,
+    is_complete,
+    move_abandoned,
+    steps_in,
+)
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.rollbacks import Rollback, account_of, read_rollbacks
+from megapipe.checkpoint.rollbacks import Rollback, account_of, read_rollbacks, write_rollback
 from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
 from megapipe.checkpoint.tensor_box import padding_of, tensor_box
 from megapipe.comm.collectives import broadcast_object
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.config.files import CheckpointConfig
+from megapipe.data.loader import Loader
 from megapipe.environment import Environment
-from megapipe.errors import CheckpointError, DamageError
+from megapipe.errors import CheckpointError, DamageError, TrainingError
 from megapipe.train.journal import Journal, last_failure, recorded_folder
-from megapipe.train.schedules import Schedules, schedules_to_resume
-from megapipe.train.state import Account, TrainingState
+from megapipe.train.state import Account, Schedules, TrainingState, on_rank_0, schedules_to_resume
 
-T = TypeVar("T")
 CountedStarts = Starts | CheckpointError | None  # None: nothing is saved, so there is nothing to count
 
 
@@ -42,21 +50,6 @@ class Resumed:
     path: Path | None = None
     remarks: tuple[str, ...] = ()
     damaged: tuple[Path, ...] = ()
-
-
-def on_rank_0(call: Callable[[], T], world: Group) -> T:
-    """Return on all ranks what `call` returns on rank 0; its CheckpointError is raised on all of them."""
-    outcome: Any = None
-    if world.rank == 0:
-        try:
-            outcome = call()
-        except CheckpointError as error:
-            outcome = error
-    outcome = broadcast_object(outcome, world)
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    found: T = outcome
-    return found
 
 
 def count_this_start(config: Config, environment: Environment) -> CountedStarts:
@@ -236,3 +229,86 @@ def _load_optimizer_state(runtime: TrainingRuntime, saved: dict[str, Any]) -> No
         # the loss scale of another precision means nothing here
         plain["loss_scaler"] = runtime.optimizer.plain_state()["loss_scaler"]
     runtime.optimizer.load_plain_state(plain)
+
+
+class SpikeRollback:
+    """The way back to a checkpoint in --save. Every method is called by all ranks together. disk: observed by tests.
+
+    Checkpoints from after the step gone back to are kept in `abandoned-N`. The entry in rollbacks.json decides: a run
+    that ends before it is written resumes from the spike, one that
+    ends after it from the checkpoint before.
+    """
+
+    def __init__(self, runtime: TrainingRuntime, loader: Loader, journal: Journal, disk: Disk | None = None) -> None:
+        checkpoint, training = runtime.plan.config.checkpoint, runtime.plan.config.training
+        assert checkpoint.save is not None and training.spike_rollback is not None
+        self._runtime, self._loader, self._journal, self._disk = runtime, loader, journal, disk or Disk()
+        self._root, self._back, self._limit = Path(checkpoint.save), training.spike_rollback, training.spike_limit
+        self._flags = dataclasses.replace(checkpoint, finetune=False, no_load_optim=False, no_load_rng=False)
+
+    def go_back(self, state: TrainingState, first_bad_step: int, why: str) -> bool:
+        """Load the --spike-rollback-th newest checkpoint from before first_bad_step, the oldest if there are fewer.
+
+        `state` becomes that position, with the samples from there to now skipped. Returns False, with nothing changed,
+        if there is no such checkpoint. Raises TrainingError if --spike-limit is reached, DataError if too few samples
+        are left, CheckpointError.
+        """
+        if state.account.rollbacks >= self._limit:
+            raise TrainingError(
+                f"step {state.step}: {why}; the run has gone back {state.account.rollbacks} times already "
+                f"(--spike-limit {self._limit}). Lower --lr, look at the data, or raise the limit"
+            )
+        resumed = self._load_before(first_bad_step)
+        if resumed is None:
+            return False
+        rollback = _rollback(state, resumed, why)
+        resumed.account = Account.from_dict(rollback.account)
+        train_samples = self._runtime.plan.config.training.train_samples
+        assert train_samples is not None
+        self._loader.skip(resumed.account.skipped, train_samples)
+        moved = self._commit(rollback)
+        state.become(resumed)
+        self._journal.rolled_back(rollback)
+        for remark in moved:
+            self._journal.say(remark)
+        return True
+
+    def _load_before(self, step: int) -> TrainingState | None:
+        root = self._root
+        complete = lambda: [s for s in steps_in(root) if s < step and is_complete(root / folder_name(s))]  # noqa: E731
+        steps = on_rank_0(complete, self._runtime.groups.world)
+        # the --spike-rollback-th newest; damaged ones are passed over for older ones
+        for candidate in reversed(steps[: max(1, len(steps) - self._back + 1)]):
+            try:
+                return load(self._runtime, self._root, dataclasses.replace(self._flags, ckpt_step=candidate)).state
+            except DamageError as error:
+                self._journal.say(f"passed over: {error}")
+        if steps:
+            raise CheckpointError(f"{self._root} holds no complete checkpoint from before step {step} to go back to")
+        return None
+
+    def _commit(self, rollback: Rollback) -> tuple[str, ...]:
+        """Write the rollback down and move the abandoned checkpoints; returns remarks on them."""
+
+        def write() -> tuple[str, ...]:
+            try:
+                write_rollback(self._root, rollback, self._disk)
+                return move_abandoned(self._root, self._disk)
+            except OSError as error:
+                text = f"the rollback cannot be recorded in {self._root}: {error.strerror}"
+                raise CheckpointError(text) from None
+
+        return on_rank_0(write, self._runtime.groups.world)
+
+
+def _rollback(state: TrainingState, resumed: TrainingState, why: str) -> Rollback:
+    """Return the entry for rollbacks.json."""
+    before, skipped = state.account, state.account.skipped
+    first, past = skipped.index(resumed.consumed_samples), skipped.index(state.consumed_samples - 1) + 1
+    after = Account(
+        skipped.plus(first, past),
+        before.rollbacks + 1,
+        before.discarded_samples + state.consumed_samples - resumed.consumed_samples,
+        before.discarded_tokens + state.consumed_tokens - resumed.consumed_tokens,
+    )
+    return Rollback(after.rollbacks, state.step, resumed.step, first, past, why, time.time(), after.to_dict())

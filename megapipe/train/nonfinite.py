@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megapipe.assembly.loss import LossAverage
 from megapipe.assembly.microbatches import Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.model.microbatch import StageLoss
 from megapipe.pipeline.engine import Step

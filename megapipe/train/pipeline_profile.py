@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects, gather_objects_at
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.trace import Event
 from megapipe.config.files import LoggingConfig
@@ -21,8 +21,8 @@ from megapipe.plan.hardware import peak_flops
 from megapipe.schedule.action import BUSY_OPS, parse_action
 from megapipe.train.journal import Journal, run_folder
 from megapipe.train.pipeline_profile import PipelineProfiler
+from megapipe.train.step import Timers
 from megapipe.train.stragglers import StragglerLog
-from megapipe.train.timers import Timers
 
 
 class Profiling:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megapipe.assembly.datasets import RunData, build_data
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.starts import Starts, clear_starts
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.groups import ProcessGroups, build_process_groups
@@ -21,13 +21,13 @@ from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
 from megapipe.topology import GROUP_NAMES
-from megapipe.train.agreement import StopRequest, stop_requests
 from megapipe.train.gpu_setup import check_fp8, graph_words, marks_of, prepare, unused, watched_memory
+from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
 from megapipe.train.loading import Resumed, count_this_start, resume, share_starts
 from megapipe.train.loop import Training
 from megapipe.train.saving import Saving, prepare_save
-from megapipe.train.timers import ACTION_LEVEL
+from megapipe.train.step import ACTION_LEVEL
 from megapipe.train.watch import heartbeat_of, watched
 
 AfterTraining = Callable[[TrainingRuntime, RunData, Journal], None]

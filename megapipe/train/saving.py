@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Retention, move_abandoned, prepare_root, step_of_folder
@@ -35,9 +35,7 @@ from megapipe.config.config import Config
 from megapipe.errors import CheckpointError
 from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
-from megapipe.train.loading import on_rank_0
-from megapipe.train.schedules import Schedules
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Schedules, TrainingState, on_rank_0
 
 
 class Saving:

@@ -1,33 +1,121 @@
-"""One optimizer step: forward and backward of all microbatches, gradient reduction, update.
+"""One optimizer step: forward and backward of all microbatches, gradient reduction, update; and the timers of its phases.
 
-Used by training, verification and tests.
-"""
+Used by training, verification and tests."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megapipe.assembly.loss import LossAverage, PendingLoss, StepLoss
-from megapipe.assembly.microbatches import Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.runtime import InferenceRuntime, TrainingRuntime
 from megapipe.comm.trace import Tracer
+from megapipe.data.batch import Batch
+from megapipe.data.loader import Loader
+from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.microbatch import Microbatch
+from megapipe.monitor.heartbeat import READING, Heartbeat
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.pipeline.engine import BegunRun, Step
-from megapipe.train.timers import Timers
+from megapipe.schedule.action import Op, parse_action
+from megapipe.train.state import Rates
+
+PHASE_LEVEL, ACTION_LEVEL = 1, 2
+
+ACTION_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward-input",
+    Op.W: "backward-weight",
+    Op.SEND_F: "send",
+    Op.SEND_B: "send",
+    Op.RECV_F: "post-receive",
+    Op.RECV_B: "post-receive",
+    Op.REDUCE_GRAD: "start-reduce",
+    Op.OVERLAP: "start-pair",
+}
+WAITING = "wait"  # for messages and parameters; not part of the forward or backward it happens in
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Learning rates and weight decay of one step."""
+class Timers:
+    """Seconds by phase since the last `take`, in order of first use.
 
-    lr: float
-    weight_decay: float
-    decoupled_lr: float | None = None
+    tracer: gets each phase as an event. heartbeat: gets each phase. marks: opened around each phase, for profilers.
+    clock: the device's own if None.
+    """
+
+    def __init__(
+        self,
+        level: int,
+        device: torch.device,
+        tracer: Tracer | None = None,
+        heartbeat: Heartbeat | None = None,
+        marks: Callable[[str], AbstractContextManager[Any]] | None = None,
+        clock: DeviceClock | None = None,
+    ) -> None:
+        self.level = level
+        self._marks = marks or (lambda name: nullcontext())
+        self._heartbeat = heartbeat
+        self._tracer = tracer
+        self._clock = clock or device_clock(device)
+        self._spans: list[tuple[str, int, int]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the step. Costs nothing below level 1 and without a tracer or heartbeat."""
+        with self._marks(name), nullcontext() if self._heartbeat is None else self._heartbeat.phase(name):
+            if self.level < PHASE_LEVEL and self._tracer is None:
+                yield
+            else:
+                yield from self._timed(name)
+
+    def _timed(self, name: str) -> Iterator[None]:
+        start = 0 if self._tracer is None else self._tracer.now()
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            if self._tracer is not None:
+                self._tracer.event(name, "phase", start, self._tracer.now())
+            if self.level >= PHASE_LEVEL:
+                self._spans.append((name, begin, self._clock.mark()))
+
+    def take(self, tracer: Tracer | None, num_steps: int) -> dict[str, float]:
+        """Return seconds per step of each phase, and at level 2 of each kind of action, over num_steps steps.
+
+        Clears the phases.
+        """
+        spans, self._spans = self._spans, []
+        taken: dict[str, float] = {}
+        for name, begin, end in spans:
+            taken[name] = taken.get(name, 0.0) + self._clock.seconds(begin, end)
+        if self.level >= ACTION_LEVEL and tracer is not None:
+            taken |= action_seconds(tracer)
+        return {name: seconds / max(num_steps, 1) for name, seconds in taken.items()}
+
+
+def action_seconds(tracer: Tracer) -> dict[str, float]:
+    """Return seconds by kind of action; waits inside a forward or backward are counted separately."""
+    seconds: dict[str, float] = {}
+    waits = tracer.of_kind("wait")
+    position = 0
+    for event in tracer.of_kind("action"):
+        waited = 0
+        while position < len(waits) and waits[position].start_ns < event.end_ns:
+            if waits[position].start_ns >= event.start_ns:
+                waited += waits[position].end_ns - waits[position].start_ns
+            position += 1
+        name = ACTION_NAMES[parse_action(event.name).op]
+        seconds[name] = seconds.get(name, 0.0) + (event.end_ns - event.start_ns - waited) / 1e9
+        if waited:
+            seconds[WAITING] = seconds.get(WAITING, 0.0) + waited / 1e9
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -58,6 +146,24 @@ class StepBatch:
     microbatches: Microbatches
     rates: Rates
     needs_result: bool = False
+
+
+def read_microbatches(
+    runtime: InferenceRuntime, loader: Loader, consumed: int, count: int, step: int | None
+) -> Microbatches:
+    """Return this rank's `count` microbatches after `consumed` samples of all ranks. step: None for evaluation, without
+    dropout.
+
+    Each is read when it is first asked for; the heartbeat counts the time as reading data.
+    """
+    training, dp_rank, dp = runtime.plan.config.training, runtime.coordinates.dp_rank, runtime.plan.topology.dp
+
+    def read(k: int) -> Batch:
+        with runtime.heartbeat.phase(READING):
+            return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
+
+    keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
+    return Microbatches(count, read, keys, runtime.device)
 
 
 class TrainStep:
@@ -124,7 +230,7 @@ class TrainStep:
             runtime.reducer.finish()
         if runtime.graphs is not None:
             runtime.graphs.after_step(step)
-        return self._average.start(reports, runtime, count)
+        return self._average.start(reports, runtime.groups, runtime.device, count)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> StepLoss:
@@ -136,7 +242,9 @@ class TrainStep:
             )
         runtime.gather.finish()
         step = Step(microbatches, runtime.message, self._average.objective(lambda: 1.0))
-        return self._average.start(runtime.forward_engine(count).run(step), runtime, count).wait()
+        return self._average.start(
+            runtime.forward_engine(count).run(step), runtime.groups, runtime.device, count
+        ).wait()
 
     def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
         runtime = self.runtime
@@ -207,7 +315,7 @@ class AsynchronousStep(TrainStep):
         with self._timers.phase("forward-backward"):
             reports = runtime.engine(count).run(self._engine_step(microbatches))
         updates.finish()
-        loss = self._average.start(reports, runtime, count).wait()
+        loss = self._average.start(reports, runtime.groups, runtime.device, count).wait()
         return StepResult(loss.loss, loss.num_tokens, runtime.optimizer.last_update(self._count_zero_gradients))
 
 

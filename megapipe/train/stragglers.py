@@ -10,13 +10,12 @@ from time import perf_counter_ns
 
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.channels import Channel, MessageTime
 from megapipe.comm.collectives import all_gather, gather_objects
 from megapipe.gpu.device_clock import EventClock
-from megapipe.monitor.heartbeat import Cause, StepTimes
+from megapipe.monitor.heartbeat import Cause, StepTimes, Wait
 from megapipe.monitor.process import host
-from megapipe.monitor.record import Wait
 from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers, straggler_text
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES

@@ -20,7 +20,11 @@ from megapipe.config.config import Config
 from megapipe.environment import Environment
 from megapipe.errors import CommunicationError, ConfigError
 from megapipe.monitor.diagnosis import silent_hosts
-from megapipe.monitor.folder import (
+from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.process import host, process_space, start_ticks
+from megapipe.monitor.roster import (
+    Member,
+    Roster,
     base_folder,
     live_folder,
     record_path,
@@ -30,9 +34,6 @@ from megapipe.monitor.folder import (
     write_live_roster,
     write_roster,
 )
-from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.monitor.process import host, process_space, start_ticks
-from megapipe.monitor.roster import Member, Roster
 from megapipe.monitor.watchdog import Watchdog
 from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES, Topology

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.gpu.copies import HostPool
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import rank_memory
-from megapipe.train.step import Rates, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import train_step
 from tests.assembly.test_planned_memory import UNEVEN, make_plan
 from tests.harness import RankPool
 from tests.pipeline.late_copies import LateCopies

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
@@ -25,7 +25,8 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.step import Rates, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import train_step
 from tests.harness import RankPool
 
 UNEVEN = {"pipeline_model_parallel_layout": "Ettt|tt|t|L", "num_layers": 6}

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm import collectives
 from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.traffic import step_bytes
-from megapipe.train.step import Rates, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import train_step
 from tests.assembly.test_planned_memory import make_plan
 from tests.harness import RankPool
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megapipe.assembly.microbatches import Keys
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import deferred_bytes

@@ -12,8 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megapipe.comm.store_exchange import StoreExchange
-from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.monitor.record import read_snapshot
+from megapipe.monitor.heartbeat import Heartbeat, read_snapshot
 
 
 def until(question, seconds: float = 10.0) -> bool:  # type: ignore[no-untyped-def]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megapipe.checkpoint.attempt import FinishResult, SaveReport
 from megapipe.comm.wire import pack, unpack
 from megapipe.errors import CheckpointError, CommunicationError
-from megapipe.monitor.record import Wait
+from megapipe.monitor.heartbeat import Wait
 from megapipe.monitor.roster import Member
 from megapipe.topology import Coordinates
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.plan.memory import rank_memory
-from megapipe.train.step import Rates, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -22,7 +22,7 @@ from megapipe.gpu.libraries import AttentionShape, FlashAttention
 from megapipe.gpu.transformer_engine import TransformerEngine
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 from tests.gpu.stand_ins import NAMES, installed
 from tests.harness import RankPool
 from tests.model.grids import (

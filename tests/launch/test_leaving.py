@@ -15,7 +15,7 @@ from tests.launch.scripts import REPOSITORY, environment
 LEAVES = """
 import signal, sys
 from megapipe.errors import CommunicationError, TrainingError
-from megapipe.train.agreement import stop_requests
+from megapipe.train.guard import stop_requests
 
 with stop_requests(True) as request:
     if sys.argv[1] == "terminated":

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose, report_text, table, waits_for
+from megapipe.monitor.heartbeat import MOST_GROUPS, Record, Snapshot, Wait
 from megapipe.monitor.process import ProcessState
-from megapipe.monitor.record import MOST_GROUPS, Record, Snapshot, Wait
 from megapipe.monitor.roster import Member, Roster, Sighting
 
 LIMIT = 10.0

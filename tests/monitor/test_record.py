@@ -8,8 +8,17 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
-from megapipe.monitor.record import FILE_BYTES, SLOT_AT, SLOT_BYTES, Wait, pack_slot, read_slot, read_snapshot
+from megapipe.monitor.heartbeat import (
+    FILE_BYTES,
+    PATIENCE,
+    SLOT_AT,
+    SLOT_BYTES,
+    Heartbeat,
+    Wait,
+    pack_slot,
+    read_slot,
+    read_snapshot,
+)
 
 TEXTS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), max_size=18)
 FIELDS = st.tuples(

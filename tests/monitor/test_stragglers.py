@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.heartbeat import Heartbeat, WaitClock
-from megapipe.monitor.record import Wait, read_snapshot
+from megapipe.monitor.heartbeat import Heartbeat, Wait, WaitClock, read_snapshot
 from megapipe.monitor.stragglers import (
     RankPace,
     SlowGroup,

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.monitor.folder import record_path
-from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.heartbeat import Heartbeat, Wait
 from megapipe.monitor.process import process_space, start_ticks
-from megapipe.monitor.record import Wait
-from megapipe.monitor.roster import Member, Roster
+from megapipe.monitor.roster import Member, Roster, record_path
 from megapipe.monitor.watchdog import Watchdog
 
 LIMIT_SECONDS = 0.4

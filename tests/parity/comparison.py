@@ -14,7 +14,7 @@ from megapipe.extras.verify.inputs import drawn_slices, random_batches
 from megapipe.extras.verify.parity import compare_with_oracle
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 from tests.harness import RankFailure, RankPool
 from tests.parity.configuration import configuration
 from tests.parity.options import Grid, world_of

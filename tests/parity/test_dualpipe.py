@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.extras.verify.inputs import drawn_slices, random_batches, share_of
 from megapipe.plan.resolve import resolve
-from megapipe.train.step import Rates, TrainStep
+from megapipe.train.state import Rates
+from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.configuration import configuration

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from megapipe.assembly.microbatches import Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.parallel import ParallelConfig
 from megapipe.extras.verify.inputs import drawn_slices, random_batches, share_of, whole_weights
 from megapipe.extras.verify.oracle import Oracle
 from megapipe.plan.resolve import resolve
-from megapipe.train.step import Rates, TrainStep
+from megapipe.train.state import Rates
+from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import assert_equals_reference
 from tests.parity.configuration import configuration

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import Config

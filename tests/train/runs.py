@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.tensor_box import tensor_box
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config

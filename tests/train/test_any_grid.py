@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL, open_folder
@@ -27,8 +27,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.topology import GROUP_NAMES, Topology
 from megapipe.train.loading import load
 from megapipe.train.saving import boxes_to_save, save
-from megapipe.train.schedules import Schedules
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
 from tests.train.runs import expected, runtime_of, tiny
 from tests.train.test_resume import train

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.folder import steps_in
 from megapipe.data_parallel.checksum import raw_bytes
 from megapipe.train.step import TrainStep

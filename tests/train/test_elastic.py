@@ -11,8 +11,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.loading import load
 from megapipe.train.saving import save
-from megapipe.train.schedules import Schedules
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
 from tests.train.jobs import furthest, job_on_rank, steps_of
 from tests.train.runs import runtime_of

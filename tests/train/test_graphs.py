@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import DocumentRules
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel import cross_entropy, embedding
 from megapipe.train.nonfinite import OutputWatch, repeat_step
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 from tests.harness import RankPool
 from tests.pipeline.tape import Pool, TapeRecorder
 from tests.train.grids import step_microbatches, trainer

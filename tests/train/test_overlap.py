@@ -16,7 +16,7 @@ from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.trace import Event, Tracer
 from megapipe.data_parallel import gather as gather_module
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.runs import tiny

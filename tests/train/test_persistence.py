@@ -20,8 +20,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.loading import load
 from megapipe.train.saving import prepare_save, save
-from megapipe.train.schedules import Schedules
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
 from tests.train.runs import differences, runtime_of, scramble, state_of
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.trace import Event, Tracer
 from megapipe.model.block import Block
 from megapipe.optimizer import optimizer as optimizer_module
@@ -25,7 +25,8 @@ from megapipe.optimizer.gradient_norm import ModelSum
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.optimizer.rollback import EarlyUpdatePolicy
 from megapipe.train import saving as saving_module
-from megapipe.train.step import PostValidationStep, Rates, StepBatch, StepResult, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import PostValidationStep, StepBatch, StepResult, train_step
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches
 from tests.train.jobs import job_on_rank, steps_of

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.config.yaml_file import to_yaml
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.train.loading import load
 from megapipe.train.saving import save
-from megapipe.train.schedules import Schedules
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.train.runs import runtime_of, state_of

@@ -17,7 +17,8 @@ from megapipe.checkpoint.manifest import read_manifest
 from megapipe.checkpoint.rollbacks import read_rollbacks
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
-from megapipe.train.spikes import SpikeRollback, SpikeWatch
+from megapipe.train.guard import SpikeWatch
+from megapipe.train.loading import SpikeRollback
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank, lines_of, steps_of
 from tests.train.test_saving import contents

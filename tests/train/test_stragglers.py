@@ -16,9 +16,8 @@ from megapipe.comm.channels import Channel
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.gpu.device_clock import EventClock
 from megapipe.model.stage import GPTStage
-from megapipe.monitor.heartbeat import Heartbeat
+from megapipe.monitor.heartbeat import Heartbeat, Wait
 from megapipe.monitor.process import host
-from megapipe.monitor.record import Wait
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import stragglers
 from megapipe.train.stragglers import StragglerLog, transit

@@ -20,7 +20,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.train.journal import Journal
 from megapipe.train.metrics import Console, EvaluationMetrics, JsonLines
 from megapipe.train.run import pretrain
-from megapipe.train.timers import Timers, action_seconds
+from megapipe.train.step import Timers, action_seconds
 from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import TINY, job, lines_of, steps_of
 

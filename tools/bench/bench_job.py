@@ -20,7 +20,7 @@ from plain_loop import PlainLoop, Shape
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
@@ -35,7 +35,8 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.schedule.simulate import Costs, simulate
-from megapipe.train.step import Rates, StepResult, TrainStep
+from megapipe.train.state import Rates
+from megapipe.train.step import StepResult, TrainStep
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 SEED = 1234

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
@@ -35,7 +35,8 @@ from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.simulate import Costs, simulate
-from megapipe.train.step import Rates, StepBatch, StepResult, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import StepBatch, StepResult, train_step
 
 MODEL = (
     "--num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import InferenceRuntime
+from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megapipe.assembly.datasets import RunData
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import Generator, Limits
 from megapipe.extras.inference.sampling import Sampling

@@ -29,7 +29,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megapipe.assembly.inference_runtime import InferenceRuntime
+    from megapipe.assembly.runtime import InferenceRuntime
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SavedModel:
 
     def runtime(self) -> InferenceRuntime:
         """Join the other ranks, build the stages and load the weights."""
-        from megapipe.assembly.inference_runtime import InferenceRuntime
+        from megapipe.assembly.runtime import InferenceRuntime
         from megapipe.checkpoint.folder import open_folder
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups

@@ -15,8 +15,7 @@ from typing import Any
 
 from megapipe.errors import MegapipeError
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
-from megapipe.monitor.folder import read_folder
-from megapipe.monitor.roster import Sighting
+from megapipe.monitor.roster import Sighting, read_folder
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.fake_backend import Ledger
 from megapipe.comm.groups import ProcessGroups, fake_process_groups
 from megapipe.comm.trace import Tracer
@@ -24,7 +24,8 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op, parse_action
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.nonfinite import OutputWatch
-from megapipe.train.step import Rates, train_step
+from megapipe.train.state import Rates
+from megapipe.train.step import train_step
 
 META = torch.device("meta")
 STATE = ("weights", "gradients", "optimizer", "rollback")

@@ -17,7 +17,7 @@ from megapipe.formatting import bytes_text, range_text, text_table
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op, parse_action
-from megapipe.train.schedules import Schedules
+from megapipe.train.state import Schedules
 
 NOT_COUNTED = "workspace inside kernels, allocator slack, NCCL, the CUDA context"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.assembly.inference_runtime import InferenceRuntime
+from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.channels import MessageSpec
 from megapipe.comm.collectives import all_gather, broadcast
 from megapipe.errors import ConfigError

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import InferenceRuntime
+from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import Microbatch, StageLoss

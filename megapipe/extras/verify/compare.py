@@ -10,8 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import parameter_dtype
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.config.config import Config
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import DrawSlice
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import DrawSlice, TrainingRuntime
 from megapipe.config.config import ResolvedConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.model.init import draw

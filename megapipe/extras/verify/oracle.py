@@ -21,7 +21,7 @@ from megapipe.extras.verify.inputs import GlobalBatch
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 
 FROM_TRAINING = ("label_smoothing", "z_loss")  # fields of ReferenceConfig that the training section has
 OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}

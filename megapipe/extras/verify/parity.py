@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megapipe.assembly.inference_runtime import DrawSlice, parameter_dtype
 from megapipe.assembly.loss import PendingLoss
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import DrawSlice, TrainingRuntime, parameter_dtype
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier, broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
@@ -39,8 +38,8 @@ from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.run import join
-from megapipe.train.schedules import Schedules
-from megapipe.train.step import AsynchronousStep, Rates, StepResult, TrainStep
+from megapipe.train.state import Rates, Schedules
+from megapipe.train.step import AsynchronousStep, StepResult, TrainStep
 
 EXIT_CODE_DIFFERENT = 1
 MAX_REPEATS = 60  # of a step whose gradients overflow while a dynamic loss scale falls

@@ -177,7 +177,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     """
     import dataclasses
 
-    from megapipe.assembly.training_runtime import TrainingRuntime
+    from megapipe.assembly.runtime import TrainingRuntime
     from megapipe.comm.groups import build_process_groups
     from megapipe.config.yaml_file import to_yaml
     from megapipe.model.microbatch import Microbatch

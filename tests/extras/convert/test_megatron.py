@@ -30,8 +30,7 @@ from megapipe.extras.convert.megatron_write import Grid
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
 from megapipe.layers.model import model_parameters
-from megapipe.train.schedules import Schedules
-from megapipe.train.state import TrainingState
+from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
 from tests.train import jobs
 from tests.train.jobs import job

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.assembly.inference_runtime import InferenceRuntime
+from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig, PrecisionConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig

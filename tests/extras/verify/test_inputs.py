@@ -10,7 +10,7 @@ import torch
 from megapipe.extras.verify.inputs import drawn_slices, random_batches, whole_weights
 from megapipe.extras.verify.oracle import Oracle
 from megapipe.plan.resolve import resolve
-from megapipe.train.step import Rates
+from megapipe.train.state import Rates
 from tests.extras.verify.grids import given_slices
 from tests.tiny import LLAMA, tiny_config
 

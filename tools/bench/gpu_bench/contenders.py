@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpu_bench.plain import PlainLlama
 from gpu_bench.shapes import CLIP, LR, WEIGHT_DECAY, Shape, configuration
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.training_runtime import TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules

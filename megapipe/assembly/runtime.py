@@ -1,0 +1,361 @@
+"""The live objects of one rank, built from a RunPlan: `InferenceRuntime` holds stages with their parameters and runs them
+forwards; `TrainingRuntime` adds reducer, all-gather, optimizer, CUDA graphs, offload and training engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.checkpoint.folder import CheckpointFolder
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
+from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.groups import Group, ProcessGroups, second_communicator
+from megapipe.comm.trace import Tracer
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.gather import ParameterGather
+from megapipe.data_parallel.reducer import GradientReducer
+from megapipe.dtypes import DTYPES
+from megapipe.gpu.copies import copies_for
+from megapipe.gpu.kernels import choose_kernels
+from megapipe.gpu.libraries import Apex
+from megapipe.gpu.streams import StageStreams
+from megapipe.layers.shape import comm_chunks
+from megapipe.model.init import draw
+from megapipe.model.stage import GPTStage
+from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
+from megapipe.optimizer.optimizer import Optimizer
+from megapipe.pipeline.engine import Engine
+from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, Recorder, StageGraphs
+from megapipe.pipeline.offload import Offload, RowOffload, StageOffload
+from megapipe.pipeline.stage import Stage, StageRunner
+from megapipe.plan.offload import row_moves, stage_groups
+from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Op
+from megapipe.schedule.weight_versions import WeightVersions
+from megapipe.sharding.audit import audit_buffers
+from megapipe.sharding.boxes import pieces
+from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.weight_gradient import WeightQueue
+from megapipe.topology import GROUP_NAMES
+
+DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
+
+
+def parameter_dtype(name: str) -> torch.dtype:
+    """Return the dtype of weights, activations and pipeline messages for a name in the configuration."""
+    found: torch.dtype = getattr(torch, DTYPES[name].torch_name)
+    return found
+
+
+class InferenceRuntime:
+    """Stages with their parameters in flat buffers, their channels, and engines that run them forwards: for generation
+    and evaluation.
+
+    groups: this rank's process groups. draw_slice: initial values instead of those drawn from the seed. tracer: records
+    actions; the groups carry their own. trains: with main gradients, queues for split backwards, and the weight
+    versions that the schedule needs.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        groups: ProcessGroups,
+        device: torch.device,
+        draw_slice: DrawSlice | None = None,
+        tracer: Tracer | None = None,
+        *,
+        trains: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.groups = groups
+        self.device = device
+        self.tracer = tracer
+        self.heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)  # a placeholder without a watchdog
+        self.coordinates = plan.topology.coordinates(groups.world.global_rank)
+        self.parameter_dtype = parameter_dtype(plan.config.precision.dtype)
+        # main gradients, master weights and moments: at least fp32
+        self.main_dtype = torch.promote_types(self.parameter_dtype, torch.float32)
+        self.kernels = choose_kernels(plan.config, plan.splits_backward)
+        outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
+        self._slot_factory = partial(GradientSlot, kernel=outer)
+        self.stages: dict[int, GPTStage] = {}
+        self.runners: dict[int, StageRunner] = {}
+        self.buffers: dict[int, StageBuffers] = {}
+        held = plan.placement.stages_of(self.coordinates.pp_rank)
+        for stage, tp in zip(held, self._tensor_parallel_groups(len(held), trains), strict=True):
+            self._add_stage(stage, tp, draw_slice or self._draw, trains)
+        self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
+        self._forward_engines: dict[int, Engine] = {}
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True if this rank computes losses."""
+        return self.plan.placement.num_stages - 1 in self.stages
+
+    @property
+    def reports_loss(self) -> bool:
+        """True on the one rank, of all that compute a microbatch's loss, whose report is counted."""
+        return self.is_last_stage and self.coordinates.tp_rank == 0
+
+    def forward_engine(self, num_microbatches: int) -> Engine:
+        """Return the engine of this rank's forward-only row."""
+        if num_microbatches not in self._forward_engines:
+            schedule = self.plan.forward_schedule(num_microbatches)
+            pp_rank, heartbeat = self.coordinates.pp_rank, self.groups.world.heartbeat
+            engine = Engine(schedule, pp_rank, self.runners, self.channels, tracer=self.tracer, heartbeat=heartbeat)
+            self._forward_engines[num_microbatches] = engine
+        return self._forward_engines[num_microbatches]
+
+    def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
+        """Return what crosses a stage boundary: hidden states [s, b, h], or [s / tp, b, h] with sequence parallelism.
+
+        seq: --seq-length if None.
+        """
+        model, tp = self.plan.config.model, self.plan.topology.tp
+        seq = model.seq_length if seq is None else seq
+        length = seq // tp if self.plan.config.parallel.sequence_parallel else seq
+        return (
+            MessageSpec((length, self.plan.config.training.micro_batch_size, model.hidden_size), self.parameter_dtype),
+        )
+
+    def finish_parameters(self) -> None:
+        """Return when all parameters are up to date: at once, as inference does not update them."""
+
+    def held_weights(self, key: str = "weights") -> Iterator[tuple[bool, TensorBox]]:
+        """Yield every piece of a parameter on this rank but vocabulary padding, as a box named `key`/parameter.
+
+        The flag is True if, of all ranks that hold the piece, this one writes it to a checkpoint.
+        """
+        for stage, stage_buffers in self.buffers.items():
+            for buffer in stage_buffers.buffers:
+                is_copy = buffer.layout.kind == "tied" and stage != 0
+                for slot in buffer.layout.slots:
+                    for piece in pieces(slot.spec, self.groups.tp.rank, self.groups.tp.size):
+                        values = buffer.parameters[slot.start + piece.start : slot.start + piece.stop]
+                        box = tensor_box(key, piece, values)
+                        if box is not None:
+                            yield piece.owned and not is_copy and self.groups.replicas.rank == 0, box
+
+    def load_weights(self, folder: CheckpointFolder) -> int:
+        """Fill the parameters from a checkpoint of any grid; called by all ranks. Returns the bytes filled on this
+        rank.
+
+        Takes the master weights where the checkpoint holds them, rounded to the parameters' dtype as the optimizer
+        rounds them. Vocabulary padding becomes zero. Raises CheckpointError on all ranks.
+        """
+        key = "master" if folder.manifest.holds("master") else "weights"
+        for stage_buffers in self.buffers.values():
+            for buffer in stage_buffers.buffers:
+                buffer.parameters.zero_()
+        return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
+
+    def _tensor_parallel_groups(self, num_stages: int, trains: bool) -> list[Group]:
+        """Return the tp group of each stage on this rank.
+
+        The two stages of an overlapped pair compute at the same time, so each has its own communicators.
+        """
+        tp = self.groups.tp
+        if trains and num_stages == 2 and tp.size > 1 and self.plan.overlaps_stages:
+            return [tp, second_communicator(tp)]
+        return [tp] * num_stages
+
+    def _add_stage(self, stage: int, tp_group: Group, draw_slice: DrawSlice, trains: bool) -> None:
+        plan, tp_rank, tp = self.plan, self.coordinates.tp_rank, self.plan.topology.tp
+        layouts = plan.buffers(stage, tp_rank)
+        audit_buffers(plan.stage_specs[stage], layouts, tp_rank, tp)
+        queue = WeightQueue() if trains else None
+        module = GPTStage(
+            plan.config.model,
+            plan.partition.stages[stage],
+            tp_group,
+            sequence_parallel=plan.config.parallel.sequence_parallel,
+            recompute=plan.config.recompute,
+            loss=plan.config.training,
+            weight_queue=queue,
+            kernels=self.kernels,
+            chunks=comm_chunks(plan.config.parallel),
+        )
+        num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
+        buffers = StageBuffers(
+            layouts, self.device, self.parameter_dtype, self.main_dtype if trains else None, num_versions
+        )
+        lender = self.buffers[0] if plan.borrows_embedding(stage) else None
+        buffers.materialize(
+            module, lambda spec: draw_slice(spec, tp_rank, tp), self._slot_factory if trains else None, lender
+        )
+        self.stages[stage] = module
+        self.buffers[stage] = buffers
+        self.runners[stage] = StageRunner(module, queue, module.begin_row)
+
+    def _draw(self, spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+        return draw(spec, tp_rank, tp, self.plan.config.training.seed, self.main_dtype)
+
+
+class RowUpdates:
+    """The engine's `StageWeights` (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
+
+    An update sums the stage's gradients over its replicas, averages them over the microbatches of the update and
+    applies them to the master weights of this rank's shards; the new weights become the newest version. Other stages
+    update at their own times, so nothing here communicates with them. buffers: of the one stage on this rank.
+    num_replicas: size of its replica group.
+    """
+
+    def __init__(
+        self, buffers: StageBuffers, reducer: GradientReducer, optimizer: Optimizer, num_replicas: int
+    ) -> None:
+        self._buffers, self._reducer, self._optimizer, self._num_replicas = buffers, reducer, optimizer, num_replicas
+        self._versions = WeightVersions((), (0,), ())
+        self._rates: tuple[float, float, float | None] = (0.0, 0.0, None)
+        self._first = self._num_done = 0
+
+    def begin(
+        self, versions: WeightVersions, lr: float, weight_decay: float, decoupled_lr: float | None = None
+    ) -> None:
+        """Prepare for a row, whose version 0 is the newest one now. The rates hold for all of its updates."""
+        self._versions, self._rates = versions, (lr, weight_decay, decoupled_lr)
+        self._first, self._num_done = self._buffers.newest, 0
+        self._reducer.begin_step(versions.group_sizes[0])
+
+    def use(self, stage: int, microbatch: int) -> None:
+        """Install the version of this microbatch."""
+        self._buffers.install(self._place_of(self._versions.version_of[microbatch]))
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """Run one optimizer step of this rank. Afterwards the gradient buffers hold the average that it applied."""
+        sizes = self._versions.group_sizes
+        self._reducer.finish()
+        denominator = sizes[self._num_done] * self._num_replicas
+        self._num_done += 1
+        self._buffers.newest = self._place_of(self._num_done)
+        self._optimizer.update(1.0 / denominator, *self._rates)
+        if self._num_done < len(sizes):
+            self._reducer.begin_step(sizes[self._num_done])
+
+    def finish(self) -> None:
+        """Install the newest version after a row: evaluation, saving and the next row start from it."""
+        self._buffers.install(self._buffers.newest)
+
+    def _place_of(self, version: int) -> int:
+        return (self._first + self._versions.buffer_of[version]) % self._buffers.num_versions
+
+
+class TrainingRuntime(InferenceRuntime):
+    """Stages with their parameters in flat buffers; reducer, all-gather, optimizer and engines.
+
+    groups, draw_slice, tracer: as in InferenceRuntime. marks: as in Engine. recorder: records the graphs of
+    --cuda-graph-impl local (CUDA graphs if None).
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        groups: ProcessGroups,
+        device: torch.device,
+        draw_slice: DrawSlice | None = None,
+        tracer: Tracer | None = None,
+        marks: Callable[[str], AbstractContextManager[Any]] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(plan, groups, device, draw_slice, tracer, trains=True)
+        parallel = plan.config.parallel
+        self.reducer = GradientReducer(
+            self.buffers, groups, overlap=parallel.overlap_grad_reduce, reduce_in_bf16=parallel.grad_reduce_in_bf16
+        )
+        order = plan.order_of_first_use(self.coordinates.pp_rank)
+        self.gather = ParameterGather(
+            self.buffers, order, groups.replicas, overlap=parallel.overlap_param_gather, tracer=tracer
+        )
+        for stage, module in self.stages.items():
+            self.gather.wait_inside(stage, module, module.parts())
+        self.optimizer = Optimizer(
+            self.buffers, groups, plan.config.optimizer, plan.config.precision, self.gather, self.kernels.optimizer
+        )
+        self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
+        self.updates: RowUpdates | None = None  # of asynchronous schedules
+        if not plan.is_synchronous:
+            (own,) = self.buffers.values()
+            self.updates = RowUpdates(own, self.reducer, self.optimizer, groups.dp_cp.size)
+        self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
+        self.marks = marks
+        self.offload = self._build_offload() if plan.config.offload.cpu_offloading_num_layers else None
+        self._engines: dict[int, Engine] = {}
+
+    def finish_parameters(self) -> None:
+        """Return when all parameters are up to date."""
+        self.gather.finish()
+
+    def engine(self, num_microbatches: int) -> Engine:
+        """Return the engine of this rank's row for a step of this many microbatches."""
+        if num_microbatches not in self._engines:
+            schedule, pp_rank = self.plan.schedule(num_microbatches), self.coordinates.pp_rank
+            self._engines[num_microbatches] = Engine(
+                schedule,
+                pp_rank,
+                self.runners if self.graphs is None else self._captured_stages(self.graphs, num_microbatches),
+                self.channels,
+                self.reducer.reduce,
+                self.tracer,
+                self._stage_streams if Op.OVERLAP in schedule.ops else None,
+                self.updates,
+                self.plan.head_start(num_microbatches)[pp_rank],
+                self.groups.world.heartbeat,
+                self.marks,
+                None if self.offload is None else self._row_offload(self.offload, num_microbatches),
+            )
+        return self._engines[num_microbatches]
+
+    def _build_graphs(self, recorder: Recorder | None) -> RankGraphs:
+        return RankGraphs(
+            {stage: self._stage_graphs(stage) for stage in self.stages},
+            self.plan.num_slots(self.coordinates.pp_rank),
+            self.plan.placement.num_stages - 1,
+            self.plan.config.gpu.cuda_graph_warmup_steps,
+            self.device,
+            recorder or CudaRecorder(),
+            settle=self.gather.finish,
+            # a dropout key differs for each microbatch and is no tensor: graphs are recorded without one
+            example=partial(replace, dropout_key=None),
+            during=partial(self.heartbeat.phase, "recording graphs", PATIENCE),
+        )
+
+    def _stage_graphs(self, stage: int) -> StageGraphs:
+        module, buffers = self.stages[stage], self.buffers[stage]
+
+        def prepare() -> None:
+            self.gather.wait(stage)
+            if self.plan.borrows_embedding(stage):
+                self.gather.wait(0)
+            module.cast_weights()
+
+        def fixed_tensors() -> list[torch.Tensor]:
+            return [*module.parameters(), *(buffer.gradients for buffer in buffers.buffers)]
+
+        return StageGraphs(stage, self.runners[stage], fixed_tensors, prepare, self.plan.splits_backward)
+
+    def _captured_stages(self, graphs: RankGraphs, num_microbatches: int) -> Mapping[int, Stage]:
+        slots = self.plan.slots(num_microbatches, self.coordinates.pp_rank)
+        return {
+            stage: CapturedStage(captured, {m: slot for (number, m), slot in slots.items() if number == stage})
+            for stage, captured in graphs.stages.items()
+        }
+
+    def _build_offload(self) -> Offload:
+        """Return what moves activations to the host and back, and let the stages run their layers through it."""
+        offload = Offload(copies_for(self.device), self.plan.config.offload.min_offloaded_tensor_size)
+        for stage, module in self.stages.items():
+            module.group_runner = StageOffload(offload, stage)
+        return offload
+
+    def _row_offload(self, offload: Offload, num_microbatches: int) -> RowOffload:
+        plan, pp_rank = self.plan, self.coordinates.pp_rank
+        groups = {stage: stage_groups(plan, stage) for stage in plan.placement.stages_of(pp_rank)}
+        row = plan.schedule(num_microbatches).rows[pp_rank]
+        return RowOffload.of(offload, row_moves(plan, num_microbatches, pp_rank), row, groups)
