@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megapipe.extras.report.svg import svg
+from megapipe.extras.report.timeline import svg
 from megapipe.schedule.compare import Model, measure
 from megapipe.schedule.families import SCHEDULES, build_schedule
 

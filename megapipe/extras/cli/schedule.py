@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.report.grid import grid_text
-from megapipe.extras.report.svg import svg
+from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.compare import Measures, Model, Refusal, Seconds, compare, measure

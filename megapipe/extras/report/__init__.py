@@ -4,6 +4,5 @@
 - `page`:     the HTML report, with page.css and page.js inlined
 - `charts`:   charts over steps as SVG
 - `pipeline`: the section on plan and measurement; `comparison_svg`: its drawing
-- `about`:    sections on grid, configuration, starts and versions; `settings`: changed settings; `messages`: formats
-- `svg`, `grid`: a schedule or timeline as SVG or text
+- `timeline`: a simulated timeline as SVG or text
 """

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from megapipe.extras.report.comparison_svg import round_step
 from megapipe.extras.report.folder import Record, Run
-from megapipe.extras.report.messages import number
+from megapipe.extras.report.timeline import round_step
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn
@@ -47,112 +46,102 @@ class Chart:
     height: int = 220
 
 
-def chart_svg(chart: Chart) -> str:
-    """Return the chart as SVG; '' if no curve has a point."""
-    points = [point for curve in chart.curves for point in curve.points]
-    if not points:
-        return ""
-    frame = _Frame.of(chart, points)
-    head = (
-        f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{escape(chart.title)}" '
-        f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {chart.height - BOTTOM}" '
-        f'data-unit="{escape(chart.unit)}">'
-    )
-    parts = [head, *_grid(chart, frame)]
-    for step, text in chart.marks:
-        x = frame.x(step)
-        parts.append(
-            f'<line class="mark" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{chart.height - BOTTOM}">'
-            f"<title>{escape(text)}</title></line>"
-        )
-    parts += [_curve(curve, frame) for curve in chart.curves if curve.points]
-    parts.append('<g class="hover" visibility="hidden"><line/></g>')
-    data = [
-        {"name": curve.name, "colour": curve.colour, "points": _rounded(thinned(curve.points))}
-        for curve in chart.curves
-        if curve.kind != "lost"
-    ]
-    parts.append(f"<metadata>{escape(json.dumps(data, separators=(',', ':')), quote=False)}</metadata></svg>")
-    return "".join(parts)
+def number(value: float) -> str:
+    """Return a number in short form: 12,300; 0.0042; 1.2M."""
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e9:.3g}G" if size >= 1e9 else f"{value / 1e6:.3g}M"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size and size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.4g}"
 
 
-@dataclass(frozen=True)
 class _Frame:
-    chart: Chart
-    low_x: float
-    high_x: float
-    low: float
-    high: float
+    """The axes of a chart; with a logarithmic y axis, low and high are powers of ten."""
 
-    @staticmethod
-    def of(chart: Chart, points: Sequence[Point]) -> _Frame:
+    def __init__(self, chart: Chart, points: Sequence[Point]) -> None:
+        self.chart = chart
         xs, ys = [x for x, _ in points], [y for _, y in points]
-        if chart.is_logarithmic and min(ys) > 0:
+        self.is_logarithmic = chart.is_logarithmic and min(ys) > 0
+        low, high = (0.0 if chart.from_zero else min(ys)), max(ys)
+        if self.is_logarithmic:
             low, high = math.log10(min(ys)), math.log10(max(ys))
-        else:
-            low, high = (0.0 if chart.from_zero else min(ys)), max(ys)
         if high - low < 1e-12 * max(1.0, abs(high)):
-            low, high = (
-                (0.0, high * 1.2)
-                if chart.from_zero and high
-                else (low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1))
-            )
+            if chart.from_zero and high:
+                low, high = 0.0, high * 1.2
+            else:
+                low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
         pad = 0.06 * (high - low)
-        low_x, high_x = min(xs), max(xs)
-        if high_x == low_x:
-            low_x, high_x = low_x - 1, high_x + 1
-        return _Frame(chart, low_x, high_x, low if chart.from_zero else low - pad, high + pad)
+        self.low, self.high = low if chart.from_zero else low - pad, high + pad
+        self.low_x, self.high_x = min(xs), max(xs)
+        if self.high_x == self.low_x:
+            self.low_x, self.high_x = self.low_x - 1, self.high_x + 1
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (self.chart.width - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        place = math.log10(value) if self.is_logarithmic else value
-        return (
-            self.chart.height
-            - BOTTOM
-            - (place - self.low) / (self.high - self.low) * (self.chart.height - TOP - BOTTOM)
-        )
+        share = ((math.log10(value) if self.is_logarithmic else value) - self.low) / (self.high - self.low)
+        return self.chart.height - BOTTOM - share * (self.chart.height - TOP - BOTTOM)
 
-    @property
-    def is_logarithmic(self) -> bool:
-        return self.chart.is_logarithmic and all(value > 0 for curve in self.chart.curves for _, value in curve.points)
+    def ticks(self) -> Iterator[float]:
+        """Yield the values at the y axis."""
+        low, high = self.low, self.high
+        if self.is_logarithmic:
+            if high - low > 0.9:
+                yield from (10.0**power for power in range(math.ceil(low), math.floor(high) + 1))
+                return
+            low, high = 10**low, 10**high
+        step = round_step((high - low) / 4)
+        for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+            if not self.is_logarithmic or index > 0:
+                yield index * step
 
 
-def _grid(chart: Chart, frame: _Frame) -> Iterator[str]:
-    for value in _ticks(frame):
+def chart_svg(chart: Chart) -> str:
+    """Return the chart as SVG; '' if no curve has a point."""
+    points = [point for curve in chart.curves for point in curve.points]
+    if not points:
+        return ""
+    frame = _Frame(chart, points)
+    right, bottom = chart.width - RIGHT, chart.height - BOTTOM
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {chart.width} {chart.height}" role="img" aria-label="{escape(chart.title)}" '
+        f'data-frame="{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}" '
+        f'data-unit="{escape(chart.unit)}">'
+    ]
+    for value in frame.ticks():
         y = frame.y(value)
-        yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{chart.width - RIGHT}" y2="{y:.1f}"/>'
-        yield f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
+        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
     step = max(1.0, round_step((frame.high_x - frame.low_x) / max(2, chart.width // 110)))
     first = math.ceil(frame.low_x / step) * step
     for index in range(int((frame.high_x - first) / step + 1e-9) + 1):
         value = first + index * step
-        x = frame.x(value)
-        place = f'x="{x:.1f}" y="{chart.height - BOTTOM + 16}"'
-        yield f'<text class="tick" {place} text-anchor="middle">{number(value)}</text>'
-    yield f'<text class="tick" x="{chart.width - RIGHT}" y="{chart.height - 2}" text-anchor="end">step</text>'
-
-
-def _ticks(frame: _Frame) -> Iterator[float]:
-    if frame.is_logarithmic and frame.high - frame.low > 0.9:
-        for power in range(math.ceil(frame.low), math.floor(frame.high) + 1):
-            yield 10.0**power
-        return
-    low, high = (10**frame.low, 10**frame.high) if frame.is_logarithmic else (frame.low, frame.high)
-    step = round_step((high - low) / 4)
-    for index in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
-        if not frame.is_logarithmic or index > 0:
-            yield index * step
-
-
-def _curve(curve: Curve, frame: _Frame) -> str:
-    points = [(frame.x(x), frame.y(y)) for x, y in thinned(curve.points)]
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    drawn = f'<path class="curve c{curve.colour} {curve.kind}" d="{path}"/>'
-    if curve.kind == "dots" or len(points) == 1:
-        drawn += "".join(f'<circle class="dot c{curve.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.8"/>' for x, y in points)
-    return drawn
+        place = f'x="{frame.x(value):.1f}" y="{bottom + 16}"'
+        parts.append(f'<text class="tick" {place} text-anchor="middle">{number(value)}</text>')
+    parts.append(f'<text class="tick" x="{right}" y="{chart.height - 2}" text-anchor="end">step</text>')
+    for mark, text in chart.marks:
+        place = f'x1="{frame.x(mark):.1f}" y1="{TOP}" x2="{frame.x(mark):.1f}" y2="{bottom}"'
+        parts.append(f'<line class="mark" {place}><title>{escape(text)}</title></line>')
+    data = []
+    for curve in chart.curves:
+        kept = thinned(curve.points)
+        if curve.kind != "lost":
+            rounded = [[x, float(f"{y:.5g}")] for x, y in kept]
+            data.append({"name": curve.name, "colour": curve.colour, "points": rounded})
+        if kept:
+            places = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in kept]
+            path = "M" + "L".join(f"{left} {top}" for left, top in places)
+            parts.append(f'<path class="curve c{curve.colour} {curve.kind}" d="{path}"/>')
+            for left, top in places if curve.kind == "dots" or len(places) == 1 else ():
+                parts.append(f'<circle class="dot c{curve.colour}" cx="{left}" cy="{top}" r="3.8"/>')
+    parts.append('<g class="hover" visibility="hidden"><line/></g>')
+    parts.append(f"<metadata>{escape(json.dumps(data, separators=(',', ':')), quote=False)}</metadata></svg>")
+    return "".join(parts)
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -167,82 +156,59 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return sorted({points[0], points[-1], *kept})
 
 
-def _rounded(points: Sequence[Point]) -> list[list[float]]:
-    return [[x, float(f"{y:.5g}")] for x, y in points]
-
-
 def charts_html(run: Run) -> str:
     """Return the charts of a run; '' if nothing was logged."""
-    marks = [
-        (float(segment.steps[0]["step"]), f"start {i + 1}")
-        for i, segment in enumerate(run.segments)
-        if i and segment.steps
+    begun = enumerate(run.segments, start=1)
+    marks = [(float(each.steps[0]["step"]), f"start {i}") for i, each in begun if i > 1 and each.steps]
+    losses = [
+        Curve("training", _points(run.steps, "loss")),
+        *(Curve("lost", _points(lost, "loss"), "lost") for lost in run.lost_steps),
+        Curve("validation", _points(run.evaluations("validation"), "loss"), "dots", 1),
+        Curve("test", _points(run.evaluations("test"), "loss"), "dots", 2),
     ]
-    charts = [_loss_chart(run, marks), *_step_charts(run.steps, marks)]
-    drawn = "".join(_figure(chart, wide=index == 0) for index, chart in enumerate(charts))
+    repeated = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
+    speed = Curve("speed", _points(run.steps, "tokens_per_second"), colour=2)
+    memory = Curve("memory", _points(run.steps, "memory_bytes", 2**-20), colour=3)
+    rate = Curve("learning rate", _points(run.steps, "lr"))
+    norm = Curve("gradient norm", _points(run.steps, "grad_norm"), colour=1)
+    norms = [value for _, value in norm.points]
+    spans_decades = bool(norms) and min(norms) > 0 and max(norms) / min(norms) > 30
+    bubbles = [
+        Curve("measured", _points(run.steps, "bubble", 100), colour=1),
+        Curve("planned", _points(run.steps, "predicted_bubble", 100)),
+    ]
+    charts = [
+        Chart("Loss", losses, "nats per token", repeated, marks, width=1120, height=320),
+        Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
+        Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
+        Chart("Learning rate", [rate], marks=marks, from_zero=True),
+        Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
+        Chart("Bubble of each step", bubbles, "%", marks=marks, from_zero=True),
+    ]
+    drawn = "".join(_figure(chart, is_wide=index == 0) for index, chart in enumerate(charts))
     note = next((record["bubble_note"] for record in reversed(run.steps) if record.get("bubble_note")), "")
     note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""
     return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
 
 
-def _loss_chart(run: Run, marks: Sequence[tuple[float, str]]) -> Chart:
-    curves = [
-        Curve("training", _points(run.steps, "loss"), "line", 0),
-        *(Curve("lost", _points(lost, "loss"), "lost", 0) for lost in run.lost_steps),
-        Curve("validation", _points(run.evaluations("validation"), "loss"), "dots", 1),
-        Curve("test", _points(run.evaluations("test"), "loss"), "dots", 2),
-    ]
-    note = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
-    return Chart("Loss", curves, "nats per token", note, marks, width=1120, height=320)
+def _points(records: Sequence[Record], key: str, factor: float = 1.0) -> list[Point]:
+    return [(float(record["step"]), record[key] * factor) for record in records if record.get(key) is not None]
 
 
-def _step_charts(steps: Sequence[Record], marks: Sequence[tuple[float, str]]) -> list[Chart]:
-    speed = Curve("speed", _points(steps, "tokens_per_second"), "line", 2)
-    memory = Curve("memory", _scaled(_points(steps, "memory_bytes"), 2**-20), "line", 3)
-    rate = Curve("learning rate", _points(steps, "lr"), "line", 0)
-    norm = Curve("gradient norm", _points(steps, "grad_norm"), "line", 1)
-    bubbles = [
-        Curve("measured", _scaled(_points(steps, "bubble"), 100), "line", 1),
-        Curve("planned", _scaled(_points(steps, "predicted_bubble"), 100), "line", 0),
-    ]
-    return [
-        Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
-        Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
-        Chart("Learning rate", [rate], "", marks=marks, from_zero=True),
-        Chart("Gradient norm", [norm], "", marks=marks, is_logarithmic=_spans(steps, "grad_norm")),
-        Chart("Bubble of each step", bubbles, "%", marks=marks, from_zero=True),
-    ]
-
-
-def _figure(chart: Chart, wide: bool = False) -> str:
+def _figure(chart: Chart, is_wide: bool) -> str:
     drawn = chart_svg(chart)
     if not drawn:
         return ""
-    if wide:  # a second, narrow version for small windows, where the wide one would be too small to read
+    if is_wide:  # a second, narrow version for small windows, where the wide one would be too small to read
         narrow = chart_svg(replace(chart, width=540, height=260))
         drawn = f'<div class="broad">{drawn}</div><div class="narrow">{narrow}</div>'
-    named = [curve for curve in chart.curves if curve.points and curve.kind != "lost"]
-    legend = "".join(f'<span><i class="c{curve.colour}"></i>{curve.name}{_last(curve)}</span>' for curve in named)
+    legend = ""
+    for curve in chart.curves:
+        if curve.points and curve.kind != "lost":
+            value = curve.points[-1][1]
+            last = f"{value:.4f}" if 0.1 <= abs(value) < 100 else number(value)
+            legend += f'<span><i class="c{curve.colour}"></i>{curve.name}, last {last}</span>'
     unit = f" <span>{escape(chart.unit)}</span>" if chart.unit else ""
     note = f"<span>{escape(chart.note)}</span>" if chart.note else ""
     caption = f'<figcaption>{chart.title}{unit}{legend}{note}<span class="readout"></span></figcaption>'
-    return f'<figure class="{"wide" if wide else "half"}">{caption}{drawn}</figure>'
-
-
-def _last(curve: Curve) -> str:
-    value = curve.points[-1][1]
-    return f", last {value:.4f}" if 0.1 <= abs(value) < 100 else f", last {number(value)}"
-
-
-def _points(records: Sequence[Record], key: str) -> list[Point]:
-    return [(float(record["step"]), float(record[key])) for record in records if record.get(key) is not None]
-
-
-def _scaled(points: Sequence[Point], factor: float) -> list[Point]:
-    return [(x, y * factor) for x, y in points]
-
-
-def _spans(records: Sequence[Record], key: str) -> bool:
-    """Return True if the values span more than a factor of 30, so that a logarithmic axis shows them better."""
-    values = [value for _, value in _points(records, key)]
-    return bool(values) and min(values) > 0 and max(values) / min(values) > 30
+    return f'<figure class="{"wide" if is_wide else "half"}">{caption}{drawn}</figure>'

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.checkpoint.folder import CONFIG_NAME, folder_name, steps_in
+from megapipe.config.config import fields_by_key, value_of
+from megapipe.config.fields import value_text
+from megapipe.config.load import from_yaml
 from megapipe.errors import ConfigError, DataError
 from megapipe.profile.profile import Profile, profiles_in, read_profile
 
@@ -22,60 +27,46 @@ METRICS, RUN = "metrics.jsonl", "run.jsonl"
 Record = dict[str, Any]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Segment:
-    """One start of the run with its records. start: None if run.jsonl has no record of it."""
+    """One start of the run with its records, those of run.jsonl first."""
 
-    start: Record | None = None
-    resumed: Record | None = None
-    steps: list[Record] = field(default_factory=list)
-    evaluations: list[Record] = field(default_factory=list)
-    notes: list[Record] = field(default_factory=list)
-    warnings: list[Record] = field(default_factory=list)
-    failures: list[Record] = field(default_factory=list)
-    end: Record | None = None
+    records: list[Record]
 
-    @property
-    def records(self) -> list[Record]:
-        start = [] if self.start is None else [self.start]
-        return [
-            *start,
-            *self.steps,
-            *self.evaluations,
-            *self.notes,
-            *self.warnings,
-            *self.failures,
-            *([self.end] if self.end else []),
-        ]
+    def of(self, kind: str) -> list[Record]:
+        """Return the records of a kind: 'step', 'evaluation', 'note', 'warning', 'failure', ..."""
+        return [record for record in self.records if record["kind"] == kind]
+
+    def last(self, kind: str) -> Record | None:
+        """Return the last record of a kind that occurs once: 'start', 'resumed' or 'end'."""
+        return next(reversed(self.of(kind)), None)
+
+    @cached_property
+    def steps(self) -> list[Record]:
+        return self.of("step")
 
     @property
-    def first_time(self) -> float | None:
-        """Time of its first record, in Unix seconds."""
-        return min((record["time"] for record in self.records if "time" in record), default=None)
-
-    @property
-    def last_time(self) -> float | None:
-        return max((record["time"] for record in self.records if "time" in record), default=None)
+    def times(self) -> list[float]:
+        """The times of its records in Unix seconds."""
+        return [record["time"] for record in self.records if "time" in record]
 
     @property
     def ending(self) -> str:
         """'ended', 'stopped' (early, on request), 'failed', 'running', or 'unknown' if no end was recorded."""
-        if self.end is not None:
-            return "stopped" if self.end["early"] else "ended"
-        if self.failures:
+        start, end = self.last("start"), self.last("end")
+        if end is not None:
+            return "stopped" if end["early"] else "ended"
+        if self.of("failure"):
             return "failed"
-        return "running" if self._is_alive() else "unknown"
-
-    def _is_alive(self) -> bool:
-        if self.start is None or self.start["host"] != platform.node():
-            return False
+        if start is None or start["host"] != platform.node():
+            return "unknown"
         try:
-            os.kill(self.start["pid"], 0)
+            os.kill(start["pid"], 0)
         except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
+            return "unknown"
+        except PermissionError:  # the process of another user
+            pass
+        return "running"
 
 
 @dataclass(frozen=True)
@@ -97,65 +88,72 @@ class Run:
     def last(self) -> Segment:
         return self.segments[-1]
 
-    @property
+    @cached_property
     def steps(self) -> list[Record]:
         """The step records in order of step; records of a later segment replace those of an earlier one."""
-        return _that_count([segment.steps for segment in self.segments])
+        return self._that_count("step")
 
     @property
     def lost_steps(self) -> list[list[Record]]:
         """For each segment but the last, its steps that a later one repeated, preceded by the last step that counts."""
-        return [_lost(segment.steps, self.segments[i + 1 :]) for i, segment in enumerate(self.segments[:-1])]
+        found = []
+        for index, segment in enumerate(self.segments[:-1], start=1):
+            later = [record["step"] for other in self.segments[index:] for record in other.steps]
+            lost = [record for record in segment.steps if later and record["step"] >= min(later)]
+            kept = [record for record in segment.steps if later and record["step"] < min(later)]
+            found.append([*kept[-1:], *lost] if lost else [])
+        return found
 
     def evaluations(self, split: str) -> list[Record]:
         """Return the evaluations on 'validation' or 'test', by step."""
-        found: dict[int, Record] = {}
-        for segment in self.segments:
-            first = min((record["step"] for record in segment.steps), default=None)
-            found = {step: record for step, record in found.items() if first is None or step < first}
-            found |= {record["step"]: record for record in segment.evaluations if record["split"] == split}
-        return [found[step] for step in sorted(found)]
+        return self._that_count("evaluation", split)
 
     @property
     def started(self) -> Record:
         """The record of the last start; empty if no start was recorded."""
-        return next((segment.start for segment in reversed(self.segments) if segment.start is not None), {})
+        return next(filter(None, (segment.last("start") for segment in reversed(self.segments))), {})
+
+    def _that_count(self, kind: str, split: str | None = None) -> list[Record]:
+        """Return the records of a kind by step, without those of steps that a later segment repeated."""
+        found: dict[int, Record] = {}
+        for segment in self.segments:
+            first = min((record["step"] for record in segment.steps), default=None)
+            found = {step: record for step, record in found.items() if first is None or step < first}
+            found |= {record["step"]: record for record in segment.of(kind) if split in (None, record.get("split"))}
+        return [found[step] for step in sorted(found)]
 
 
 def read_run(folder: Path) -> Run:
     """Read the run in a folder. Raises ConfigError if it holds no run; the message lists runs in subfolders."""
-    if not is_run(folder):
-        raise ConfigError(_no_run(folder))
-    oddities: list[str] = []
-    journal = list(_records(folder / RUN, oddities))
-    metrics = list(_records(folder / METRICS, oddities))
-    segments = _segments(journal, metrics)
-    paths = profiles_in(folder)
-    profile, path = _newest_profile(paths, oddities)
-    return Run(folder, tuple(segments), _config_text(folder, segments), profile, path, len(paths), tuple(oddities))
-
-
-def is_run(folder: Path) -> bool:
-    """Return True if the folder holds the records of a run."""
-    return (folder / METRICS).is_file() or (folder / RUN).is_file()
-
-
-def _no_run(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder} is not a folder; give the --save folder of a run, or the folder of its --metrics-file"
-    below = sorted(
-        {
-            path.parent
+        raise ConfigError(
+            f"{folder} is not a folder; give the --save folder of a run, or the folder of its --metrics-file"
+        )
+    if not any((folder / name).is_file() for name in (METRICS, RUN)):
+        paths = [
+            path
             for name in (METRICS, RUN)
             for depth in ("*", "*/*", "*/*/*")
             for path in folder.glob(f"{depth}/{name}")
-        }
-    )
-    hint = f"; below it there {'are' if len(below) > 1 else 'is'} {', '.join(map(str, below[:4]))}" if below else ""
-    return (
-        f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, "
-        f"which a run with --save or --metrics-file writes{hint}"
-    )
+        ]
+        below = sorted({path.parent for path in paths})
+        hint = f"; below it there {'are' if len(below) > 1 else 'is'} {', '.join(map(str, below[:4]))}" if below else ""
+        raise ConfigError(
+            f"{folder} is not a run: it holds neither {METRICS} nor {RUN}, "
+            f"which a run with --save or --metrics-file writes{hint}"
+        )
+    oddities: list[str] = []
+    segments = _segments(list(_records(folder / RUN, oddities)), list(_records(folder / METRICS, oddities)))
+    paths = profiles_in(folder)
+    profile, profile_path = None, None
+    for path in reversed(paths):  # the newest that can be read
+        try:
+            profile, profile_path = read_profile(path), path
+            break
+        except DataError as error:
+            oddities.append(str(error))
+    config_text = _config_text(folder, segments)
+    return Run(folder, tuple(segments), config_text, profile, profile_path, len(paths), tuple(oddities))
 
 
 def _records(path: Path, oddities: list[str]) -> Iterator[Record]:
@@ -181,79 +179,72 @@ def _segments(journal: list[Record], metrics: list[Record]) -> list[Segment]:
     """Return the segments that run.jsonl records; without it, a step that repeats an earlier one begins a segment."""
     segments: list[Segment] = []
     for record in journal:
-        after_its_end = segments and record["kind"] == "failure" and segments[-1].end is not None
-        if record["kind"] == "start" or not segments or after_its_end:
-            segments.append(Segment())
-        current = segments[-1]
-        if record["kind"] == "start":
-            current.start = record
-        elif record["kind"] == "resumed":
-            current.resumed = record
-        elif record["kind"] == "end":
-            current.end = record
-        else:
-            {"note": current.notes, "warning": current.warnings, "failure": current.failures}.get(
-                record["kind"], []
-            ).append(record)
-    if not segments:
-        segments.append(Segment())
-    has_starts = any(segment.start is not None for segment in segments)
+        is_late_failure = segments and record["kind"] == "failure" and segments[-1].last("end") is not None
+        if record["kind"] == "start" or not segments or is_late_failure:
+            segments.append(Segment([]))
+        segments[-1].records.append(record)
+    segments = segments or [Segment([])]
+    starts = [(start["time"], segment) for segment in segments if (start := segment.last("start")) is not None]
+    latest_step = -1
     for record in metrics:
-        if record["kind"] in ("step", "evaluation"):
-            segment = _segment_of(record, segments, has_starts)
-            (segment.steps if record["kind"] == "step" else segment.evaluations).append(record)
+        if record["kind"] not in ("step", "evaluation"):
+            continue
+        segment = segments[-1]
+        if starts and "time" in record:
+            segment = next((each for time, each in reversed(starts) if time <= record["time"]), segments[0])
+        elif not starts and record["kind"] == "step":
+            if record["step"] <= latest_step:
+                segment = Segment([])
+                segments.append(segment)
+            latest_step = record["step"]
+        segment.records.append(record)
     return segments
-
-
-def _segment_of(record: Record, segments: list[Segment], has_starts: bool) -> Segment:
-    if has_starts and "time" in record:
-        begun = [
-            segment for segment in segments if segment.start is not None and segment.start["time"] <= record["time"]
-        ]
-        return begun[-1] if begun else segments[0]
-    if (
-        not has_starts
-        and segments[-1].steps
-        and record["kind"] == "step"
-        and record["step"] <= segments[-1].steps[-1]["step"]
-    ):
-        segments.append(Segment())
-    return segments[-1]
-
-
-def _that_count(of_segments: list[list[Record]]) -> list[Record]:
-    found: dict[int, Record] = {}
-    for steps in of_segments:
-        if steps:
-            first = min(record["step"] for record in steps)
-            found = {step: record for step, record in found.items() if step < first} | {
-                record["step"]: record for record in steps
-            }
-    return [found[step] for step in sorted(found)]
-
-
-def _lost(steps: list[Record], later: tuple[Segment, ...]) -> list[Record]:
-    first = min((record["step"] for segment in later for record in segment.steps), default=None)
-    lost = [record for record in steps if first is not None and record["step"] >= first]
-    return [*[record for record in steps if first is not None and record["step"] < first][-1:], *lost] if lost else []
-
-
-def _newest_profile(paths: list[Path], oddities: list[str]) -> tuple[Profile | None, Path | None]:
-    for path in reversed(paths):
-        try:
-            return read_profile(path), path
-        except DataError as error:
-            oddities.append(str(error))
-    return None, None
 
 
 def _config_text(folder: Path, segments: list[Segment]) -> str:
     for segment in reversed(segments):
-        if segment.start is not None:
-            text: str = segment.start["config"]
-            return text
+        start = segment.last("start")
+        if start is not None:
+            return str(start["config"])
     for step in reversed(steps_in(folder)):  # the run was written before run.jsonl existed
         path = folder / folder_name(step) / CONFIG_NAME
         if path.is_file():
             return path.read_text(encoding="utf-8", errors="replace")
     return ""
+
+
+class Setting(NamedTuple):
+    """A field whose value differs from the default."""
+
+    section: str
+    flag: str
+    value: str
+    default: str
+    origin: str  # 'flag --x', 'yaml FILE line N', or '' if unknown
+
+
+def changed_settings(text: str) -> tuple[list[Setting], str]:
+    """Return the fields that differ from their defaults, and the reason if the list is empty.
+
+    text: YAML written by to_yaml of this version or an older one.
+    """
+    if not text:
+        return [], "the run recorded no configuration"
+    try:
+        config = from_yaml(text)
+    except ConfigError as error:
+        return [], f"this version of megapipe cannot read the run's configuration: {error}"
+    section, origins = "", {}  # to_yaml writes the origin of each value as a comment
+    for line in text.splitlines():
+        if match := re.match(r"(\w+):\s*$", line):
+            section = match[1]
+        elif match := re.match(r"  (\w+): .*?# (.*)$", line):
+            origins[f"{section}.{match[1]}"] = match[2].split("; derived")[0]
+    found = []
+    for key, field in fields_by_key().items():
+        value = value_of(config, field)
+        if value != field.default:
+            must_be_given = field.default is None and field.option.required
+            default = "must be given" if must_be_given else value_text(field.default)
+            found.append(Setting(field.section, field.main_flag, value_text(value), default, origins.get(key, "")))
+    return found, "" if found else "all settings have their default values"

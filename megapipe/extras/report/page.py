@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from statistics import median
 
 from megapipe import __version__
-from megapipe.extras.report.about import (
-    configuration_html,
-    grid_html,
-    grid_words,
-    plan_lines,
-    starts_html,
-    versions_html,
-)
-from megapipe.extras.report.charts import charts_html
-from megapipe.extras.report.folder import METRICS, RUN, Record, Run
-from megapipe.extras.report.messages import STATES, bytes_text, duration, loss_text, moment, number
-from megapipe.extras.report.pipeline import pipeline_html
+from megapipe.extras.report.charts import charts_html, number
+from megapipe.extras.report.folder import METRICS, RUN, Run, Segment, changed_settings
+from megapipe.extras.report.pipeline import pipeline_html, tiles_html
+from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text
+from megapipe.topology import Topology
+
+STATES = {  # Segment.ending -> text
+    "ended": "finished",
+    "stopped": "stopped early",
+    "failed": "failed",
+    "running": "running",
+    "unknown": "no end recorded",
+}
+MACHINE = {  # key of a start's record -> text
+    "device": "device",
+    "cores": "cores",
+    "threads_per_rank": "threads per rank",
+    "backend": "backend",
+    "system": "system",
+}
+MAX_RANKS_SHOWN = 64
 
 
 def page(run: Run, now: float | None = None) -> str:
@@ -29,50 +38,41 @@ def page(run: Run, now: float | None = None) -> str:
     now = time.time() if now is None else now
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
     problems = _problems(run)
-    parts = [
-        _header(run, title, now),
-        _tiles(run),
-        problems,
-        _section("Training curves", charts_html(run)),
-        _section("Pipeline: plan and measurement", _pipeline(run)),
-        _section("Grid and stages", grid_html(run)),
-        _section("Configuration", configuration_html(run)),
-        _section("Starts of the run", starts_html(run) + ("" if problems else '<p class="soft">No warnings.</p>')),
-        _section("Versions and machine", versions_html(run)),
-        f'<footer class="soft">Written {moment(now)} by megapipe report {__version__} from {_sources(run)}.</footer>',
-    ]
-    script = files("megapipe.extras.report").joinpath("page.js").read_text(encoding="utf-8")
-    style = files("megapipe.extras.report").joinpath("page.css").read_text(encoding="utf-8")
+    sections = {
+        "Warnings": problems,
+        "Training curves": charts_html(run),
+        "Pipeline: plan and measurement": _pipeline(run),
+        "Grid and stages": _grid(run),
+        "Configuration": _configuration(run),
+        "Starts of the run": _starts(run) + ("" if problems else '<p class="soft">No warnings.</p>'),
+        "Versions and machine": _versions(run),
+    }
+    sources = [name for name in (METRICS, RUN) if (run.folder / name).is_file()]
+    sources += [run.profile_path.name] if run.profile_path else []
+    resources = files("megapipe.extras.report")
+    style, script = (resources.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)} - megapipe run</title><style>{style}</style></head>"
     )
-    return "\n".join([head, "<body>", *filter(None, parts), f"<script>{script}</script>", "</body></html>\n"])
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>\n{content}\n</section>" if content else ""
+    footer = f"Written {_moment(now)} by megapipe report {__version__} from {', '.join(sources)}."
+    parts = [head, "<body>", _header(run, title, now), _tiles(run)]
+    parts += [f"<section><h2>{name}</h2>\n{content}\n</section>" for name, content in sections.items() if content]
+    parts += [f'<footer class="soft">{footer}</footer>', f"<script>{script}</script>", "</body></html>\n"]
+    return "\n".join(parts)
 
 
 def _header(run: Run, title: str, now: float) -> str:
     ending = run.last.ending
-    grid = run.started.get("grid", {})
-    what = grid_words(grid) if grid else ""
-    model = next(
-        (line.strip().removeprefix("model").strip() for line in plan_lines(run) if line.strip().startswith("model ")),
-        "",
-    )
-    lines = " \N{MIDDLE DOT} ".join(escape(text) for text in (what, model) if text)
-    about = f'<div class="soft">{lines}</div>' if lines else ""
-    return f'<header><h1>{escape(title)}</h1><span class="state {ending}">{_state(run, now)}</span>{about}</header>'
-
-
-def _state(run: Run, now: float) -> str:
-    text = STATES[run.last.ending]
-    if run.last.ending in ("running", "unknown") and run.last.last_time is not None:
-        text += f", last record {duration(max(0.0, now - run.last.last_time))} ago"
-    return text
+    state = STATES[ending]
+    if ending in ("running", "unknown") and run.last.times:
+        state += f", last record {duration_text(max(0.0, now - max(run.last.times)))} ago"
+    about = [_grid_text(run)] if run.started.get("grid") else []
+    about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
+    lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
+    below = f'<div class="soft">{lines}</div>' if lines else ""
+    return f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{below}</header>'
 
 
 def _tiles(run: Run) -> str:
@@ -80,89 +80,60 @@ def _tiles(run: Run) -> str:
     if not steps:
         return "<p>No step has been logged yet (a step is logged every <code>--log-interval</code> steps).</p>"
     last = steps[-1]
+
+    def values(key: str) -> list[float]:
+        return [record[key] for record in steps if record.get(key) is not None]
+
+    tokens, loss = number(last["consumed_tokens"]), "NaN or infinite"
+    if last["loss"] is not None:
+        loss = f"{last['loss']:.4f}"
     tiles = [
         (
             "steps",
             f"{last['step']:,} of {last['train_iters']:,}",
-            f"{number(last['consumed_tokens'])} tokens, global batch {last['global_batch_size']:,}",
+            f"{tokens} tokens, global batch {last['global_batch_size']:,}",
         ),
-        ("training loss", loss_text(last["loss"]), f"nats per token after step {last['step']:,}"),
-        *_validation_tiles(run),
-        (
-            "speed",
-            f"{median(record['tokens_per_second'] for record in steps):,.0f}",
-            f"tokens/s, {_step_time(steps)} per step (medians)",
-        ),
+        ("training loss", loss, f"nats per token after step {last['step']:,}"),
     ]
-    if last.get("mfu") is not None:
-        tiles.append(
-            (
-                "MFU",
-                f"{median(record['mfu'] for record in steps if record.get('mfu') is not None):.1%}",
-                "model FLOPs as a share of the device's peak",
-            )
-        )
-    bubbles = [record["bubble"] for record in steps if record.get("bubble") is not None]
-    if bubbles:
-        tiles.append(
-            (
-                "bubble",
-                f"{median(bubbles):.1%}",
-                f"median over all steps; planned {last['predicted_bubble']:.1%}",
-            )
-        )
-    if last.get("memory_bytes"):
-        tiles.append(("memory", bytes_text(max(record["memory_bytes"] or 0 for record in steps)), "maximum over ranks"))
-    seconds = sum((segment.last_time or 0.0) - (segment.first_time or 0.0) for segment in run.segments)
-    if seconds:
-        tiles.append(("time", duration(seconds), f"{len(run.segments)} start{'s' * (len(run.segments) > 1)}"))
-    drawn = "".join(
-        f'<div class="tile"><b>{name}</b><span class="big">{value}</span><small>{meaning}</small></div>'
-        for name, value, meaning in tiles
-    )
-    return f'<div class="tiles">{drawn}</div>'
-
-
-def _step_time(steps: Sequence[Record]) -> str:
-    seconds = median(record["step_seconds"] for record in steps)
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _validation_tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     for split in ("validation", "test"):
         found = run.evaluations(split)
         if found and found[-1]["loss"] is not None:
-            loss = found[-1]["loss"]
-            yield (
-                f"{split} loss",
-                loss_text(loss),
-                f"perplexity {number(math.exp(min(loss, 50.0)))}, after step {found[-1]['step']:,}",
-            )
+            loss, perplexity = found[-1]["loss"], math.exp(min(found[-1]["loss"], 50.0))
+            about = f"perplexity {number(perplexity)}, after step {found[-1]['step']:,}"
+            tiles.append((f"{split} loss", f"{loss:.4f}", about))
+    about = f"tokens/s, {seconds_text(median(values('step_seconds')))} per step (medians)"
+    tiles.append(("speed", f"{median(values('tokens_per_second')):,.0f}", about))
+    if last.get("mfu") is not None:
+        tiles.append(("MFU", f"{median(values('mfu')):.1%}", "model FLOPs as a share of the device's peak"))
+    if values("bubble"):
+        about = f"median over all steps; planned {last['predicted_bubble']:.1%}"
+        tiles.append(("bubble", f"{median(values('bubble')):.1%}", about))
+    if last.get("memory_bytes"):
+        tiles.append(("memory", bytes_text(max(values("memory_bytes"))), "maximum over ranks"))
+    seconds = sum(max(segment.times) - min(segment.times) for segment in run.segments if segment.times)
+    if seconds:
+        tiles.append(("time", duration_text(seconds), count_text(len(run.segments), "start")))
+    return tiles_html(tiles)
 
 
 def _problems(run: Run) -> str:
-    """Return the section of warnings and failures; '' if the run has neither."""
+    """Return the warnings and failures; '' if the run has neither."""
     items = []
     for segment in run.segments:
         ranks: dict[str, list[str]] = {}  # an error that several ranks report is shown once
-        for record in segment.failures:
+        for record in segment.of("failure"):
             ranks.setdefault(f"{record['error']}: {record['text']}", []).append(str(record["rank"]))
         items += [f"rank{'s' * (len(who) > 1)} {' '.join(who)}: {text}" for text, who in ranks.items()]
-        items += [record["text"] for record in segment.warnings]
+        items += [record["text"] for record in segment.of("warning")]
     items += run.oddities
-    items += [
-        f"the loss of step {record['step']:,} is NaN or infinite" for record in run.steps if record["loss"] is None
-    ][:5]
-    if run.last.ending == "unknown":
-        items.append(
-            "no end was recorded: the run is still going on another machine, or it was killed"
-            if run.last.start
-            else f"this run wrote no {RUN}, so how it ended is unknown"
-        )
-    if not items:
-        return ""
+    nonfinite = [record["step"] for record in run.steps if record["loss"] is None]
+    items += [f"the loss of step {step:,} is NaN or infinite" for step in nonfinite[:5]]
+    if run.last.ending == "unknown" and run.last.last("start"):
+        items.append("no end was recorded: the run is still going on another machine, or it was killed")
+    elif run.last.ending == "unknown":
+        items.append(f"this run wrote no {RUN}, so how it ended is unknown")
     listed = "".join(f"<li>{escape(item)}</li>" for item in dict.fromkeys(items))
-    return f'<section><h2>Warnings</h2><ul class="warnings">{listed}</ul></section>'
+    return f'<ul class="warnings">{listed}</ul>' if listed else ""
 
 
 def _pipeline(run: Run) -> str:
@@ -179,6 +150,120 @@ def _pipeline(run: Run) -> str:
     )
 
 
-def _sources(run: Run) -> str:
-    names = [name for name in (METRICS, RUN) if (run.folder / name).is_file()]
-    return ", ".join([*names, *([run.profile_path.name] if run.profile_path else [])])
+def _grid(run: Run) -> str:
+    """Return the grid of ranks, with the printed plan."""
+    grid, plan, parts = run.started.get("grid"), "\n".join(_plan(run)), []
+    if grid:
+        parts.append(f"<p>{escape(_grid_text(run))}, schedule {escape(str(grid['schedule']))}.</p>")
+    if grid and 1 < grid["world_size"] <= MAX_RANKS_SHOWN:
+        t = Topology(grid["tp"], grid["cp"], grid["pp"], grid["dp"], grid["order"])
+        cells: dict[tuple[int, int], list[str]] = {}
+        for ranks in t.groups("tp"):
+            place = t.coordinates(ranks[0])
+            cells.setdefault((place.pp_rank, place.dp_rank), []).append(" ".join(map(str, ranks)))
+        rows = [[f"<th>pp {pp}</th>", *("<br/>".join(cells[pp, dp]) for dp in range(t.dp))] for pp in range(t.pp)]
+        parts.append(_table(["", *(f"dp {dp}" for dp in range(t.dp))], rows, "grid"))
+        if t.tp > 1:
+            parts.append('<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>')
+    if plan:
+        parts.append(_folded("plan, as printed at the start", escape(plan), "open"))
+    return "".join(parts)
+
+
+def _grid_text(run: Run) -> str:
+    """Return a description of the grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
+    grid = run.started["grid"]
+    chunks = f" x {grid['chunks']} chunks" if grid["chunks"] > 1 else ""
+    cp = f" x cp {grid['cp']}" if grid["cp"] > 1 else ""
+    ranks = count_text(grid["world_size"], "rank")
+    return f"{ranks} = tp {grid['tp']}{cp} x pp {grid['pp']}{chunks} x dp {grid['dp']}"
+
+
+def _plan(run: Run) -> list[str]:
+    """Return the lines of the plan that the last start printed."""
+    return str(run.started.get("plan", "")).splitlines()
+
+
+def _configuration(run: Run) -> str:
+    """Return the settings that differ from the defaults; the command and the whole configuration are folded away."""
+    changed, why_none = changed_settings(run.config_text)
+    parts, rows = [], []
+    for setting in changed:
+        kind, _, source = setting.origin.partition(" ")
+        short = f"{kind} {source.rpartition('/')[2]}" if kind == "yaml" else setting.origin
+        rows.append(
+            [
+                f'<td class="section soft">{setting.section}</td>',
+                f"<td><code>{setting.flag}</code></td>",
+                f'<td class="v"><b>{escape(setting.value)}</b></td>',
+                f'<td class="soft v">{escape(setting.default)}</td>',
+                f'<td class="soft v" title="{escape(setting.origin)}">{escape(short)}</td>',
+            ]
+        )
+    if changed:
+        parts.append(_table(["section", "setting", "value", "default", "from"], rows, "settings"))
+    else:
+        parts.append(f"<p>{escape(why_none)}.</p>")
+    remarks, command = run.started.get("remarks"), run.started.get("command")
+    if remarks:
+        parts.append("<ul>" + "".join(f"<li>{escape(remark)}</li>" for remark in remarks) + "</ul>")
+    if command:
+        parts.append(_folded("command line of the last start", escape(" ".join(command))))
+    if run.config_text:
+        parts.append(_folded("whole configuration as YAML, for --config", escape(run.config_text)))
+    return "".join(parts)
+
+
+def _starts(run: Run) -> str:
+    """Return a table of the starts of the run and how each ended, with the other log messages folded away."""
+    head = ["start", "time", "duration", "steps logged", "started", "ended"]
+    rows = [[f'<td class="v">{cell}</td>' for cell in _start_row(i, each)] for i, each in enumerate(run.segments, 1)]
+    notes = [record for segment in run.segments for record in segment.of("note")]
+    lines = "".join(f"{_moment(record['time'])}  {escape(record['text'])}\n" for record in notes)
+    more = _folded(f"other log messages ({len(notes)})", lines) if notes else ""
+    return f'<div class="scroll">{_table(head, rows)}</div>{more}'
+
+
+def _start_row(index: int, segment: Segment) -> Iterator[str]:
+    times, steps, end, failures = segment.times, segment.steps, segment.last("end"), segment.of("failure")
+    yield str(index)
+    yield _moment(min(times)) if times else ""
+    yield duration_text(max(times) - min(times)) if times else ""
+    yield f"{steps[0]['step']:,} to {steps[-1]['step']:,}" if steps else "none"
+    resumed = segment.last("resumed")
+    yield escape(f"from {resumed['path']}" if resumed else "from the beginning" if segment.last("start") else "")
+    if end is not None:
+        yield escape(f"after step {end['step']:,}: {end['reason']}")
+    elif failures:
+        yield escape(f"{failures[0]['error']} on rank {failures[0]['rank']}")
+    else:
+        yield STATES[segment.ending]
+
+
+def _versions(run: Run) -> str:
+    """Return the software versions and the machine of the last start."""
+    start = run.started
+    if not start:
+        return f"<p>This run wrote no {RUN}, so its versions and its machine are unknown.</p>"
+    machine = {MACHINE[key]: value for key, value in start["machine"].items() if key in MACHINE}
+    named = {**start["versions"], "host of rank 0": start["host"], **machine}
+    rows = [[f"<th>{escape(name)}</th>", f'<td class="v">{escape(str(value))}</td>'] for name, value in named.items()]
+    return _table([], rows, "narrow")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    """Return a table. rows: their cells, each with its <th> or <td>, or without one. kind: its class."""
+    lines = ["".join(f"<th>{cell}</th>" for cell in head)] if head else []
+    lines += ["".join(cell if cell.startswith("<t") else f"<td>{cell}</td>" for cell in row) for row in rows]
+    kind = f' class="{kind}"' if kind else ""
+    return f"<table{kind}>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def _folded(summary: str, text: str, state: str = "") -> str:
+    """Return escaped text that a click on its summary unfolds."""
+    return f"<details{' ' * bool(state)}{state}><summary>{summary}</summary><pre>{text}</pre></details>"
+
+
+def _moment(seconds: float) -> str:
+    """Return Unix seconds as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

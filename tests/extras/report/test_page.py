@@ -19,9 +19,9 @@ import pytest
 from megapipe.extras.cli.report import main
 from megapipe.extras.report.charts import MAX_POINTS, Chart, Curve, chart_svg, thinned
 from megapipe.extras.report.comparison_svg import comparison_svg
-from megapipe.extras.report.folder import read_run
+from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
-from megapipe.extras.report.settings import changed_settings
+from megapipe.formatting import bytes_text
 from megapipe.profile.profile import profile_name, profiles_in, read_profile, write_profile
 from megapipe.profile.summary import summarize
 from tests.profile.synthetic import lowered, profile_of, step_of
@@ -93,7 +93,7 @@ def test_every_number_of_the_run_stands_in_the_page(recorded: Path) -> None:
     for number in (
         f"{last['loss']:.4f}",
         "14 of 14",
-        f"{max(r.get('memory_bytes') or 0 for r in records) / 2**20:.0f} MiB",
+        bytes_text(max(r.get("memory_bytes") or 0 for r in records)),
     ):
         assert number in text
     for record in records:

@@ -3,11 +3,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megapipe.extras.report.grid import grid_text
-from megapipe.extras.report.svg import COLOURS, LARGE, WAITING, svg
+from megapipe.extras.report.timeline import COLOURS, LARGE, WAITING, grid_text, svg
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.families import build_lowered, build_schedule
+from megapipe.schedule.schedule import rows_text
 from megapipe.schedule.simulate import Costs, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -43,7 +43,7 @@ def test_chunks_are_told_apart_by_a_letter():
 
 
 def test_the_text_of_a_schedule_lists_its_actions():
-    assert grid_text(build_lowered("1f1b", 2, 1, 1)).splitlines() == [
+    assert rows_text(build_lowered("1f1b", 2, 1, 1).rows).splitlines() == [
         "rank 0: 0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD",
         "rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD",
     ]
