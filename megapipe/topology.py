@@ -15,8 +15,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from megapipe.errors import ConfigError
 
@@ -73,20 +75,8 @@ class Topology:
     mirrored_pipeline: bool = False
 
     @classmethod
-    def of_world(
-        cls,
-        world_size: int,
-        *,
-        tp: int = 1,
-        cp: int = 1,
-        pp: int = 1,
-        order: str = DEFAULT_ORDER,
-        ranks_per_node: int | None = None,
-        allow_tp_across_nodes: bool = False,
-        kv_replicas: int = 1,
-        mirrored_pipeline: bool = False,
-    ) -> Topology:
-        """Return the topology of a world, with dp = world_size / (tp x cp x pp).
+    def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
+        """Return the topology of a world, with dp = world_size / (tp x cp x pp). options: the other fields.
 
         Raises ConfigError if dp is not an integer.
         """
@@ -98,8 +88,7 @@ class Topology:
                 f"start {max(1, round(world_size / max(replica, 1))) * max(replica, 1)} ranks or change "
                 "--tensor-model-parallel-size, --context-parallel-size or --pipeline-model-parallel-size"
             )
-        dp = world_size // replica
-        return cls(tp, cp, pp, dp, order, ranks_per_node, allow_tp_across_nodes, kv_replicas, mirrored_pipeline)
+        return cls(tp, cp, pp, world_size // replica, **options)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -121,9 +110,6 @@ class Topology:
                 f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions "
                 f"(--pipeline-schedule dualpipe) pairs each rank with the opposite one; use {ways}"
             )
-        self._check_nodes()
-
-    def _check_nodes(self) -> None:
         if self.ranks_per_node is None:
             return
         if self.ranks_per_node < 1:
@@ -184,38 +170,32 @@ class Topology:
 
         Every rank is in exactly one group of each kind, except 'embedding', which only the ends of a pipeline are in.
         """
-        first_members = [0]
-        for axis in AXES:
-            if axis not in self._axes(name):
-                count = self.size(axis) // 2 if axis == "pp" and self._is_mirrored(name) else self.size(axis)
-                first_members = _outer_sum(first_members, count, self.strides[axis])
-        if name == "kv":
-            first_members = _outer_sum(
-                first_members, self.tp // self.kv_replicas, self.kv_replicas * self.strides["tp"]
-            )
-        if not self._is_mirrored(name):
-            offsets = self._offsets(name)
-            return tuple(tuple(first + offset for offset in offsets) for first in sorted(first_members))
-        by_pair = [self._offsets(name, pp_rank) for pp_rank in range(self.pp // 2)]
-        pp_rank_of = (first // self.strides["pp"] % self.pp for first in sorted(first_members))
-        return tuple(
-            tuple(first + offset for offset in by_pair[pp_rank])
-            for first, pp_rank in zip(sorted(first_members), pp_rank_of, strict=True)
-        )
+        grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
+        if name == "embedding":
+            grid = grid[..., self._ends]
+        elif name == "kv":  # tp is cut into two axes, of which the faster one is the group
+            grid, axes = grid.reshape(self.tp // self.kv_replicas, self.kv_replicas, *grid.shape[1:]), [1]
+        elif self._is_mirrored(name):  # the opposite ranks of each pipeline become a new first axis
+            grid = np.stack([grid[..., : self.pp // 2], grid[..., ::-1][..., : self.pp // 2]])
+            axes = [0, *(axis + 1 for axis in axes)]
+        size = math.prod(grid.shape[axis] for axis in axes)
+        groups = np.sort(np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size))
+        return tuple(map(tuple, groups[groups[:, 0].argsort()].tolist()))
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
         """Return this rank's group of one kind, in time proportional to the group; () if it has none ('embedding')."""
-        coordinates = self.coordinates(global_rank)
-        if name == "embedding" and coordinates.pp_rank not in (0, self.pp - 1):
-            return ()
-        first = global_rank
-        for axis, place in zip(AXES, coordinates, strict=True):
-            if axis in self._axes(name):
-                first -= (place % self.kv_replicas if name == "kv" else place) * self.strides[axis]
-        nearest = min(coordinates.pp_rank, self.pp - 1 - coordinates.pp_rank)
-        if self._is_mirrored(name):
-            first -= (coordinates.pp_rank - nearest) * self.strides["pp"]
-        return tuple(first + offset for offset in self._offsets(name, nearest))
+        axes, place = _axes(name), self.coordinates(global_rank)
+        index = [range(self.size(axis)) if axis in axes else [at] for axis, at in zip(AXES, place, strict=True)]
+        if name == "embedding":
+            if place.pp_rank not in self._ends:
+                return ()
+            index[-1] = self._ends
+        elif name == "kv":
+            first = place.tp_rank // self.kv_replicas * self.kv_replicas
+            index[0] = range(first, first + self.kv_replicas)
+        elif self._is_mirrored(name):
+            index[-1] = [place.pp_rank, self.pp - 1 - place.pp_rank]
+        return tuple(sorted(self._grid[np.ix_(*index)].ravel().tolist()))
 
     def node_of(self, global_rank: int) -> int:
         """Return the node of a rank; torchrun and SLURM number ranks node by node."""
@@ -234,25 +214,21 @@ class Topology:
     def num_nodes(self) -> int:
         return math.ceil(self.world_size / self.ranks_per_node) if self.ranks_per_node else 1
 
-    def _axes(self, name: str) -> tuple[str, ...]:
-        if name not in GROUP_AXES:
-            raise KeyError(f"unknown process group {name!r}; use one of {', '.join(GROUP_NAMES)}")
-        return GROUP_AXES[name]
+    @cached_property
+    def _grid(self) -> npt.NDArray[np.int64]:
+        """Global ranks by [tp_rank, cp_rank, dp_rank, pp_rank]."""
+        slowest_first = self.order.split("-")[::-1]
+        ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in slowest_first])
+        return ranks.transpose([slowest_first.index(axis) for axis in AXES])
+
+    @property
+    def _ends(self) -> list[int]:
+        """The first and the last pp_rank."""
+        return sorted({0, self.pp - 1})
 
     def _is_mirrored(self, name: str) -> bool:
         """Return True if groups of this kind contain two opposite ranks of each pipeline."""
         return name == "replicas" and self.mirrored_pipeline
-
-    def _offsets(self, name: str, pp_rank: int = 0) -> tuple[int, ...]:
-        """Return a group's global ranks less its first, ascending. pp_rank: of the first, if the group is mirrored."""
-        if name == "embedding":
-            return tuple(sorted({0, (self.pp - 1) * self.strides["pp"]}))
-        if name == "kv":
-            return tuple(replica * self.strides["tp"] for replica in range(self.kv_replicas))
-        steps = [[place * self.strides[axis] for place in range(self.size(axis))] for axis in self._axes(name)]
-        if self._is_mirrored(name):
-            steps.append([0, (self.pp - 1 - 2 * pp_rank) * self.strides["pp"]])
-        return tuple(sorted(sum(combination) for combination in product(*steps)))
 
     def _check_rank(self, global_rank: int) -> None:
         if not 0 <= global_rank < self.world_size:
@@ -265,8 +241,10 @@ def all_coordinates(topology: Topology) -> Iterator[tuple[int, Coordinates]]:
         yield rank, topology.coordinates(rank)
 
 
-def _outer_sum(starts: list[int], count: int, stride: int) -> list[int]:
-    return [start + place * stride for start in starts for place in range(count)]
+def _axes(name: str) -> tuple[str, ...]:
+    if name not in GROUP_AXES:
+        raise KeyError(f"unknown process group {name!r}; use one of {', '.join(GROUP_NAMES)}")
+    return GROUP_AXES[name]
 
 
 def _shown(numbers: tuple[int, ...]) -> str:

@@ -26,7 +26,7 @@ from megapipe.gpu.copies import copies_for
 from megapipe.gpu.kernels import choose_kernels
 from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams
-from megapipe.layers.shape import comm_chunks
+from megapipe.layers.table import comm_chunks
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat

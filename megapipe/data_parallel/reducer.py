@@ -13,7 +13,7 @@ from megapipe.comm.collectives import Work, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.data_parallel.buffers import FlatBuffer, StageBuffers
 from megapipe.sharding.buffers import Bucket, Slot
-from megapipe.sharding.slicing import Interval
+from megapipe.sharding.spec import Interval
 
 
 @dataclass(eq=False)

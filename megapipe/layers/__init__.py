@@ -5,8 +5,7 @@ are sums over tables.
 
 - `model`:     `ModelSpec`: the parts of a model, one `LayerSpec` a transformer layer; its parameters in model order
 - `embedding`, `attention`, `mlp`, `head`: the parts; attention and MLP include the norm before them
-- `norm`, `linear`: what parts are made of
-- `fp8`:       what linears that multiply in 8 bits add
-- `table`:     the columns of a table: operations with their kept tensors, GEMMs, collectives and backward
-- `shape`:     `RankShape`: the microbatch and the options that a table depends on
+- `norm`, `linear`: what parts are made of, and what linears that multiply in 8 bits add
+- `table`:     the columns of a table: operations with their kept tensors, GEMMs, collectives and backward;
+               `RankShape`: the microbatch and the options that a table depends on
 """

@@ -14,23 +14,27 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes
 from megapipe.layers.norm import Norm
-from megapipe.layers.shape import MASK_BYTES, RankShape
-from megapipe.layers.table import Backward, CoreAttention, Gemm, Kept, Operation, Table
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.layers.table import (
+    MASK_BYTES,
+    Backward,
+    CoreAttention,
+    Gemm,
+    Kept,
+    Operation,
+    RankShape,
+    Table,
+    total_bytes,
+)
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 
 
 def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: torch's fused kernels have no soft-cap, no keyed dropout, no
-    softmax in a chosen dtype.
-    """
+    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype."""
     return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
 
 
 def mean_keys(seq_length: int, window_size: int | None) -> float:
-    """Return the keys a causal query sees, on average: half the sequence (the diagonal is not counted apart), at most
-    the window.
-    """
+    """Return the mean keys of a causal query: half the sequence (the diagonal not counted apart), at most the window."""
     if window_size is None or window_size >= seq_length:
         return seq_length / 2
     full_rows = seq_length - window_size
@@ -109,11 +113,19 @@ class Attention:
         behind = hidden if self.has_hidden_dropout else 0
         qkv_bytes = shape.tokens * qkv.outputs * shape.element
         again = self.norm.output_again_bytes(shape)
+        redoes_core = shape.recomputes("core_attn")
+        qkv_kept, core_kept = tuple(self._qkv_kept(shape)), () if redoes_core else tuple(self._core_kept(shape))
+        # core attention's backward frees all but its output, which linear_proj keeps, and what a checkpoint holds until
+        # its own backward is done
+        freed = [tensor for tensor in qkv_kept if tensor.name != "norm statistics"]
+        freed += [tensor for tensor in core_kept if tensor.name != "attention output"]
+        if shape.recompute.recompute_keep_attention:
+            freed = [tensor for tensor in freed if not tensor.with_replay]
         operations = (
             self.norm.operation(shape),  # its backward holds less than the one of linear_qkv
             Operation(
                 "linear_qkv",
-                tuple(self._qkv_kept(shape)),
+                qkv_kept,
                 gemm=qkv,
                 collectives=collectives(qkv, shape),
                 deferred_bytes=hidden + qkv_bytes,
@@ -121,10 +133,10 @@ class Attention:
             ),
             Operation(
                 "core_attention",
-                () if shape.recomputes("core_attn") else tuple(self._core_kept(shape)),
+                core_kept,
                 attention=self._core(shape),
                 recompute_module="core_attn",
-                backward=Backward(behind + query + self._core_gradient_bytes(shape), self._freed_by_core(shape)),
+                backward=Backward(behind + query + self._core_gradient_bytes(shape), total_bytes(freed)),
             ),
             Operation(
                 "linear_proj",
@@ -160,18 +172,15 @@ class Attention:
         return shape.batch * shape.seq * shape.seq * shape.element
 
     def output_copy(self, shape: RankShape) -> Kept | None:
-        """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None where another
-        kernel runs.
+        """Return the second copy of attention's output that CUDA's memory-efficient kernel costs; None with others.
 
-        The kernel takes fp32 and masks. With several query groups it leaves its output in another order than
-        linear_proj reads.
+        The kernel takes fp32 and masks. With several query groups its output is not in the order that linear_proj reads.
         """
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
-        shares_keys = self._heads(shape) > self._groups(shape) > 1
         repeats_keys = shape.documents.attention_mask and shape.batch > 1
         is_recomputed = shape.recompute.recompute_granularity == "full" or shape.recomputes("core_attn")
         is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)
-        if not is_efficient or not shares_keys or repeats_keys or is_recomputed:
+        if not is_efficient or not self._shares_keys(shape) or repeats_keys or is_recomputed:
             return None
         return Kept("attention output copied", self._query(shape), shape.element)
 
@@ -180,6 +189,10 @@ class Attention:
 
     def _groups(self, shape: RankShape) -> int:
         return max(1, self.groups // shape.tp)
+
+    def _shares_keys(self, shape: RankShape) -> bool:
+        """Return True if several query heads of the rank use one of several key/value heads."""
+        return self._heads(shape) > self._groups(shape) > 1
 
     def _query(self, shape: RankShape) -> int:
         """Return the elements of q, and of attention's output."""
@@ -196,25 +209,13 @@ class Attention:
     def _runs_fused(self, shape: RankShape) -> bool:
         return shape.attention_impl != "sdpa" or not self.is_explicit
 
-    def _repeats_keys(self, shape: RankShape) -> bool:
-        """Return True if k and v are repeated for each query head: with one mask a sequence, query groups cannot join
-        the batch.
-        """
-        shares_keys = self._heads(shape) > self._groups(shape) > 1
-        return (
-            shares_keys
-            and self._runs_fused(shape)
-            and shape.documents.attention_mask
-            and shape.batch > 1
-            and not shape.recomputes("core_attn")
-        )
-
     def _qkv_kept(self, shape: RankShape) -> Iterator[Kept]:
         """Yield q, k and v as one tensor; with qk-norm the normed q and k besides; with repeated keys three tensors
-        of q's size.
+        of q's size: with one mask a sequence, query groups cannot join the batch.
         """
         name, element, query, key = "q, k, v", shape.element, self._query(shape), self._key(shape)
-        repeats = self._repeats_keys(shape)
+        is_repeatable = self._shares_keys(shape) and self._runs_fused(shape) and not shape.recomputes("core_attn")
+        repeats = is_repeatable and shape.documents.attention_mask and shape.batch > 1
         if not repeats or self.qk_norms:
             yield Kept(name, query + 2 * key, element)
         for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
@@ -267,19 +268,8 @@ class Attention:
             output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
             return (output if shape.recomputes("core_attn") else 0) + 2 * qkv
-        again = sum(tensor.num_bytes for tensor in self._core_kept(shape)) if shape.recomputes("core_attn") else 0
+        again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         casts = 2 if element != wide else 1
         dropped = element if self.has_dropout else 0
         capped = wide if self.has_soft_cap else 0
         return again + self._squares(shape) * (element + dropped + casts * wide + capped)
-
-    def _freed_by_core(self, shape: RankShape) -> int:
-        """Return the kept bytes that are free after core attention's backward: all but its output, which linear_proj
-        keeps, and what a checkpoint holds until its own backward is done.
-        """
-        freed = [tensor for tensor in self._qkv_kept(shape) if tensor.name != "norm statistics"]
-        if not shape.recomputes("core_attn"):
-            freed += [tensor for tensor in self._core_kept(shape) if tensor.name != "attention output"]
-        if shape.recompute.recompute_keep_attention:
-            freed = [tensor for tensor in freed if not tensor.with_replay]
-        return sum(tensor.num_bytes for tensor in freed)

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.layers.shape import MASK_BYTES, RankShape
-from megapipe.layers.table import ALL_REDUCE, Backward, Collectives, Kept, Operation, Table
-from megapipe.sharding.slicing import Fused
-from megapipe.sharding.spec import Init, ParamSpec
+from megapipe.layers.table import ALL_REDUCE, MASK_BYTES, Backward, Collectives, Kept, Operation, RankShape, Table
+from megapipe.sharding.spec import Fused, Init, ParamSpec
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 POSITION_EMBEDDING = "embedding.position_embeddings.weight"
@@ -58,10 +56,8 @@ class Embedding:
             true_rows=self.true_vocab,
         )
         if self.positions:
-            shape = (self.positions, self.hidden)
-            yield ParamSpec(
-                POSITION_EMBEDDING, shape, owner="embedding", init=normal, partial_gradient=sequence_parallel
-            )
+            shape, is_partial = (self.positions, self.hidden), sequence_parallel
+            yield ParamSpec(POSITION_EMBEDDING, shape, owner="embedding", init=normal, partial_gradient=is_partial)
 
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank.

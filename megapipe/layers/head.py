@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.layers.linear import collectives, column_gradient_bytes, weight_gradient_bytes
 from megapipe.layers.norm import Norm
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import Backward, Gemm, Kept, Operation, Table
-from megapipe.sharding.slicing import Fused
-from megapipe.sharding.spec import Init, ParamSpec
+from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
+from megapipe.sharding.spec import Fused, Init, ParamSpec
 
 LOSS_BLOCK_BYTES = 1 << 23  # half types: logits are raised to fp32 in blocks of this size, two at a time
 
@@ -65,9 +63,7 @@ class Head:
         return shape.tokens * (self.vocab // shape.tp)
 
     def loss_block_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward as in the
-        backward.
-        """
+        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward and backward."""
         if shape.element == shape.wide:
             return 0
         return min(2 * LOSS_BLOCK_BYTES, self.logits(shape) * shape.wide)
@@ -88,7 +84,7 @@ class Head:
             loss.append(Kept("loss", shape.tokens, wide))
         kept_logits = Kept("logits", logits, 2 * wide if self.has_soft_cap else element)
         keeps_logits = () if shape.chunks_loss else (kept_logits,)
-        frees = sum(tensor.num_bytes for tensor in (*final_norm, *keeps_logits, *loss))
+        frees = total_bytes((*final_norm, *keeps_logits, *loss))
         if shape.splits_backward:  # the gradient of the logits waits, in their place, and the input of the output layer
             frees -= hidden + logits * element
         logits_gradient = 2 * shape.tokens * wide if shape.chunks_loss else logits * element

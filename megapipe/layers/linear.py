@@ -1,22 +1,26 @@
-"""Linears of a part: their parameters, and what their gradients make and free again on the way."""
+"""Linears of a part: their parameters, what their gradients make and free again, and what multiplying in 8 bits adds.
+
+megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another; without
+--compile-pointwise that is a chain of kernels over a copy in fp32, with it one kernel. Transformer Engine makes both
+layouts in one pass and casts weights for every microbatch; the copies it keeps are not known and not counted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.layers import fp8
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import ALL_REDUCE, Collectives, Gemm
-from megapipe.sharding.slicing import Slicing
-from megapipe.sharding.spec import Init, ParamSpec
+from megapipe.config.model import PrecisionConfig
+from megapipe.layers.table import ALL_REDUCE, Collectives, Gemm, RankShape
+from megapipe.sharding.spec import Init, ParamSpec, Slicing
+
+COPIES = 2  # of a weight, one byte an element: as it is, and transposed
+WIDE = 4  # bytes of fp32
 
 
 @dataclass(frozen=True)
 class Linear:
-    """The parameters of one linear: weight [outputs, inputs], cut over tp as `slicing` says, and a bias where
-    has_bias.
-    """
+    """The parameters of one linear: weight [outputs, inputs], cut over tp as `slicing` says, and perhaps a bias."""
 
     name: str
     outputs: int
@@ -35,9 +39,8 @@ class Linear:
         if self.has_bias and is_column:
             yield ParamSpec(f"{name}.bias", (self.outputs,), owner, self.slicing, weight_decay=False)
         elif self.has_bias:
-            yield ParamSpec(
-                f"{name}.bias", (self.outputs,), owner, weight_decay=False, partial_gradient=sequence_parallel
-            )
+            is_partial = sequence_parallel
+            yield ParamSpec(f"{name}.bias", (self.outputs,), owner, weight_decay=False, partial_gradient=is_partial)
 
 
 def collectives(gemm: Gemm, shape: RankShape) -> Collectives:
@@ -53,8 +56,8 @@ def collectives(gemm: Gemm, shape: RankShape) -> Collectives:
 
 
 def column_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
-    """Return what the backward of a column-parallel linear holds: the input gradient before and after its reduction,
-    the gathered input and the weight gradient.
+    """Return what a column-parallel linear's backward holds: the input gradient before and after its reduction, the
+    gathered input and the weight gradient.
     """
     whole = shape.tokens * gemm.inputs * shape.element
     reduced = shape.hidden_bytes(gemm.inputs) if shape.sequence_parallel else 0
@@ -81,8 +84,64 @@ def weight_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     on top.
     """
     if gemm.is_fp8 and shape.transformer_impl == "local":
-        make = fp8.input_gradient_bytes if shape.splits_backward else fp8.weight_gradient_bytes
-        return make(shape, gemm.outputs, gemm.inputs)
+        return fp8_gradient_bytes(gemm, shape)
     if shape.splits_backward or shape.element == shape.wide:
         return 0
     return gemm.num_weights * (shape.wide if shape.is_cuda else shape.element)
+
+
+def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
+    """Return what a product in 8 bits of the backward allocates: in I in addition to the input gradient, else a weight
+    gradient in fp32 and its operands, cast in turn.
+
+    Without CUDA's torch._scaled_mm the rounded operands are raised to fp32 and multiplied there.
+    """
+    gradient, inputs = shape.tokens * gemm.outputs, shape.tokens * gemm.inputs
+    copies = 1 if shape.compile_pointwise else 1 + WIDE  # a cast that is several kernels copies to fp32 first
+    if shape.splits_backward:
+        raised = 0 if shape.is_cuda else WIDE * (gradient + gemm.num_weights + inputs)
+        return max(copies * gradient, gradient + raised)
+    product = WIDE * gemm.num_weights
+    cast = max(copies * gradient, gradient + copies * inputs)
+    raised = 0 if shape.is_cuda else max(WIDE * (gradient + inputs), product)
+    return max(cast, gradient + inputs + raised + product)
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Bytes that fp8 moves in addition to the GEMMs, for each element.
+
+    inputs: of a linear's input, in F. gradients: of its output's gradient, in I. both: of these two, in W. weight: of
+    a weight, in each F. weight_once: of a weight, once a step. weight_gradient: of a weight gradient that leaves its
+    GEMM before it is added.
+    """
+
+    inputs: float
+    gradients: float
+    both: float
+    weight: float
+    weight_once: float
+    weight_gradient: float
+
+
+def casts(shape: RankShape) -> Casts:
+    """Return what the fp8 linears of this shape move."""
+    element = shape.element
+    if shape.transformer_impl == "transformer_engine":
+        both_layouts = element + 2.0
+        return Casts(both_layouts, both_layouts, 0.0, both_layouts, 0.0, 0.0)
+    largest = element
+    # a chain of kernels: read, raise to fp32, scale, clamp, round
+    cast = element + 1.0 if shape.compile_pointwise else element + WIDE + 2 * WIDE + 2 * WIDE + WIDE + 1.0
+    transposed = 2.0
+    straight = largest + cast
+    return Casts(straight, straight, straight + transposed, 0.0, straight + transposed, 3.0 * WIDE)
+
+
+def fp8_layers(precision: PrecisionConfig, num_layers: int) -> range:
+    """Return the global numbers of the layers whose linears multiply in 8 bits."""
+    if precision.fp8_format is None:
+        return range(0)
+    if not precision.first_last_layers_bf16:
+        return range(num_layers)
+    return range(precision.num_layers_at_start_in_bf16, num_layers - precision.num_layers_at_end_in_bf16)

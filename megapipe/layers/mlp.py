@@ -9,10 +9,8 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import GATED_ACTIVATIONS
 from megapipe.layers.linear import Linear, collectives, column_gradient_bytes, row_gradient_bytes, weight_gradient_bytes
 from megapipe.layers.norm import Norm
-from megapipe.layers.shape import MASK_BYTES, RankShape
-from megapipe.layers.table import Backward, Gemm, Kept, Operation, Table
-from megapipe.sharding.slicing import Fused
-from megapipe.sharding.spec import ParamSpec
+from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table
+from megapipe.sharding.spec import Fused, ParamSpec
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,6 @@ class DenseMLP:
         hidden, ffn = self.norm.size, self.ffn // tp
         return Gemm(hidden, self.gates * ffn, True, self.is_fp8), Gemm(ffn, hidden, False, self.is_fp8)
 
-    def flops_per_token(self, keys: float) -> float:
-        """Return the forward FLOPs outside of GEMMs that count as the model's: none."""
-        return 0.0
-
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank.
 
@@ -69,71 +63,55 @@ class DenseMLP:
         if the norm is recomputed too.
         """
         fc1, fc2 = self.gemms(shape.tp)
-        hidden = shape.hidden_bytes(self.norm.size)
+        norm, splits, is_relu = self.norm, shape.splits_backward, self.activation == "relu"
+        redoes_mlp, redoes_norm = shape.recomputes("mlp"), shape.recomputes("layernorm")
+        redoes_activation = shape.recomputes("activation") and not is_relu
+        hidden = shape.hidden_bytes(norm.size)
         width = shape.tokens * fc2.inputs  # elements between the linears, one gate
         wide, inner = width * shape.element, self.gates * width * shape.element
-        is_relu, redoes_mlp, redoes_norm = (
-            self.activation == "relu",
-            shape.recomputes("mlp"),
-            shape.recomputes("layernorm"),
-        )
-        redoes_activation = shape.recomputes("activation") and not is_relu
-        keeps_inner, keeps_activation = not is_relu and not redoes_mlp, not redoes_activation and not redoes_mlp
+
+        keeps_activation = not redoes_activation and not redoes_mlp
+        inner_kept = () if is_relu or redoes_mlp else (Kept("mlp hidden", self.gates * width, shape.element),)
+        activation_kept = (Kept("mlp activation", width, shape.element),) if keeps_activation else ()
+        masks = (Kept("dropout masks", shape.own_tokens * norm.size, MASK_BYTES),) if self.has_hidden_dropout else ()
+
+        # the backward: what recompute makes, the gradient behind the dropout, and what waits for W
         inner_again = inner if redoes_mlp else 0
-        activation_again = wide if redoes_mlp or redoes_activation else 0
         replayed = wide if redoes_mlp else 0  # the replay holds its activation until its own backward is done
-        dropout = Kept("dropout masks", shape.own_tokens * self.norm.size, MASK_BYTES)
-        behind = hidden if self.has_hidden_dropout else 0  # the gradient behind the dropout
+        behind = hidden if self.has_hidden_dropout else 0
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
-        splits = shape.splits_backward
+        deferred = inner + hidden if splits else 0
+        # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
+        made = 2 * wide if self.gates == 2 else wide * (self.activation == "squared_relu")
+        norm_backward = Backward(
+            replayed + deferred + hidden + norm.gradient_bytes(shape), (0 if splits or redoes_norm else hidden) + hidden
+        )
+        fc1_backward = Backward(replayed + inner + norm.output_again_bytes(shape) + column_gradient_bytes(fc1, shape))
+        activation_backward = Backward(
+            behind + wide + inner + inner_again + replayed + made, inner if inner_kept else 0
+        )
+        fc2_backward = Backward(
+            behind + wide + inner_again + (0 if keeps_activation else wide) + row_gradient_bytes(fc2, shape),
+            wide if keeps_activation and not splits else 0,
+        )
         operations = (
-            self.norm.operation(
-                shape,
-                keeps_statistics=not (redoes_mlp and redoes_norm),
-                backward=Backward(
-                    replayed + (inner + hidden if splits else 0) + hidden + self.norm.gradient_bytes(shape),
-                    (0 if splits or redoes_norm else hidden) + hidden,
-                ),
-            ),
+            norm.operation(shape, keeps_statistics=not (redoes_mlp and redoes_norm), backward=norm_backward),
             Operation(
                 "linear_fc1",
                 gemm=fc1,
                 collectives=collectives(fc1, shape),
                 recompute_module="mlp",
                 deferred_bytes=hidden + inner,
-                backward=Backward(
-                    replayed + inner + self.norm.output_again_bytes(shape) + column_gradient_bytes(fc1, shape)
-                ),
+                backward=fc1_backward,
             ),
-            Operation(
-                "activation",
-                (Kept("mlp hidden", self.gates * width, shape.element),) if keeps_inner else (),
-                backward=Backward(
-                    behind + wide + inner + inner_again + replayed + self._activation_gradient_bytes(wide),
-                    inner if keeps_inner else 0,
-                ),
-            ),
+            Operation("activation", inner_kept, backward=activation_backward),
             Operation(
                 "linear_fc2",
-                (
-                    *([Kept("mlp activation", width, shape.element)] if keeps_activation else ()),
-                    *([dropout] if self.has_hidden_dropout else ()),
-                ),
+                (*activation_kept, *masks),
                 gemm=fc2,
                 collectives=collectives(fc2, shape),
                 deferred_bytes=fc2_input + hidden,
-                backward=Backward(
-                    behind + wide + inner_again + activation_again + row_gradient_bytes(fc2, shape),
-                    wide if keeps_activation and not splits else 0,
-                ),
+                backward=fc2_backward,
             ),
         )
-        left = hidden + (inner + hidden if splits else 0)
-        return Table(operations, left, weight_gradient_bytes(fc1, shape))
-
-    def _activation_gradient_bytes(self, width: int) -> int:
-        """Return the bytes that the activation's backward allocates in addition to its input's gradient.
-
-        A gated activation needs the other gate's product and its gradient, squared ReLU the recomputed ReLU.
-        """
-        return 2 * width if self.gates == 2 else width if self.activation == "squared_relu" else 0
+        return Table(operations, hidden + deferred, weight_gradient_bytes(fc1, shape))

@@ -14,12 +14,11 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.embedding import Embedding
-from megapipe.layers.fp8 import fp8_layers
 from megapipe.layers.head import Head
+from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import DenseMLP
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import Collectives, Gemm, Kept, Table
-from megapipe.sharding.spec import ParamSpec
+from megapipe.layers.table import Collectives, Gemm, Kept, Operation, RankShape, Table, total_bytes
+from megapipe.sharding.spec import Owner, ParamSpec
 
 Part = Attention | DenseMLP
 
@@ -54,12 +53,16 @@ class LayerTable:
     parts: tuple[Table, ...]
 
     @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        return tuple(operation for part in self.parts for operation in part.operations)
+
+    @cached_property
     def keeps(self) -> tuple[Kept, ...]:
         return tuple(tensor for part in self.parts for tensor in part.keeps)
 
     @cached_property
     def kept_bytes(self) -> int:
-        return sum(part.kept_bytes for part in self.parts)
+        return total_bytes(self.keeps)
 
     @cached_property
     def deferred_bytes(self) -> int:
@@ -67,8 +70,7 @@ class LayerTable:
 
     @cached_property
     def collectives(self) -> Collectives:
-        operations = (operation for part in self.parts for operation in part.operations)
-        return sum((operation.collectives for operation in operations), Collectives())
+        return sum((operation.collectives for operation in self.operations), Collectives())
 
 
 @cache
@@ -133,9 +135,9 @@ def stage_parameters(
     on the same rank.
     """
 
-    def is_held(spec: ParamSpec) -> bool:
-        if spec.owner == "embedding":
-            return has_embedding or (has_head and spec.tied and has_tied_copy)
-        return has_head if spec.owner == "head" else spec.owner in layers
-
-    return tuple(spec for spec in parameters if is_held(spec))
+    held_of: dict[Owner, bool] = {"embedding": has_embedding, "head": has_head}
+    return tuple(
+        spec
+        for spec in parameters
+        if held_of.get(spec.owner, spec.owner in layers) or (spec.tied and has_head and has_tied_copy)
+    )

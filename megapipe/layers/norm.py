@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import Backward, Kept, Operation
+from megapipe.layers.table import Backward, Kept, Operation, RankShape
 from megapipe.sharding.spec import Init, Owner, ParamSpec
 
 
@@ -25,27 +24,20 @@ class Norm:
         """Return a norm of the model's kind; size: the hidden size if None."""
         return cls(name, size or model.hidden_size, model.normalization, model.layernorm_zero_centered_gamma)
 
-    @property
-    def num_statistics(self) -> int:
-        """Statistics kept for each normalized vector: mean and variance, or the mean square alone."""
-        return 2 if self.kind == "LayerNorm" else 1
-
     def parameters(self, prefix: str, owner: Owner, partial_gradient: bool) -> Iterator[ParamSpec]:
         """Yield weight and bias.
 
         partial_gradient: each tp rank normalizes other tokens or heads, so that gradients are partial.
         """
-        name, weight = f"{prefix}{self.name}", Init("zeros" if self.zero_centered else "ones")
-        shape = (self.size,)
-        yield ParamSpec(
-            f"{name}.weight", shape, owner, init=weight, weight_decay=False, partial_gradient=partial_gradient
-        )
+        name, shape = f"{prefix}{self.name}", (self.size,)
+        weight, is_partial = Init("zeros" if self.zero_centered else "ones"), partial_gradient
+        yield ParamSpec(f"{name}.weight", shape, owner, init=weight, weight_decay=False, partial_gradient=is_partial)
         if self.kind == "LayerNorm":
-            yield ParamSpec(f"{name}.bias", shape, owner, weight_decay=False, partial_gradient=partial_gradient)
+            yield ParamSpec(f"{name}.bias", shape, owner, weight_decay=False, partial_gradient=is_partial)
 
     def statistics(self, vectors: int, shape: RankShape, name: str = "norm statistics") -> tuple[Kept, ...]:
-        """Return the statistics kept of so many vectors."""
-        return (Kept(name, vectors, shape.wide),) * self.num_statistics
+        """Return the statistics kept of so many vectors: mean and variance, or the mean square alone."""
+        return (Kept(name, vectors, shape.wide),) * (2 if self.kind == "LayerNorm" else 1)
 
     def operation(self, shape: RankShape, keeps_statistics: bool = True, backward: Backward | None = None) -> Operation:
         """Return the norm at the start of a residual branch.
@@ -61,10 +53,7 @@ class Norm:
         return Operation(self.name, tuple(keeps), backward=backward)
 
     def gradient_bytes(self, shape: RankShape) -> int:
-        """Return what the norm's backward makes.
-
-        RMSNorm is one kernel on CUDA; elsewhere it is products in at least fp32.
-        """
+        """Return what the norm's backward makes: RMSNorm is one kernel on CUDA, else products in at least fp32."""
         if shape.is_cuda or self.kind == "LayerNorm":
             return shape.hidden_bytes(self.size)
         return (3 if shape.element == shape.wide else 5) * shape.own_tokens * self.size * shape.wide

@@ -16,8 +16,8 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.gpu.libraries import AttentionKernel, AttentionShape
 from megapipe.gpu.transformer_engine import LinearOptions
-from megapipe.layers.fp8 import fp8_layers
-from megapipe.layers.shape import WHOLE, CommChunks
+from megapipe.layers.linear import fp8_layers
+from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.norm import Norm
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS

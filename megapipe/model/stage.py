@@ -15,7 +15,7 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
-from megapipe.layers.shape import WHOLE, CommChunks
+from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.block import Block
 from megapipe.model.context import ContextBuilder, LayerContext
 from megapipe.model.embedding import Embedding

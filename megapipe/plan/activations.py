@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import Kept, Table
+from megapipe.layers.table import Kept, RankShape, Table
 from megapipe.schedule.partition import StageLayers
 
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megapipe.dtypes import FP8
-from megapipe.layers.fp8 import casts
+from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.shape import Documents, RankShape
-from megapipe.layers.table import ALL_REDUCE, CoreAttention, Gemm
+from megapipe.layers.table import ALL_REDUCE, CoreAttention, Documents, Gemm, RankShape
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.traffic import collective_bytes

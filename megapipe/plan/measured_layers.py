@@ -14,7 +14,7 @@ from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.errors import ConfigError
-from megapipe.layers.shape import comm_chunks
+from megapipe.layers.table import comm_chunks
 from megapipe.plan.layer_costs import LayerCosts, PartCost
 
 FORMAT = "megapipe layer times"

@@ -32,9 +32,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from megapipe.layers.fp8 import COPIES
-from megapipe.layers.shape import Documents
-from megapipe.layers.table import Kept, total_bytes
+from megapipe.layers.linear import COPIES
+from megapipe.layers.table import Documents, Kept, total_bytes
 from megapipe.plan.activations import (
     deferred_bytes,
     group_keeps,

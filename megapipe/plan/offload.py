@@ -14,8 +14,7 @@ from itertools import accumulate
 
 from megapipe.config.config import Config
 from megapipe.layers.model import ModelSpec
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import Kept, total_bytes
+from megapipe.layers.table import Kept, RankShape, total_bytes
 from megapipe.plan.activations import deferred_bytes, group_sizes, layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.temporaries import backward_peak

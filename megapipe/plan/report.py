@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megapipe.formatting import bytes_text, count_text, flops_text, range_text, text_table
-from megapipe.layers.shape import WHOLE, comm_chunks
+from megapipe.layers.table import WHOLE, comm_chunks
 from megapipe.plan.bubble import expected_bubble
 from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
-from megapipe.layers.shape import RankShape
+from megapipe.layers.table import RankShape
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, stage_costs
 from megapipe.plan.measured_layers import measured_costs

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megapipe.config.model import PrecisionConfig
-from megapipe.layers.fp8 import casts
+from megapipe.layers.linear import casts
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import ALL_REDUCE
 from megapipe.plan.activations import group_sizes, layers_of

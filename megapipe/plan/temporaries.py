@@ -15,8 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import Table
+from megapipe.layers.table import RankShape, Table
 from megapipe.plan.activations import layers_of, replay_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers

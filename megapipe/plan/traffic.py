@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.shape import RankShape
-from megapipe.layers.table import ALL_REDUCE, Collectives
+from megapipe.layers.table import ALL_REDUCE, Collectives, RankShape
 from megapipe.plan.activations import layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op

@@ -1,7 +1,7 @@
 """The location of each parameter: types shared by layers, model, plan, buffers, gradient norm, checkpoint, conversion.
 
-- `spec`:         `ParamSpec`: name, shape, tensor-parallel slice, initial values, decay, whose gradients are summed
-- `slicing`:      the rules by which tp cuts a tensor: replicated, plain, fused (gate|up), query groups (q|k|v)
+- `spec`:         `ParamSpec`: name, shape, tensor-parallel slice, initial values, decay, whose gradients are summed;
+                  the rules by which tp cuts a tensor: replicated, plain, fused (gate|up), query groups (q|k|v)
 - `boxes`:        a rank's slice, or a flat piece of it, as rectangles of the global tensor
 - `buffers`:      flat buffers, buckets and their shards over the replica group
 - `audit`:        the proof that every element is held exactly as often as declared

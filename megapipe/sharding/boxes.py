@@ -60,40 +60,25 @@ def pieces(spec: ParamSpec, tp_rank: int, tp: int, start: int = 0, stop: int | N
     A flat range of a matrix is at most three rectangles for each interval of the cut: the end of a row, whole rows,
     the start of a row.
     """
-    local = spec.local_shape(tp_rank, tp)
-    stop = math.prod(local) if stop is None else stop
-    found: list[Piece] = []
-    for rows, row_offset, columns, column_offset, first, owned in _blocks(spec, tp_rank, tp, local):
-        for row, num_rows, column, num_columns, at in rectangles(
-            rows, columns, max(start - first, 0), min(stop - first, rows * columns)
-        ):
-            if len(spec.shape) == 1:
-                box = Box((row_offset + row,), (num_rows,))
-            else:
-                box = Box((row_offset + row, column_offset + column), (num_rows, num_columns))
-            found.append(Piece(spec, box, first + at, owned))
-    return tuple(found)
-
-
-def _blocks(
-    spec: ParamSpec, tp_rank: int, tp: int, local: tuple[int, ...]
-) -> Iterator[tuple[int, int, int, int, int, bool]]:
-    """Yield runs of whole local rows that are consecutive in the global tensor: rows, row offset, columns, column
-    offset, flat start, owned.
-    """
-    intervals = spec.intervals(tp_rank, tp)
     if len(spec.shape) > 2:
         raise ValueError(f"{spec.name} has {len(spec.shape)} dimensions; parameters have one or two")
-    if spec.slicing.dim == 1:
-        (interval,) = intervals  # a cut of columns is one interval: several would interleave in every row
-        yield local[0], 0, local[1], interval.start, 0, interval.replicas[0] == tp_rank
-        return
-    columns = local[1] if len(local) == 2 else 1
-    first = 0
+    intervals, local = spec.intervals(tp_rank, tp), spec.local_shape(tp_rank, tp)
+    stop = math.prod(local) if stop is None else stop
+    columns = math.prod(local[1:])
+    assert spec.slicing.dim != 1 or len(intervals) == 1, "several intervals of columns would interleave in every row"
+    first = 0  # flat index of the interval's first element
+    found: list[Piece] = []
     for interval in intervals:
-        rows = interval.stop - interval.start
-        yield rows, interval.start, columns, 0, first, interval.replicas[0] == tp_rank
+        # a cut of columns is one interval, which holds all rows
+        at_row, at_column = (0, interval.start) if spec.slicing.dim == 1 else (interval.start, 0)
+        rows = local[0] if spec.slicing.dim == 1 else interval.stop - interval.start
+        low, high = max(start - first, 0), min(stop - first, rows * columns)
+        for row, num_rows, column, num_columns, at in rectangles(rows, columns, low, high):
+            offset, shape = (at_row + row, at_column + column), (num_rows, num_columns)
+            box = Box(offset[: len(local)], shape[: len(local)])
+            found.append(Piece(spec, box, first + at, interval.replicas[0] == tp_rank))
         first += rows * columns
+    return tuple(found)
 
 
 def rectangles(rows: int, columns: int, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:

@@ -117,30 +117,21 @@ def _fill(specs: Sequence[ParamSpec], tp_rank: int, tp: int, num_shards: int, bu
     """Cut a list of parameters into buckets of about bucket_size elements; within a bucket those with weight decay
     come first.
     """
-    start = 0
-    for group in _groups(specs, tp_rank, tp, bucket_size):
-        slots, position = [], start
-        for spec in sorted(
-            group, key=lambda spec: (not spec.weight_decay, spec.decoupled_lr)
-        ):  # runs for the optimizer's groups
-            slots.append(Slot(spec, position, spec.local_shape(tp_rank, tp)))
-            position = _round_up(slots[-1].stop, ALIGNMENT)
-        stop = start + _round_up(position - start, ALIGNMENT * num_shards)
-        yield Bucket(start, stop, tuple(slots))
-        start = stop
-
-
-def _groups(specs: Sequence[ParamSpec], tp_rank: int, tp: int, bucket_size: int) -> Iterator[list[ParamSpec]]:
+    start = size = 0
     group: list[ParamSpec] = []
-    size = 0
     for spec in specs:
         group.append(spec)
         size += math.prod(spec.local_shape(tp_rank, tp))
-        if size >= bucket_size:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+        if size < bucket_size and spec is not specs[-1]:
+            continue
+        slots, position = [], start
+        # runs of equal settings for the optimizer's groups
+        for member in sorted(group, key=lambda member: (not member.weight_decay, member.decoupled_lr)):
+            slots.append(Slot(member, position, member.local_shape(tp_rank, tp)))
+            position = _round_up(slots[-1].stop, ALIGNMENT)
+        stop = start + _round_up(position - start, ALIGNMENT * num_shards)
+        yield Bucket(start, stop, tuple(slots))
+        start, size, group = stop, 0, []
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import Work, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
-from megapipe.layers.shape import WHOLE, CommChunks
+from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms, gathered_product, summed_product
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.mappings import empty_gathered, gathered, reduce_scattered, slice_length

@@ -18,8 +18,7 @@ from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
 from megapipe.comm.groups import Group
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.buffers import layout_buffers, shard_pieces
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 
 WORLD = Group.alone("world")
 VOCABULARY = 13

@@ -8,8 +8,7 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.reducer import GradientReducer
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 from megapipe.topology import Topology
 from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
 from tests.harness import RankFailure, RankPool

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.shape import Documents
+from megapipe.layers.table import Documents
 from megapipe.model.recompute import layer_groups
 from megapipe.plan.activations import group_keeps, group_sizes
 from megapipe.plan.activations import layer_groups as planned_groups

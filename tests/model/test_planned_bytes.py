@@ -19,7 +19,7 @@ from megapipe.config.parallel import RECOMPUTE_MODULES, RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.attention import is_explicit
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
-from megapipe.layers.shape import Documents, RankShape
+from megapipe.layers.table import Documents, RankShape
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import deferred_bytes, replay_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers

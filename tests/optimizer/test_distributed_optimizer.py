@@ -19,8 +19,7 @@ from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.buffers import BufferKind
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
 from tests.harness import RankPool
 from tests.optimizer.test_optimizer import ADAM, SGD, assert_close, plain_training

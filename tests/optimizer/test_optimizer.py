@@ -15,8 +15,7 @@ from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.reducer import GradientReducer
 from megapipe.optimizer.optimizer import Optimizer, StepReport
-from megapipe.sharding.slicing import Fused
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec
 from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
 
 ADAM = OptimizerConfig(lr=0.01, clip_grad=0.5, adam_beta2=0.99, adam_eps=1e-3)

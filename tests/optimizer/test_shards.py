@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megapipe.optimizer.shards import Shard, make_shards
-from megapipe.sharding.slicing import Fused
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec
 from tests.data_parallel.toy import stage_buffers
 
 SPECS = (

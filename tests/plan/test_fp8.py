@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.fp8 import Casts, casts, fp8_layers
+from megapipe.layers.linear import Casts, casts, fp8_layers
 from megapipe.plan import layer_time
 from megapipe.plan.hardware import HARDWARE, hardware_named
 from megapipe.plan.memory import rank_memory

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import layer_table, model_spec
-from megapipe.layers.shape import RankShape
+from megapipe.layers.table import RankShape
 from megapipe.plan.activations import bytes_by_name, replay_bytes
 from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve, resolve_model

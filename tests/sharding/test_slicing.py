@@ -17,8 +17,7 @@ from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.sharding.boxes import Box, pieces
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 
 
 def resolved_model(**changes: object) -> ModelConfig:

@@ -15,7 +15,7 @@ from torch.nn import functional
 import megapipe.tensor_parallel.gemms as gemms
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
-from megapipe.layers.shape import CommChunks
+from megapipe.layers.table import CommChunks
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, chunk_slices, gathered_product, summed_product
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megapipe.tensor_parallel.mappings import empty_gathered, gathered, reduce_scattered, reduced

@@ -15,7 +15,7 @@ from torch.nn import functional
 import megapipe.tensor_parallel.linear as linear_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
-from megapipe.layers.shape import WHOLE, CommChunks
+from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.tensor_parallel.gemms import PlainGemms
 from megapipe.tensor_parallel.gradient_slot import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear

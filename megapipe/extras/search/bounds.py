@@ -15,7 +15,7 @@ from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Layout
 from megapipe.layers.model import model_parameters, model_spec
-from megapipe.layers.shape import Documents, RankShape
+from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import stage_bytes
 from megapipe.plan.cut import cut_flags, cut_layers
 from megapipe.plan.hardware import Hardware

@@ -14,8 +14,7 @@ from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
 from megapipe.config.config import Config
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.buffers import shard_pieces
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 
 ZERO_SHARE = (
     1e-12  # gradients this much smaller than the model's largest are mathematically zero: in fp64 only rounding is left

@@ -26,7 +26,7 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_spec
-from megapipe.layers.shape import RankShape
+from megapipe.layers.table import RankShape
 from megapipe.plan.flops import step_flops
 from megapipe.plan.hardware import TERA, Hardware, hardware_named
 from megapipe.plan.layer_time import OpSeconds, layer_seconds

@@ -9,7 +9,7 @@ import pytest
 from megapipe.config.model import PrecisionConfig
 from megapipe.extras.search.layout import RECOMPUTES
 from megapipe.layers.model import layer_table, model_spec
-from megapipe.layers.shape import RankShape
+from megapipe.layers.table import RankShape
 from megapipe.plan.hardware import TERA, hardware_named
 from megapipe.plan.resolve import resolve_model
 from megapipe.schedule.action import Op

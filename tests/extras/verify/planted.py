@@ -20,8 +20,7 @@ from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import Norm
 from megapipe.pipeline.engine import Engine
-from megapipe.sharding.slicing import Interval
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Interval, ParamSpec
 
 Plant = Callable[[pytest.MonkeyPatch, int], None]  # (patch, global rank)
 

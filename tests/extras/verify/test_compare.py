@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megapipe.extras.verify.compare import Difference, HeldPiece, compare, part_of, uncovered
 from megapipe.sharding.boxes import Box, pieces
-from megapipe.sharding.slicing import Fused, QueryGroups
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 
 QKV = ParamSpec("qkv", (24, 5), owner=0, slicing=QueryGroups(heads=4, groups=2, head_dim=3))
 NORM = ParamSpec("norm", (6,), owner=0)
