@@ -42,8 +42,7 @@ from megapipe.schedule.weight_versions import WeightVersions
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ParamSpec
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.topology import GROUP_NAMES
 
 DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values

@@ -29,8 +29,8 @@ from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import at_least_fp32
 from megapipe.model.recompute import CoreAttention, RecomputedSegment
 from megapipe.model.rotary import rotate_
+from megapipe.tensor_parallel.gradients import InputRecompute
 from megapipe.tensor_parallel.random import keyed_dropout
-from megapipe.tensor_parallel.weight_gradient import InputRecompute
 
 
 class SelfAttention(nn.Module):

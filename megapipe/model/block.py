@@ -35,8 +35,8 @@ from megapipe.model.context import LayerContext
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.norm import without_graph
+from megapipe.tensor_parallel.gradients import InputRecompute
 from megapipe.tensor_parallel.random import keyed_dropout
-from megapipe.tensor_parallel.weight_gradient import InputRecompute
 
 
 class Block(nn.Module):

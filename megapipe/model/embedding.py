@@ -10,9 +10,9 @@ from megapipe.config.config import ResolvedModelConfig
 from megapipe.errors import DataError
 from megapipe.model.microbatch import Microbatch
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
-from megapipe.tensor_parallel.mappings import own_slice
+from megapipe.tensor_parallel.gemms import slice_length
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import EMBEDDING_LAYER, keyed_dropout
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 
 class PositionEmbeddings(nn.Module):
@@ -36,12 +36,7 @@ class Embedding(nn.Module):
         self.dropout_rate = config.hidden_dropout
         self.dropout_rank = tp.rank if sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size,
-            hidden_size,
-            tp,
-            sequence_parallel,
-            true_vocab_size=config.vocab_size,
-            queue=queue,
+            config.padded_vocab_size, hidden_size, tp, sequence_parallel, true_vocab_size=config.vocab_size, queue=queue
         )
         self.position_embeddings: PositionEmbeddings | None = None
         if config.position_embedding_type == "learned_absolute":
@@ -65,5 +60,6 @@ class Embedding(nn.Module):
             raise DataError(f"a sequence of {seq} tokens is longer than --max-position-embeddings {table.shape[0]}")
         rows = table[:seq].unsqueeze(1) if ids is None else ids.t()  # [s, 1, h], or ids [s, b]
         if self.sequence_parallel:
-            rows = own_slice(rows, self.tp)
+            length = slice_length(rows, self.tp)
+            rows = rows.narrow(0, self.tp.rank * length, length)
         return rows if ids is None else nn.functional.embedding(rows, table)

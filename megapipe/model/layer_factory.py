@@ -21,8 +21,8 @@ from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.norm import Norm
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,7 @@ class LayerFactory:
             return None
         window = None if config.window_size is None or config.window_size >= config.seq_length else config.window_size
         shape = AttentionShape(
-            layer,
-            queries,
-            config.kv_channels,
-            scale,
-            window,
-            config.attn_logit_softcapping,
-            self.kernels.deterministic,
+            layer, queries, config.kv_channels, scale, window, config.attn_logit_softcapping, self.kernels.deterministic
         )
         return self.kernels.attention.attention(shape)
 

@@ -19,7 +19,7 @@ from megapipe.config.model import GATED_ACTIVATIONS
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import without_graph
 from megapipe.model.recompute import RecomputedSegment
-from megapipe.tensor_parallel.weight_gradient import InputRecompute
+from megapipe.tensor_parallel.gradients import InputRecompute
 
 Activation = Callable[[Tensor], Tensor]
 Pointwise = Callable[..., Tensor]

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.tensor_parallel.weight_gradient import InputRecompute
+from megapipe.tensor_parallel.gradients import InputRecompute
 
 
 def selected_modules(config: RecomputeConfig) -> frozenset[str]:

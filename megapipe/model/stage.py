@@ -25,8 +25,8 @@ from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.recompute import KeptAttention, checkpoint, layer_groups, selected_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 
 class Decoder(nn.Module):

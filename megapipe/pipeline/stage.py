@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class WeightGradients(Protocol):
-    """The queue of weight gradients of a stage's linears; see tensor_parallel.weight_gradient.WeightQueue."""
+    """The queue of weight gradients of a stage's linears; see tensor_parallel.gradients.WeightQueue."""
 
     def defer(self, key: object) -> None:
         """Start to queue weight gradients under `key` instead of computing them."""

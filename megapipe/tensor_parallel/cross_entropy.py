@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import all_reduce, reduce_scatter
+from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.tensor_parallel.embedding import VocabularySlice, check_ids
+from megapipe.tensor_parallel.gemms import SequenceGather, gathered, summed
+from megapipe.tensor_parallel.gradients import add_to_grad
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.mappings import gathered, slice_length
-from megapipe.tensor_parallel.weight_gradient import SequenceGather, add_to_grad
 
 BLOCK_ELEMENTS = 1 << 21  # bf16 and fp16: logits raised to fp32 at a time, 8 MiB
 
@@ -151,7 +151,13 @@ class _CrossEntropy(Function):
         all_logits = None
         if loss.smoothing:
             all_logits = rows[:, :num_true].sum(-1, dtype=wide).sub_(maximum * num_true)
-        losses, sum_exp, log_sum_exp = loss.reduce(maximum, label_logit, all_logits, _sum_exp(rows, maximum))
+        if rows.dtype == wide:
+            sum_exp = rows.sub_(maximum[:, None]).exp_().sum(-1)  # the rows are exponentials from now on
+        else:
+            sum_exp = torch.empty_like(maximum)
+            for block in _slices(rows.shape[0], max(BLOCK_ELEMENTS // rows.shape[1], 1)):  # about BLOCK_ELEMENTS each
+                sum_exp[block] = rows[block].to(wide).sub_(maximum[block, None]).exp_().sum(-1)
+        losses, sum_exp, log_sum_exp = loss.reduce(maximum, label_logit, all_logits, sum_exp)
         ctx.loss, ctx.is_used_up = loss, False
         ctx.save_for_backward(logits, labels, sum_exp, log_sum_exp)
         return losses.view(labels.shape)
@@ -176,27 +182,15 @@ class _CrossEntropy(Function):
             rows.mul_((factor / sum_exp)[:, None])  # they hold exponentials since the forward
             loss.subtract_targets(rows, columns, target, grad)
             return logits.detach(), None, None
-        for block in _blocks(rows):
+        for block in _slices(rows.shape[0], max(BLOCK_ELEMENTS // rows.shape[1], 1)):  # about BLOCK_ELEMENTS each
             gradient = rows[block].to(grad.dtype).sub_(log_sum_exp[block, None]).exp_().mul_(factor[block, None])
             loss.subtract_targets(gradient, columns[block], target[block], grad[block])
             rows[block] = gradient
         return logits.detach(), None, None
 
 
-def _sum_exp(rows: Tensor, maximum: Tensor) -> Tensor:
-    """Return sum_k exp(z_k - maximum) of each row, [tokens]. Rows in fp32 or fp64 are replaced by the exponentials."""
-    if rows.dtype == _wide(rows):
-        return rows.sub_(maximum[:, None]).exp_().sum(-1)
-    sums = torch.empty_like(maximum)
-    for block in _blocks(rows):
-        sums[block] = rows[block].to(maximum.dtype).sub_(maximum[block, None]).exp_().sum(-1)
-    return sums
-
-
-def _blocks(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of dim 0 of [tokens, V / tp] that hold about BLOCK_ELEMENTS each."""
-    step = max(BLOCK_ELEMENTS // rows.shape[1], 1)
-    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 @dataclass(frozen=True)
@@ -210,9 +204,6 @@ class _ChunkedHead:
     loss: _TokenLoss
     size: int
     cap: float | None
-
-    def chunks(self, num_tokens: int) -> Iterator[slice]:
-        return (slice(start, min(start + self.size, num_tokens)) for start in range(0, num_tokens, self.size))
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Compute [n, V / tp] from rows [n, h]: in their dtype, with a cap in at least fp32; -inf in the padding."""
@@ -249,7 +240,7 @@ class _ChunkedCrossEntropy(Function):
         highest, label_logit, sum_exp, sums = (
             torch.empty(flat.shape, dtype=wide, device=rows.device) for _ in range(4)
         )
-        for chunk in head.chunks(rows.shape[0]):
+        for chunk in _slices(rows.shape[0], head.size):
             logits = head.logits(rows[chunk], weight)
             # clamped, because -inf, the maximum on a rank that holds only padding, cannot be subtracted
             highest[chunk] = logits.amax(-1).to(wide).clamp_(min=torch.finfo(wide).min)
@@ -283,7 +274,7 @@ class _ChunkedCrossEntropy(Function):
             pending = _ChunkedWeightGradient(head, weight, own, labels, log_sum_exp, grad)
         rows = gather.full().flatten(0, -2)
         partial = torch.empty_like(rows)
-        for chunk in head.chunks(rows.shape[0]):
+        for chunk in _slices(rows.shape[0], head.size):
             gradient = head.gradient(rows[chunk], weight, flat[chunk], log_sum_exp[chunk], grad[chunk])
             torch.mm(gradient, weight, out=partial[chunk])
             if pending is not None and not deferring:
@@ -293,62 +284,49 @@ class _ChunkedCrossEntropy(Function):
             linear.queue.submit(pending)
         elif pending is not None:
             grad_weight = pending.finish()
-        return _sum_over_tp(partial.view(-1, *hidden.shape[1:]), linear), grad_weight, None, None
+        grad_hidden = summed(partial.view(-1, *hidden.shape[1:]), linear.tp, linear.sequence_parallel)
+        return grad_hidden, grad_weight, None, None
 
 
-def _sum_over_tp(partial: Tensor, linear: ColumnParallelLinear) -> Tensor:
-    """Sum the input gradient over tp: [s, b, h], with sequence parallelism [s / tp, b, h]."""
-    if not linear.sequence_parallel:
-        all_reduce(partial, linear.tp)
-        return partial
-    output = partial.new_empty((slice_length(partial, linear.tp), *partial.shape[1:]))
-    reduce_scatter(output, partial, linear.tp)
-    return output
-
-
+@dataclass
 class _ChunkedWeightGradient:
     """The weight gradient of the output layer: added chunk by chunk in the backward, or recomputed in W."""
 
-    def __init__(
-        self,
-        head: _ChunkedHead,
-        weight: Tensor,
-        hidden: SequenceGather,
-        labels: Tensor,
-        log_sum_exp: Tensor,
-        grad: Tensor,
-    ) -> None:
-        self._head, self._weight, self._hidden = head, weight, hidden
-        self._labels, self._log_sum_exp, self._grad = labels, log_sum_exp, grad
-        self._sum: Tensor | None = None
+    head: _ChunkedHead
+    weight: Tensor
+    hidden: SequenceGather
+    labels: Tensor
+    log_sum_exp: Tensor
+    grad: Tensor
+    total: Tensor | None = None  # without a slot
 
     def launch(self) -> None:
         """Start the gather of the input."""
-        self._hidden.launch()
+        self.hidden.launch()
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Recompute the logits and their gradient, and add the weight gradient of every chunk."""
-        rows, labels = self._hidden.full().flatten(0, -2), self._labels.reshape(-1)
-        for chunk in self._head.chunks(rows.shape[0]):
-            arguments = (tensor[chunk] for tensor in (labels, self._log_sum_exp, self._grad))
-            self.add(self._head.gradient(rows[chunk], self._weight, *arguments), rows[chunk])
-        add_to_grad(self._weight, self.finish())
+        rows, labels = self.hidden.full().flatten(0, -2), self.labels.reshape(-1)
+        for chunk in _slices(rows.shape[0], self.head.size):
+            arguments = (tensor[chunk] for tensor in (labels, self.log_sum_exp, self.grad))
+            self.add(self.head.gradient(rows[chunk], self.weight, *arguments), rows[chunk])
+        add_to_grad(self.weight, self.finish())
 
     def add(self, gradient: Tensor, rows: Tensor) -> None:
         """Add one chunk. gradient: of the logits, [n, V / tp]; rows: [n, h]."""
-        slot = self._head.linear.slots.get("weight")
+        slot = self.head.linear.slots.get("weight")
         if slot is not None:
             slot.add_outer(gradient, rows)
-        elif self._sum is None:
-            self._sum = torch.mm(gradient.t(), rows).to(_wide(rows))
+        elif self.total is None:
+            self.total = torch.mm(gradient.t(), rows).to(_wide(rows))
         else:
-            self._sum += torch.mm(gradient.t(), rows)
+            self.total += torch.mm(gradient.t(), rows)
 
     def finish(self) -> Tensor | None:
         """Report the slot ready after the last chunk, or return the gradient where there is no slot."""
-        slot = self._head.linear.slots.get("weight")
+        slot = self.head.linear.slots.get("weight")
         if slot is not None:
             slot.ready()
-        total, self._sum = self._sum, None
-        return None if total is None else total.to(self._weight.dtype)
+        total, self.total = self.total, None
+        return None if total is None else total.to(self.weight.dtype)

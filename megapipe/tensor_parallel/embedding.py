@@ -11,12 +11,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
-from megapipe.tensor_parallel.gradient_slot import GradientSlot, Slots
-from megapipe.tensor_parallel.mappings import reduce_scattered
-from megapipe.tensor_parallel.weight_gradient import SequenceGather, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gemms import SequenceGather, summed
+from megapipe.tensor_parallel.gradients import GradientSlot, Slots, WeightQueue, add_to_grad
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,9 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding table with the rows of the padded vocabulary split over tp; each rank looks up the ids in its rows.
 
     weight: [padded_vocab / tp, h], on the meta device until materialised.
-    forward: tokens [b, s] -> [s, b, h] by an all-reduce, with sequence parallelism [s / tp, b, h] by a
-    reduce-scatter.
+    forward: tokens [b, s] -> [s, b, h] by an all-reduce, with sequence parallelism [s / tp, b, h] by a reduce-scatter.
     backward: output gradients (gathered under sequence parallelism) are added row by row into slots["weight"], in a
-    fixed order. Saves the tokens. Raises DataError for an id outside the true vocabulary (on CUDA a device
-    assertion).
+    fixed order. Saves the tokens. Raises DataError for an id outside the true vocabulary (on CUDA a device assertion).
     """
 
     def __init__(
@@ -115,10 +111,7 @@ class _Embedding(Function):
             return functional.embedding(tokens, weight)
         rows, is_local = module.vocabulary.local(tokens)
         partial = functional.embedding(rows, weight).masked_fill_(~is_local.unsqueeze(-1), 0)
-        if module.sequence_parallel:
-            return reduce_scattered(partial, module.tp)
-        all_reduce(partial, module.tp)
-        return partial
+        return summed(partial, module.tp, module.sequence_parallel)
 
     @staticmethod
     @once_differentiable
@@ -133,17 +126,18 @@ class _Embedding(Function):
         return gradient.compute(), None, None
 
 
+@dataclass
 class EmbeddingWeightGradient:
     """The gradient of the table: weight[id] += grad_output at each position, for the rows of this rank.
 
-    tokens: [s, b]; grad_output: gathers to [s, b, h]. With a slot there is no dense [vocabulary, h] gradient.
+    With a slot there is no dense [vocabulary, h] gradient.
     """
 
-    def __init__(
-        self, weight: Tensor, slots: Slots, tokens: Tensor, vocabulary: VocabularySlice, grad_output: SequenceGather
-    ) -> None:
-        self.weight, self.slots, self.tokens = weight, slots, tokens
-        self.vocabulary, self.grad_output = vocabulary, grad_output
+    weight: Tensor
+    slots: Slots
+    tokens: Tensor  # [s, b]
+    vocabulary: VocabularySlice
+    grad_output: SequenceGather  # to [s, b, h]
 
     @torch.no_grad()
     def launch(self) -> None:

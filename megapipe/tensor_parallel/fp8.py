@@ -29,8 +29,8 @@ from torch import Tensor
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
-from megapipe.tensor_parallel.gemms import ChunkProduct
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gemms import ChunkProduct, Gemms
+from megapipe.tensor_parallel.gradients import GradientSlot
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
@@ -88,8 +88,9 @@ def fp8_matmul(
 
     fast: sums may be kept in less than fp32 for some terms, as is usual in forwards.
     """
-    if not a.values.is_cuda:
-        product = emulated_fp8_matmul(a, b, out_dtype)
+    if not a.values.is_cuda:  # emulated by an fp32 GEMM
+        product = torch.mm(a.values.float(), b.values.float().t()) * (a.scale_inverse * b.scale_inverse)
+        product = product.to(out_dtype)
         return product if bias is None else product.add_(bias)
     fused_bias = bias if out_dtype in (torch.bfloat16, torch.float16) else None  # the kernel adds no fp32 bias
     product = torch._scaled_mm(
@@ -104,11 +105,6 @@ def fp8_matmul(
     return product if bias is None or bias is fused_bias else product.add_(bias)
 
 
-def emulated_fp8_matmul(a: Fp8Tensor, b: Fp8Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Compute `fp8_matmul` by an fp32 GEMM."""
-    return (torch.mm(a.values.float(), b.values.float().t()) * (a.scale_inverse * b.scale_inverse)).to(out_dtype)
-
-
 class TensorScale:
     """The scale of one operand of one linear.
 
@@ -121,37 +117,24 @@ class TensorScale:
         self._uses_maximum = precision.fp8_amax_compute_algo == "max"
         self._history: list[Tensor] = []  # amax of past steps, newest first
         self._seen: Tensor | None = None  # amax of this step so far
-        self._delayed: Tensor | None = None  # the scale from the history
+        self.delayed: Tensor | None = None  # the scale from the history
 
-    def scale_for(self, x: Tensor, records: bool) -> Tensor:
-        """Return the scale for x, an fp32 scalar. records: x enters the history, if scales are delayed."""
-        records = records and self._length > 0
-        if self._delayed is not None and not records:
-            return self._delayed
-        amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        if records:
-            self._record(amax)
-        return fp8_scale(amax, self.dtype, self._margin) if self._delayed is None else self._delayed
-
-    def scale_for_chunks(self, x: Tensor, records: bool, group: Group | None) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps each chunk of x to the scale of all of x.
+    def scale_for(self, x: Tensor, records: bool, group: Group | None = None) -> Tensor:
+        """Return the scale for x, an fp32 scalar. records: x enters the history, if scales are delayed.
 
         group: x is this rank's slice; without a delayed scale, the ranks of the group agree on the largest element.
         """
-        if self._delayed is not None:
-            return lambda chunk: self.scale_for(chunk, records)
+        records = records and self._length > 0
+        if self.delayed is not None and not records:
+            return self.delayed
         amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
-        if group is not None:
+        if self.delayed is None and group is not None:
             all_reduce(amax, group, "max")
-        if records and self._length > 0:
-            self._record(amax)
-        scale = fp8_scale(amax, self.dtype, self._margin)
-        return lambda chunk: scale
-
-    def _record(self, amax: Tensor) -> None:
-        if self._seen is None:
-            self._seen = torch.zeros_like(amax)
-        torch.maximum(self._seen, amax, out=self._seen)
+        if records:
+            if self._seen is None:
+                self._seen = torch.zeros_like(amax)
+            torch.maximum(self._seen, amax, out=self._seen)
+        return fp8_scale(amax, self.dtype, self._margin) if self.delayed is None else self.delayed
 
     def step(self) -> None:
         """Finish a step: move what it saw into the history and update the delayed scale."""
@@ -161,11 +144,11 @@ class TensorScale:
         self._seen.zero_()
         amax = torch.stack(self._history).amax() if self._uses_maximum else self._history[0]
         scale = fp8_scale(amax, self.dtype, self._margin)
-        self._delayed = scale if self._delayed is None else self._delayed.copy_(scale)
+        self.delayed = scale if self.delayed is None else self.delayed.copy_(scale)
 
 
-class Fp8Gemms:
-    """`gemms.Gemms` of one linear in 8 bits, with its scales and its 8-bit weight.
+class Fp8Gemms(Gemms):
+    """The GEMMs of one linear in 8 bits, with its scales and its 8-bit weight.
 
     pointwise: compiles the casts, if asked for.
     """
@@ -197,10 +180,10 @@ class Fp8Gemms:
         return dx.view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
-        return self._chunks(self.x, x, self.cast_weight(weight)[0], bias, group, fast=True)
+        return self._chunks(self.x, x, self.cast_weight(weight)[0], bias, group, True)
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
-        return self._chunks(self.gradient, grad_output, self.cast_weight(weight)[1], None, group, fast=False)
+        return self._chunks(self.gradient, grad_output, self.cast_weight(weight)[1], None, group, False)
 
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
         return self._outer(grad_output, inputs, inputs.dtype)
@@ -219,13 +202,14 @@ class Fp8Gemms:
         matrix: Fp8Tensor,
         bias: Tensor | None,
         group: Group | None,
-        *,
         fast: bool,
     ) -> ChunkProduct:
-        scale_of = tensor_scale.scale_for_chunks(x, self._trains, group)
+        # without a delayed scale, each chunk is cast with the scale of all of x
+        common = tensor_scale.scale_for(x, self._trains, group) if tensor_scale.delayed is None else None
 
         def product(chunk: Tensor, out: Tensor) -> None:
-            scale, rows = scale_of(chunk), chunk.reshape(-1, chunk.shape[-1])
+            scale = tensor_scale.scale_for(chunk, self._trains) if common is None else common
+            rows = chunk.reshape(-1, chunk.shape[-1])
             operand = Fp8Tensor(self._cast_kernel(rows, scale, tensor_scale.dtype), scale.reciprocal())
             out.copy_(fp8_matmul(operand, matrix, out.dtype, bias, fast=fast).view(out.shape))
 

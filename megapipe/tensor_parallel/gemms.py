@@ -1,8 +1,10 @@
-"""The GEMMs of a linear (`Gemms`), and products in chunks that overlap with a collective.
+"""The GEMMs of a linear (`Gemms`), and the collectives along the sequence that run before, after or under them.
 
 Names as in linear.py: x [..., in], weight W [out, in], dy [..., out]; leading dims are tokens; shapes are those of
 one rank.
 
+    gathered, SequenceGather   [s / tp, ...] -> [s, ...], at once or asynchronously
+    summed                     [s, ...] -> the sum over tp, or this rank's slice of it [s / tp, ...]
     gathered_product   x [s / tp, b, n] -> full(x) M [s, b, m]     chunk i + 1 is gathered while chunk i is multiplied
     summed_product     x [s, b, n] -> sum over tp of x M [s, b, m], or this rank's slice of it [s / tp, b, m]
                                                                    chunk i is reduced while chunk i + 1 is multiplied
@@ -20,10 +22,9 @@ number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,63 +32,114 @@ from torch.nn import functional
 
 from megapipe.comm.collectives import Work, all_gather, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.mappings import empty_gathered, slice_length
+from megapipe.errors import ConfigError
+from megapipe.tensor_parallel.gradients import GradientSlot
 
 # (x [ranks, rows, n], out [ranks, rows, m]) sets out = x M + bias; the rows of two ranks need not be adjacent in memory
 ChunkProduct = Callable[[Tensor, Tensor], None]
 
 
-class Gemms(Protocol):
-    """The GEMMs of one linear in one arithmetic: `PlainGemms`, or `fp8.Fp8Gemms`."""
+def slice_length(x: Tensor, group: Group) -> int:
+    """Return the length of one rank's slice of dim 0, the sequence. Raises ConfigError if tp does not divide it."""
+    if x.shape[0] % group.size:
+        raise ConfigError(
+            f"a sequence of {x.shape[0]} cannot be split over {group.size} tensor-parallel ranks: sequence parallelism "
+            "needs a sequence length divisible by --tensor-model-parallel-size; "
+            f"pad it to {-(-x.shape[0] // group.size) * group.size}"
+        )
+    return x.shape[0] // group.size
+
+
+def empty_gathered(x: Tensor, group: Group) -> Tensor:
+    """Allocate the result of an all-gather along dim 0: [n, ...] -> [n * tp, ...]."""
+    return x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+
+
+def gathered(x: Tensor, group: Group) -> Tensor:
+    """All-gather along dim 0, outside autograd: [n, ...] -> [n * tp, ...]."""
+    output = empty_gathered(x, group)
+    all_gather(output, x.contiguous(), group)
+    return output
+
+
+def summed(x: Tensor, group: Group, scatter: bool) -> Tensor:
+    """Sum over the group, outside autograd: [n, ...] in place or, with `scatter`, this rank's slice [n / tp, ...].
+
+    Overwrites x.
+    """
+    if not scatter:
+        all_reduce(x, group)
+        return x
+    output = x.new_empty((slice_length(x, group), *x.shape[1:]))
+    reduce_scatter(output, x, group)
+    return output
+
+
+class SequenceGather:
+    """An asynchronous all-gather of a tensor along the sequence: [s / tp, b, n] -> [s, b, n].
+
+    group None: already complete. work: None before the launch.
+    """
+
+    __slots__ = ("_full", "_group", "tensor", "work")
+
+    def __init__(self, tensor: Tensor, group: Group | None) -> None:
+        self.tensor = tensor
+        self._group = group
+        self._full: Tensor | None = None
+        self.work: Work | None = None
+
+    def launch(self) -> None:
+        """Start the all-gather, once."""
+        if self._group is not None and self.work is None:
+            self.tensor = self.tensor.contiguous()
+            self._full = empty_gathered(self.tensor, self._group)
+            self.work = all_gather(self._full, self.tensor, self._group, async_op=True)
+
+    def full(self) -> Tensor:
+        """Wait for the all-gather and return the full tensor."""
+        if self._group is None:
+            return self.tensor
+        self.launch()
+        assert self.work is not None and self._full is not None
+        self.work.wait()
+        return self._full
+
+
+class Gemms:
+    """The GEMMs of one linear, in the dtype of their operands; `fp8.Fp8Gemms` computes them in 8 bits."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + bias, [..., out], not a view of another tensor."""
+        # _unsafe_view: autograd forbids in-place operations (rotation, residual sum) on a view made in a Function
+        y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
         """Return dy W, [..., in]."""
+        return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
 
     def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
         """Return `forward` for chunks of x.
 
         group: the group over which x, a slice, is gathered; None if x is complete.
         """
-
-    def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
-        """Return `input_gradient` for chunks of grad_output; group as in `forward_chunks`."""
-
-    def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
-        """Return dy^T x, [out, in]; grad_output [tokens, out], inputs [tokens, in]."""
-
-    def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
-        """Add dy^T x to the slot's main gradient."""
-
-
-class PlainGemms:
-    """GEMMs in the dtype of their operands."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # _unsafe_view: autograd forbids in-place operations (rotation, residual sum) on a view made in a Function
-        y = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
-
-    def input_gradient(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(grad_output.reshape(-1, weight.shape[0]), weight).view(*grad_output.shape[:-1], weight.shape[1])
-
-    def forward_chunks(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group | None) -> ChunkProduct:
         return partial(_multiply, weight.t(), bias)
 
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
+        """Return `input_gradient` for chunks of grad_output; group as in `forward_chunks`."""
         return partial(_multiply, weight, None)
 
     def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
+        """Return dy^T x, [out, in]; grad_output [tokens, out], inputs [tokens, in]."""
         return torch.mm(grad_output.t(), inputs)
 
     def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
+        """Add dy^T x to the slot's main gradient."""
         slot.add_outer(grad_output, inputs)
 
 
-PLAIN_GEMMS = PlainGemms()
+PLAIN_GEMMS = Gemms()
 
 
 def _multiply(matrix: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
@@ -126,8 +178,15 @@ def gathered_product(
     """
     x = x.contiguous()
     y = x.new_empty((x.shape[0] * group.size, *x.shape[1:-1], width))
-    for positions, chunk in _gathered_chunks(x, group, count):
-        by_rank = chunk.view(group.size, -1, chunk.shape[-1])
+    chunks = chunk_slices(x.shape[0], count)
+    ahead = SequenceGather(x[chunks[0]], group)
+    ahead.launch()
+    for positions, following in zip(chunks, [*chunks[1:], None], strict=True):
+        current = ahead
+        if following is not None:
+            ahead = SequenceGather(x[following], group)
+            ahead.launch()
+        by_rank = current.full().view(group.size, -1, x.shape[-1])
         product(by_rank, _rows_by_rank(y, group.size, positions))
         if full is not None:
             _rows_by_rank(full, group.size, positions).copy_(by_rank)
@@ -162,24 +221,6 @@ def summed_product(
     for work in works:
         work.wait()
     return y
-
-
-def _gathered_chunks(x: Tensor, group: Group, count: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (positions in a rank's slice, these positions of all ranks), with the next gather in flight."""
-
-    def launch(positions: slice) -> tuple[Work, Tensor]:
-        chunk = x[positions]
-        output = empty_gathered(chunk, group)
-        return all_gather(output, chunk, group, async_op=True), output
-
-    chunks = chunk_slices(x.shape[0], count)
-    ahead = launch(chunks[0])
-    for i, positions in enumerate(chunks):
-        work, output = ahead
-        if i + 1 < len(chunks):
-            ahead = launch(chunks[i + 1])
-        work.wait()
-        yield positions, output
 
 
 def _rows_by_rank(full: Tensor, ranks: int, positions: slice) -> Tensor:

@@ -12,7 +12,8 @@ the sequence.
              dgrad     dx = full(dy) W                    sp: dy is gathered
              wgrad     dW = full(dy)^T x; dbias = sum of dy over this rank's positions (sp: a partial gradient)
 
-Column-parallel is f (sp: the all-gather g) before a GEMM, row-parallel is g (sp: g-bar) after one; see mappings.py.
+Column-parallel is the papers' conjugate operator f (sp: the all-gather g) before a GEMM, row-parallel is g (sp: g-bar)
+after one.
 
 Overlap: the second gather of x in the column's backward runs under dgrad, and the reduction of dx under wgrad. The
 other collectives, and the reduction of dx when W is split off, have no other GEMM to hide under: with `CommChunks`
@@ -21,7 +22,9 @@ they run in chunks under their own GEMM (gemms.py).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,54 +35,29 @@ from megapipe.comm.collectives import Work, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, Gemms, gathered_product, summed_product
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.mappings import empty_gathered, gathered, reduce_scattered, slice_length
-from megapipe.tensor_parallel.weight_gradient import (
-    InputRecompute,
-    LinearWeightGradient,
+from megapipe.tensor_parallel.gemms import (
+    PLAIN_GEMMS,
+    Gemms,
     SequenceGather,
-    WeightQueue,
+    empty_gathered,
+    gathered,
+    gathered_product,
+    slice_length,
+    summed,
+    summed_product,
 )
+from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """A linear sharded over tp: weight, bias, their gradient slots, the weight queue, and the arithmetic of its GEMMs.
 
     Parameters are on the meta device until materialised. sequence_parallel is False in a group of one.
-    """
-
-    def __init__(
-        self,
-        weight_shape: tuple[int, int],
-        bias_size: int | None,
-        tp: Group,
-        sequence_parallel: bool,
-        queue: WeightQueue | None,
-        gemms: Gemms,
-        chunks: CommChunks,
-    ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.sequence_parallel = sequence_parallel and tp.size > 1
-        self.chunks = chunks if tp.size > 1 else WHOLE
-        self.gemms = gemms
-        self.queue = WeightQueue() if queue is None else queue
-        self.slots: dict[str, GradientSlot] = {}
-        self.weight = nn.Parameter(torch.empty(weight_shape, device="meta"))
-        self.bias = nn.Parameter(torch.empty(bias_size, device="meta")) if bias_size is not None else None
-
-    def extra_repr(self) -> str:
-        shape, bias = list(self.weight.shape), self.bias is not None
-        return f"weight={shape}, bias={bias}, tp={self.tp.size}, sequence_parallel={self.sequence_parallel}"
-
-
-class ColumnParallelLinear(_ParallelLinear):
-    """y = x W^T + b with the rows of W split over tp; see the module's docstring for the backward.
-
-    x: [s, b, in], with sequence parallelism [s / tp, b, in]. Returns [s, b, out / tp].
     local_out_features: this rank's rows where they are not out_features / tp (replicated key/value heads).
     """
+
+    split: ClassVar[str]  # the features that are sharded: "input" or "output"
+    function: ClassVar[type[Function]]
 
     def __init__(
         self,
@@ -94,157 +72,93 @@ class ColumnParallelLinear(_ParallelLinear):
         gemms: Gemms = PLAIN_GEMMS,
         chunks: CommChunks = WHOLE,
     ) -> None:
-        rows = _divide(out_features, tp, "output") if local_out_features is None else local_out_features
-        super().__init__((rows, in_features), rows if bias else None, tp, sequence_parallel, queue, gemms, chunks)
-
-    def forward(self, x: Tensor, recompute: InputRecompute | None = None) -> Tensor:
-        """recompute: how the backward recomputes x, which is then not saved."""
-        return _ColumnParallel.apply(x, self.weight, self.bias, self, recompute)
-
-
-class RowParallelLinear(_ParallelLinear):
-    """y = x W^T + b with the columns of W split over tp; see the module's docstring for the backward.
-
-    x: [s, b, in / tp]. Returns [s, b, out], with sequence parallelism [s / tp, b, out].
-    Raises ConfigError if tp does not divide s under sequence parallelism.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        tp: Group,
-        sequence_parallel: bool,
-        queue: WeightQueue | None = None,
-        gemms: Gemms = PLAIN_GEMMS,
-        chunks: CommChunks = WHOLE,
-    ) -> None:
-        shape = (out_features, _divide(in_features, tp, "input"))
-        super().__init__(shape, out_features if bias else None, tp, sequence_parallel, queue, gemms, chunks)
-
-    def forward(self, x: Tensor, recompute: InputRecompute | None = None) -> Tensor:
-        """recompute: how the backward recomputes x, which is then not saved."""
-        return _RowParallel.apply(x, self.weight, self.bias, self, recompute)
-
-
-def _divide(features: int, tp: Group, side: str) -> int:
-    if features % tp.size:
-        raise ConfigError(f"tensor parallelism of {tp.size} does not divide the {features} {side} features of a linear")
-    return features // tp.size
-
-
-class _ColumnParallel(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        linear: _ParallelLinear,
-        recompute: InputRecompute | None,
-    ) -> Tensor:
-        _save(ctx, x, weight, bias, linear, recompute)
-        gemms, tp = linear.gemms, linear.tp
-        if linear.sequence_parallel and linear.chunks.gather > 1:
-            product = gemms.forward_chunks(x, weight, bias, tp)
-            return gathered_product(x, product, weight.shape[0], tp, linear.chunks.gather)
-        return gemms.forward(gathered(x, tp) if linear.sequence_parallel else x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        linear: _ParallelLinear = ctx.linear
-        gemms, tp, deferring = linear.gemms, linear.tp, linear.queue.is_deferring
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        weight, _, *saved = ctx.saved_tensors
-        pending = None
-        if needs_weight or needs_bias:
-            gather_input = tp if linear.sequence_parallel else None
-            pending = _weight_gradient(ctx, saved, SequenceGather(grad_output, None), grad_output, gather_input)
-            if not deferring:
-                pending.launch()  # the gather of x runs under dgrad
-        grad_input: Tensor | None = None
-        work: Work | None = None
-        if needs_input and deferring and linear.chunks.reduce > 1:
-            product = gemms.input_gradient_chunks(grad_output, weight, None)
-            grad_input = summed_product(
-                grad_output, product, weight.shape[1], tp, linear.sequence_parallel, linear.chunks.reduce
+        super().__init__()
+        sizes = {"output": out_features, "input": in_features}
+        whole = sizes[self.split]
+        if local_out_features is not None:
+            sizes["output"] = local_out_features
+        elif whole % tp.size:
+            raise ConfigError(
+                f"tensor parallelism of {tp.size} does not divide the {whole} {self.split} features of a linear"
             )
-        elif needs_input:
-            grad_input = partial = gemms.input_gradient(grad_output, weight)
-            if linear.sequence_parallel:
-                grad_input = partial.new_empty((slice_length(partial, tp), *partial.shape[1:]))
-                work = reduce_scatter(grad_input, partial, tp, async_op=True)
-            elif tp.size > 1:
-                work = all_reduce(partial, tp, async_op=True)
-        grad_weight, grad_bias = _compute_or_queue(linear, pending)
-        if work is not None:
-            work.wait()
-        return grad_input, grad_weight, grad_bias, None, None
-
-
-class _RowParallel(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        linear: _ParallelLinear,
-        recompute: InputRecompute | None,
-    ) -> Tensor:
-        _save(ctx, x, weight, bias, linear, recompute)
-        gemms, tp = linear.gemms, linear.tp
-        if tp.size == 1:
-            return gemms.forward(x, weight, bias)
-        if linear.chunks.reduce > 1:
-            product = gemms.forward_chunks(x, weight, None, None)
-            y = summed_product(x, product, weight.shape[0], tp, linear.sequence_parallel, linear.chunks.reduce)
         else:
-            y = gemms.forward(x, weight, None)
-            if linear.sequence_parallel:
-                y = reduce_scattered(y, tp)
-            else:
-                all_reduce(y, tp)
-        return y if bias is None else y.add_(bias)
+            sizes[self.split] = whole // tp.size
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.chunks = chunks if tp.size > 1 else WHOLE
+        self.gemms = gemms
+        self.queue = WeightQueue() if queue is None else queue
+        self.slots: dict[str, GradientSlot] = {}
+        self.weight = nn.Parameter(torch.empty(tuple(sizes.values()), device="meta"))
+        self.bias = nn.Parameter(torch.empty(sizes["output"], device="meta")) if bias else None
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        linear: _ParallelLinear = ctx.linear
-        gemms, deferring = linear.gemms, linear.queue.is_deferring
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        weight, _, *saved = ctx.saved_tensors
-        tp = linear.tp if linear.sequence_parallel else None
-        full_grad = SequenceGather(grad_output, tp)
-        grad_input = pending = None
-        if needs_input and tp is not None and linear.chunks.gather > 1:
-            product = gemms.input_gradient_chunks(grad_output, weight, tp)
-            # wgrad, if it follows, reads the gathered gradient that the chunks leave behind
-            full = empty_gathered(grad_output, tp) if needs_weight and not deferring else None
-            grad_input = gathered_product(grad_output, product, weight.shape[1], tp, linear.chunks.gather, full)
-            if full is not None:
-                full_grad = SequenceGather(full, None)
-        elif needs_input:
-            grad_input = gemms.input_gradient(full_grad.full(), weight)
-        if needs_weight or needs_bias:
-            # a queued gradient keeps this rank's slice of grad_output, not the gathered one
-            gather = SequenceGather(grad_output, tp) if deferring else full_grad
-            pending = _weight_gradient(ctx, saved, gather, grad_output, None)
-            if not deferring:
-                pending.launch()
-        return grad_input, *_compute_or_queue(linear, pending), None, None
+    def forward(self, x: Tensor, recompute: InputRecompute | None = None) -> Tensor:
+        """recompute: how the backward recomputes x, which is then not saved."""
+        return self.function.apply(x, self.weight, self.bias, self, recompute)
+
+    def extra_repr(self) -> str:
+        shape, bias = list(self.weight.shape), self.bias is not None
+        return f"weight={shape}, bias={bias}, tp={self.tp.size}, sequence_parallel={self.sequence_parallel}"
+
+
+@dataclass
+class LinearWeightGradient:
+    """The weight and bias gradient of one use of a linear: dW = dy^T x, db = sum of dy over its positions."""
+
+    linear: ParallelLinear
+    weight: Tensor | None  # None: needs no gradient
+    bias: Tensor | None
+    # (x,), [s, b, in] or, with gather_input, [s / tp, b, in]; with recompute, the arguments that recompute x
+    inputs: tuple[Tensor, ...]
+    recompute: Callable[..., Tensor] | None
+    gather_input: Group | None
+    grad_output: SequenceGather  # to [s, b, out]
+    # the output gradient that the bias sums, at this rank's positions only ([s / tp, b, out] in a row-parallel linear
+    # under sequence parallelism: a partial gradient, declared so in the ParamSpec)
+    bias_grad_output: Tensor
+    full_input: SequenceGather | None = None  # set by `launch`
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Recompute the input if it was not saved, and start the gathers."""
+        if self.weight is not None:
+            self.grad_output.launch()
+            x = self.inputs[0] if self.recompute is None else self.recompute(*self.inputs)
+            self.full_input = SequenceGather(x, self.gather_input)
+            self.full_input.launch()
+
+    def compute(self) -> tuple[Tensor | None, Tensor | None]:
+        """Add to the slots, after `launch`; return the (weight, bias) gradients without a slot, for autograd."""
+        slots, weight_gradient, bias_gradient = self.linear.slots, None, None
+        if self.weight is not None:
+            assert self.full_input is not None, "launch() must be called before compute()"
+            inputs, grad_output = self.full_input.full().flatten(0, -2), self.grad_output.full().flatten(0, -2)
+            slot = slots.get("weight")
+            if slot is None:
+                weight_gradient = self.linear.gemms.weight_gradient(grad_output, inputs)
+            else:
+                self.linear.gemms.add_weight_gradient(slot, grad_output, inputs)
+                slot.ready()
+        if self.bias is not None:
+            grad_output, slot = self.bias_grad_output.flatten(0, -2), slots.get("bias")
+            if slot is None:
+                bias_gradient = grad_output.sum(0)
+            else:
+                # in main_grad's dtype: in bf16 256 + 1 == 256, so a long sum stops growing
+                slot.add(grad_output.sum(0, dtype=slot.main_grad.dtype))
+                slot.ready()
+        return weight_gradient, bias_gradient
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add to the slots, and gradients without a slot to .grad, as autograd would."""
+        weight_gradient, bias_gradient = self.compute()
+        add_to_grad(self.weight, weight_gradient)
+        add_to_grad(self.bias, bias_gradient)
 
 
 def _save(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    linear: _ParallelLinear,
-    recompute: InputRecompute | None,
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: ParallelLinear, recompute: InputRecompute | None
 ) -> None:
     """Save the parameters and, if the weight needs a gradient, the input or the tensors that recompute it."""
     ctx.linear = linear
@@ -260,33 +174,138 @@ def _save(
 
 def _weight_gradient(
     ctx: Any, saved: list[Tensor], grad_output: SequenceGather, bias_grad_output: Tensor, gather_input: Group | None
-) -> LinearWeightGradient:
-    """Build the weight gradient. saved: the input, or the tensors that recompute it."""
-    linear, recompute = ctx.linear, ctx.recompute
-    weight, bias = ctx.parameters
+) -> LinearWeightGradient | None:
+    """Build the weight gradient, if the weight or the bias needs one, and launch it unless it is to be queued.
+
+    saved: the input, or the tensors that recompute it.
+    """
+    linear, recompute, (weight, bias) = ctx.linear, ctx.recompute, ctx.parameters
+    if not ctx.needs_input_grad[1]:
+        weight = None
+        if bias is None:
+            return None
     inputs = tuple(tensor.detach() for tensor in saved)  # a queued gradient must not hold the graph
     if recompute is not None and recompute.in_backward and linear.queue.is_deferring:
         inputs = ()
-    return LinearWeightGradient(
-        weight if ctx.needs_input_grad[1] else None,
-        bias,
-        linear.slots,
-        linear.gemms,
-        inputs,
-        None if recompute is None else recompute.function,
-        gather_input,
-        grad_output,
-        bias_grad_output,
-    )
+    function = None if recompute is None else recompute.function
+    pending = LinearWeightGradient(linear, weight, bias, inputs, function, gather_input, grad_output, bias_grad_output)
+    if not linear.queue.is_deferring:
+        pending.launch()
+    return pending
 
 
-def _compute_or_queue(
-    linear: _ParallelLinear, pending: LinearWeightGradient | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _compute_or_queue(pending: LinearWeightGradient | None) -> tuple[Tensor | None, Tensor | None]:
     """Compute the (weight, bias) gradients now, or queue them for W and return None for both."""
     if pending is None:
         return None, None
-    if linear.queue.is_deferring:
-        linear.queue.submit(pending)
-        return None, None
-    return pending.compute()
+    if not pending.linear.queue.is_deferring:
+        return pending.compute()
+    pending.linear.queue.submit(pending)
+    return None, None
+
+
+class _ColumnParallel(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        linear: ParallelLinear,
+        recompute: InputRecompute | None,
+    ) -> Tensor:
+        _save(ctx, x, weight, bias, linear, recompute)
+        gemms, tp = linear.gemms, linear.tp
+        if linear.sequence_parallel and linear.chunks.gather > 1:
+            product = gemms.forward_chunks(x, weight, bias, tp)
+            return gathered_product(x, product, weight.shape[0], tp, linear.chunks.gather)
+        return gemms.forward(gathered(x, tp) if linear.sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        linear: ParallelLinear = ctx.linear
+        gemms, tp, scatters = linear.gemms, linear.tp, linear.sequence_parallel
+        weight, _, *saved = ctx.saved_tensors
+        # unless it is queued, the gather of x runs under dgrad
+        pending = _weight_gradient(ctx, saved, SequenceGather(grad_output, None), grad_output, tp if scatters else None)
+        grad_input: Tensor | None = None
+        work: Work | None = None
+        if ctx.needs_input_grad[0] and linear.queue.is_deferring and linear.chunks.reduce > 1:
+            product = gemms.input_gradient_chunks(grad_output, weight, None)
+            grad_input = summed_product(grad_output, product, weight.shape[1], tp, scatters, linear.chunks.reduce)
+        elif ctx.needs_input_grad[0]:
+            grad_input = partial = gemms.input_gradient(grad_output, weight)
+            if scatters:
+                grad_input = partial.new_empty((slice_length(partial, tp), *partial.shape[1:]))
+                work = reduce_scatter(grad_input, partial, tp, async_op=True)
+            elif tp.size > 1:
+                work = all_reduce(partial, tp, async_op=True)
+        grad_weight, grad_bias = _compute_or_queue(pending)
+        if work is not None:
+            work.wait()
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+class _RowParallel(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        linear: ParallelLinear,
+        recompute: InputRecompute | None,
+    ) -> Tensor:
+        _save(ctx, x, weight, bias, linear, recompute)
+        gemms, tp = linear.gemms, linear.tp
+        if tp.size == 1:
+            return gemms.forward(x, weight, bias)
+        if linear.chunks.reduce > 1:
+            product = gemms.forward_chunks(x, weight, None, None)
+            y = summed_product(x, product, weight.shape[0], tp, linear.sequence_parallel, linear.chunks.reduce)
+        else:
+            y = summed(gemms.forward(x, weight, None), tp, linear.sequence_parallel)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        linear: ParallelLinear = ctx.linear
+        gemms, deferring = linear.gemms, linear.queue.is_deferring
+        weight, _, *saved = ctx.saved_tensors
+        tp = linear.tp if linear.sequence_parallel else None
+        full_grad = SequenceGather(grad_output, tp)
+        grad_input: Tensor | None = None
+        if ctx.needs_input_grad[0] and tp is not None and linear.chunks.gather > 1:
+            product = gemms.input_gradient_chunks(grad_output, weight, tp)
+            # wgrad, if it follows, reads the gathered gradient that the chunks leave behind
+            full = empty_gathered(grad_output, tp) if ctx.needs_input_grad[1] and not deferring else None
+            grad_input = gathered_product(grad_output, product, weight.shape[1], tp, linear.chunks.gather, full)
+            if full is not None:
+                full_grad = SequenceGather(full, None)
+        elif ctx.needs_input_grad[0]:
+            grad_input = gemms.input_gradient(full_grad.full(), weight)
+        # a queued gradient keeps this rank's slice of grad_output, not the gathered one
+        gather = SequenceGather(grad_output, tp) if deferring else full_grad
+        pending = _weight_gradient(ctx, saved, gather, grad_output, None)
+        return grad_input, *_compute_or_queue(pending), None, None
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x W^T + b with the rows of W split over tp; see the module's docstring for the backward.
+
+    x: [s, b, in], with sequence parallelism [s / tp, b, in]. Returns [s, b, out / tp].
+    """
+
+    split, function = "output", _ColumnParallel
+
+
+class RowParallelLinear(ParallelLinear):
+    """y = x W^T + b with the columns of W split over tp; see the module's docstring for the backward.
+
+    x: [s, b, in / tp]. Returns [s, b, out], with sequence parallelism [s / tp, b, out].
+    Raises ConfigError if tp does not divide s under sequence parallelism.
+    """
+
+    split, function = "input", _RowParallel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
-from megapipe.tensor_parallel.gradient_slot import GradientSlot, gemm_adds_to_fp32
+from megapipe.tensor_parallel.gradients import GradientSlot, gemm_adds_to_fp32
 
 pytestmark = pytest.mark.gpu
 

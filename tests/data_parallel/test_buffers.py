@@ -9,7 +9,7 @@ from torch import nn
 
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.sharding.spec import ParamSpec
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gradients import GradientSlot
 from tests.data_parallel.toy import Toy, draw, stage_buffers, tokens_of, toy_specs
 
 

@@ -22,8 +22,8 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 
 SEQ, BATCH = 12, 2
 

@@ -23,8 +23,8 @@ from megapipe.layers.table import Documents, RankShape
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import deferred_bytes, replay_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.model.grids import BATCH, GPT2, LLAMA, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes

@@ -16,8 +16,8 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.live_bytes import LiveBytes
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.model.grids import GPT2, LLAMA, make_microbatch, make_stage, model_config, reference
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}

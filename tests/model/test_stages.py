@@ -16,7 +16,7 @@ from megapipe.model.attention import explicit_attention
 from megapipe.model.context import additive, causal
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
     GPT2,

@@ -23,8 +23,8 @@ from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.validate import validate
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankFailure, RankPool
 from tests.pipeline.stages import Plain, gradients, loss_of, merged, message, payloads, pp_group
 

@@ -15,9 +15,8 @@ from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
 from megapipe.pipeline.graphs import CapturedStage, Example, RankGraphs, StageGraphs
 from megapipe.pipeline.stage import StageRunner
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.pipeline.tape import Pool, TapeRecorder
 
 WIDTH = 4

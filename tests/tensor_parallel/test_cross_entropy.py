@@ -15,9 +15,8 @@ from megapipe.errors import ConfigError, DataError
 from megapipe.model.head import capped_logits
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 

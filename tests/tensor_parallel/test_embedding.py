@@ -10,8 +10,7 @@ from torch.nn import functional
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 

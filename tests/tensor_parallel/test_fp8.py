@@ -20,11 +20,10 @@ from megapipe.tensor_parallel.fp8 import (
     Fp8Tensor,
     TensorScale,
     cast_to_fp8,
-    emulated_fp8_matmul,
     fp8_matmul,
     fp8_scale,
 )
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
 # half a unit in the last place, relative; half the smallest number, absolute
@@ -71,7 +70,7 @@ def test_a_product_is_within_the_bounds_of_its_formats(
     )
     a = a * 2.0**exponent
     exact = a.double() @ b.double().t()
-    found = emulated_fp8_matmul(cast(a, dtypes[0]), cast(b, dtypes[1]), torch.float32)
+    found = fp8_matmul(cast(a, dtypes[0]), cast(b, dtypes[1]), torch.float32)
     da, db = bound(a, dtypes[0]).double(), bound(b, dtypes[1]).double()
     most = da @ b.abs().double().t() + a.abs().double() @ db.t() + da @ db.t()
     sums = 1e-6 * k * (a.abs().double() @ b.abs().double().t())  # of the fp32 sums
@@ -97,19 +96,18 @@ def test_the_largest_element_becomes_the_largest_number_and_a_margin_keeps_away_
     x = torch.tensor([3.0, -0.7])
     assert cast_to_fp8(x, fp8_scale(x.abs().amax(), dtype), dtype)[0].float() == torch.finfo(dtype).max
     assert cast_to_fp8(x, fp8_scale(x.abs().amax(), dtype, 3), dtype)[0].float() == torch.finfo(dtype).max / 8
-    assert (
-        cast_to_fp8(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max
-    )  # a scale of another step: no overflow
+    # the scale of another step: no overflow
+    assert cast_to_fp8(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(value: float, dtype: torch.dtype) -> None:
+def test_nonfinite_values_and_zeros_are_kept(value: float, dtype: torch.dtype) -> None:
     one = cast(torch.ones(2, 4), E4M3)
     x = torch.ones(3, 4)
     x[1, 2] = value
-    assert not emulated_fp8_matmul(cast(x, dtype), one, torch.float32)[1].isfinite().any()
-    assert torch.equal(emulated_fp8_matmul(cast(torch.zeros(3, 4), dtype), one, torch.float32), torch.zeros(3, 2))
+    assert not fp8_matmul(cast(x, dtype), one, torch.float32)[1].isfinite().any()
+    assert torch.equal(fp8_matmul(cast(torch.zeros(3, 4), dtype), one, torch.float32), torch.zeros(3, 2))
 
 
 def test_a_delayed_scale_is_that_of_the_steps_before_and_holds_for_a_step() -> None:
@@ -156,7 +154,7 @@ def test_the_three_products_of_a_linear_round_their_operands_alone(format_: str)
     torch.testing.assert_close(layer.bias.grad, dy.flatten(0, 1).sum(0))  # not a product: not rounded
 
 
-def test_weights_are_cast_once_a_row_and_anew_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_cast_once_per_run_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
     original = fp8.cast_to_fp8
     monkeypatch.setattr(fp8, "cast_to_fp8", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1])

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import megapipe.tensor_parallel.gemms as gemms_module
 import megapipe.tensor_parallel.linear as linear_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.tensor_parallel.gemms import PlainGemms
-from megapipe.tensor_parallel.gradient_slot import GradientSlot
+from megapipe.tensor_parallel.gemms import Gemms
+from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.weight_gradient import InputRecompute, WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
@@ -222,12 +222,12 @@ def run_waiting_bytes(rank: int, world_size: int, kind: str) -> None:
     (kept,) = waiting.inputs
     assert kept.numel() == x.numel()
     assert not kept.requires_grad, "a gradient that waits for W holds the graph"
-    assert not waiting.grad_output.is_launched
+    assert waiting.grad_output.work is None
     assert waiting.grad_output.tensor.data_ptr() == grad_output.data_ptr()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_waits_for_w_is_scattered_and_holds_no_graph(ranks: RankPool, kind: str) -> None:
+def test_a_queued_gradient_keeps_slices_and_no_graph(ranks: RankPool, kind: str) -> None:
     ranks.run(run_waiting_bytes, kind)
 
 
@@ -251,21 +251,19 @@ def run_order(rank: int, world_size: int, sequence_parallel: bool) -> list[str]:
 
         return launch
 
-    import megapipe.tensor_parallel.weight_gradient as weight_gradient_module
-
-    places = [(linear_module, "all_reduce"), (linear_module, "reduce_scatter"), (weight_gradient_module, "all_gather")]
+    places = [(linear_module, "all_reduce"), (linear_module, "reduce_scatter"), (gemms_module, "all_gather")]
     originals = [getattr(*place) for place in places]
-    original_add, original_mm = GradientSlot.add_outer, PlainGemms.input_gradient
+    original_add, original_mm = GradientSlot.add_outer, Gemms.input_gradient
     try:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, spied(name, original))
         GradientSlot.add_outer = lambda *args: (events.append("wgrad"), original_add(*args))[1]
-        PlainGemms.input_gradient = lambda *args: (events.append("dgrad"), original_mm(*args))[1]
+        Gemms.input_gradient = lambda *args: (events.append("dgrad"), original_mm(*args))[1]
         y.backward(case.output_part(case.grad_outputs[0]))
     finally:
         for (module, name), original in zip(places, originals, strict=True):
             setattr(module, name, original)
-        GradientSlot.add_outer, PlainGemms.input_gradient = original_add, original_mm
+        GradientSlot.add_outer, Gemms.input_gradient = original_add, original_mm
     return events
 
 
@@ -332,7 +330,7 @@ def test_gradcheck_in_a_group_of_one(kind: str) -> None:
 @pytest.mark.parametrize(
     "wanted", [(0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)], ids=["weight", "input", "bias", "input+bias"]
 )
-def test_frozen_tensors_get_no_gradient_and_the_others_theirs(kind: str, wanted: tuple[int, int, int]) -> None:
+def test_only_tensors_that_require_a_gradient_get_one(kind: str, wanted: tuple[int, int, int]) -> None:
     drawn = [torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 4), (5, 4), (5,))]
     ours = [t.clone().requires_grad_(bool(flag)) for t, flag in zip(drawn, wanted, strict=True)]
     plain = [t.clone().requires_grad_(bool(flag)) for t, flag in zip(drawn, wanted, strict=True)]
@@ -368,6 +366,14 @@ def test_low_precision_gradients_accumulate_in_fp32(dtype: torch.dtype) -> None:
     for slot in slots.values():
         # in bf16 or fp16 4096 + 1 == 4096
         assert torch.equal(slot.main_grad, torch.full_like(slot.main_grad, 4099.0))
+
+
+def test_a_bias_gradient_is_summed_in_fp32() -> None:
+    weight, bias = torch.zeros(3, 1, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    slot = GradientSlot(torch.zeros(3))
+    y = applied("column", torch.ones(4097, 1, 1, dtype=torch.bfloat16), weight, bias, {"bias": slot})
+    y.backward(torch.ones_like(y))
+    assert torch.equal(slot.main_grad, torch.full((3,), 4097.0))  # bf16 has no 4097
 
 
 def test_replicated_rows_set_the_local_size() -> None:

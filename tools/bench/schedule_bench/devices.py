@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
+from megapipe.tensor_parallel.gradients import WeightQueue
 
 WIDTH = 256  # columns of a message
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from schedule_bench.cases import RealCase
 
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from megapipe.schedule.schedule import Schedule, from_csv
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
+from megapipe.tensor_parallel.gradients import WeightQueue
 from schedule_bench.work import Work
 
 CLASSES = {

@@ -1,4 +1,6 @@
-"""Collectives in chunks under their own GEMM: the same bits travel, in this order of launches, waits and products."""
+"""Collectives along the sequence against their definition; in chunks under their own GEMM they move the same bits, in this
+order of launches, waits and products.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ import megapipe.tensor_parallel.gemms as gemms
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.layers.table import CommChunks
-from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, chunk_slices, gathered_product, summed_product
+from megapipe.tensor_parallel.gemms import (
+    PLAIN_GEMMS,
+    chunk_slices,
+    empty_gathered,
+    gathered,
+    gathered_product,
+    summed,
+    summed_product,
+)
+from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megapipe.tensor_parallel.mappings import empty_gathered, gathered, reduce_scattered, reduced
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, tp_group
 
@@ -36,6 +45,20 @@ def test_chunks_cover_every_position_once_and_are_alike(length: int, count: int)
     assert [position for chunk in found for position in range(chunk.start, chunk.stop)] == list(range(length))
     sizes = [chunk.stop - chunk.start for chunk in found]
     assert len(sizes) == min(length, count) and max(sizes) - min(sizes) <= 1
+
+
+def run_whole(rank: int, world_size: int) -> None:
+    group = tp_group(rank, world_size)
+    inputs = [drawn(other, 2 * world_size, *SHAPE[1:]) for other in range(world_size)]
+    close(gathered(inputs[rank], group), torch.cat(inputs))
+    assert torch.equal(inputs[rank], drawn(rank, 2 * world_size, *SHAPE[1:])), "the input was changed in place"
+    total = torch.stack(inputs).sum(0)
+    close(summed(inputs[rank].clone(), group, scatter=True), total.chunk(world_size)[rank])
+    close(summed(inputs[rank], group, scatter=False), total)
+
+
+def test_whole_collectives_are_the_definition(ranks: RankPool) -> None:
+    ranks.run(run_whole)
 
 
 def run_gather(rank: int, world_size: int, count: int) -> None:
@@ -61,14 +84,12 @@ def run_sum(rank: int, world_size: int, count: int) -> None:
     length = SHAPE[0] * world_size
     for dtype in (torch.float64, torch.bfloat16):
         x, one = drawn(rank, length, *SHAPE[1:], dtype=dtype), torch.eye(SHAPE[-1], dtype=dtype)
-        for scatters, expected in ((True, reduce_scattered(x.clone(), group)), (False, reduced(x, group))):
+        for scatters, expected in ((scatters, summed(x.clone(), group, scatters)) for scatters in (True, False)):
             found = summed_product(
                 x.clone(), PLAIN_GEMMS.forward_chunks(x, one, None, None), SHAPE[-1], group, scatters, count
             )
             assert found.is_contiguous() and found.shape == expected.shape
-            if (
-                world_size == 2
-            ):  # one order of two summands; gloo adds more of them in an order that depends on the place
+            if world_size == 2:  # one order of two summands; gloo adds more in an order that depends on the place
                 assert torch.equal(found, expected)
             elif dtype == torch.float64:
                 close(found, expected)
@@ -80,6 +101,8 @@ def test_a_sum_in_chunks_has_the_bits_of_a_whole_one_over_two_ranks(ranks: RankP
 
 
 def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sequence of 7 cannot be split over 2"):
+        summed(torch.randn(7, 1, 2), Group("tp", (0, 1), 0, None, None), scatter=True)
     with pytest.raises(ConfigError, match="sequence of 8 cannot be split over 3"):
         summed_product(torch.zeros(8, 1, 2), lambda x, out: None, 2, Group("tp", (0, 1, 2), 0), scatter=True, count=2)
 
@@ -115,18 +138,18 @@ def recorded(run: Callable[[], Any]) -> list[str]:
 GATHERED = ["all_gather", "all_gather", "wait", "gemm", "all_gather", "wait", "gemm", "wait", "gemm"]
 
 
-def summed(name: str) -> list[str]:
+def reductions(name: str) -> list[str]:
     return ["gemm", name, "gemm", name, "gemm", name, "wait", "wait", "wait"]
 
 
 # kind, sequence parallel, split backward -> (what happens in the forward, in the backward)
 ORDERS: dict[tuple[str, bool, bool], tuple[list[str], list[str]]] = {
-    ("column", True, False): (GATHERED, []),
-    ("column", True, True): (GATHERED, summed("reduce_scatter")),
-    ("column", False, True): ([], summed("all_reduce")),
-    ("row", True, False): (summed("reduce_scatter"), GATHERED),
-    ("row", True, True): (summed("reduce_scatter"), GATHERED),
-    ("row", False, False): (summed("all_reduce"), []),
+    ("column", True, False): (GATHERED, ["all_gather", "wait"]),  # x is gathered again for wgrad
+    ("column", True, True): (GATHERED, reductions("reduce_scatter")),
+    ("column", False, True): ([], reductions("all_reduce")),
+    ("row", True, False): (reductions("reduce_scatter"), GATHERED),
+    ("row", True, True): (reductions("reduce_scatter"), GATHERED),
+    ("row", False, False): (reductions("all_reduce"), []),
 }
 
 

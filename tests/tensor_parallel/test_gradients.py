@@ -1,4 +1,6 @@
-"""The weight queue: order, keys, and that communication of the next runs under the GEMM of the current one."""
+"""Gradient slots: sums in main_grad's dtype, a fixed order of rows, readiness after the last use. The weight queue: order,
+keys, and that communication of the next gradient runs under the GEMM of the current one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,36 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.comm.groups import Group
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
-from megapipe.tensor_parallel.weight_gradient import WeightQueue
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+
+
+@DTYPES
+def test_small_gradients_are_not_lost_in_a_large_sum(dtype: torch.dtype) -> None:
+    slot = GradientSlot(torch.full((2, 3), 4096.0))
+    slot.add(torch.ones(2, 3, dtype=dtype))
+    slot.add_outer(torch.ones(1, 2, dtype=dtype), torch.ones(1, 3, dtype=dtype))
+    slot.add_rows(torch.tensor([0, 0, 1, 1]), torch.ones(4, 3, dtype=dtype))
+    assert torch.equal(slot.main_grad, torch.full((2, 3), 4100.0))
+
+
+def test_gradients_go_into_a_view_of_a_flat_buffer() -> None:
+    flat = torch.zeros(16, dtype=torch.float64)
+    slot = GradientSlot(flat[4:10].view(2, 3))
+    slot.add_outer(torch.ones(5, 2, dtype=torch.float64), torch.ones(5, 3, dtype=torch.float64))
+    assert flat.tolist() == [0.0] * 4 + [5.0] * 6 + [0.0] * 6
+
+
+def test_ready_is_reported_once_per_microbatch_after_the_last_use() -> None:
+    told: list[GradientSlot] = []
+    slot = GradientSlot(torch.zeros(1), uses=2, on_ready=told.append)
+    counts = []
+    for _ in range(4):
+        slot.ready()
+        counts.append(len(told))
+    assert counts == [0, 1, 1, 2]
 
 
 class Recorded:
@@ -48,7 +78,7 @@ def test_deferred_gradients_wait_for_their_key_and_launch_one_ahead() -> None:
     assert events == ["launch a", "launch b", "add a", "add b"]
 
 
-def test_a_backward_without_weight_gradients_may_be_run() -> None:
+def test_a_key_without_weight_gradients_may_be_run() -> None:
     queue = WeightQueue()
     queue.defer("k")
     queue.immediate()
