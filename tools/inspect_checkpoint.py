@@ -29,7 +29,7 @@ from megapipe.sharding.boxes import Box
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megapipe.checkpoint.shard import ShardReader
+    from megapipe.checkpoint.load import ShardReader
 
 CHUNK_ELEMENTS = 1 << 21  # elements of a tensor that --diff reads at a time
 
@@ -150,7 +150,7 @@ def compare(first: CheckpointFolder, second: CheckpointFolder) -> Iterator[Tenso
 
     Holds a few rows of one tensor at a time. Raises CheckpointError for damage, naming file and tensor.
     """
-    from megapipe.checkpoint.shard import ShardReader  # imports torch, which takes seconds
+    from megapipe.checkpoint.load import ShardReader  # imports torch, which takes seconds
 
     with (
         ShardReader(first.path, first.manifest.block_bytes) as one,
@@ -196,8 +196,8 @@ def compare_values(
 def read_box(name: str, reader: ShardReader, saved: SavedTensor, box: Box) -> Tensor:
     import torch
 
-    from megapipe.checkpoint.shard import DTYPES, ReadRequest
-    from megapipe.checkpoint.tensor_box import TensorBox
+    from megapipe.checkpoint.load import ReadRequest
+    from megapipe.checkpoint.shard import DTYPES, TensorBox
 
     target = TensorBox(name, saved.shape, box, torch.empty(box.num_elements, dtype=DTYPES[saved.dtype]))
     boxes = (other for other in saved.boxes if other.box.intersect(box))

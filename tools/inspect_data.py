@@ -24,15 +24,13 @@ from typing import Any
 import numpy as np
 
 from megapipe.assembly.datasets import dataset_request, tokenizer_of
-from megapipe.checkpoint.folder import find_checkpoint, folder_name, open_folder, steps_in
-from megapipe.checkpoint.rollbacks import Rollback, read_rollbacks
+from megapipe.checkpoint.folder import Rollback, find_checkpoint, folder_name, open_folder, read_rollbacks, steps_in
 from megapipe.config.load import load_config
 from megapipe.data.blend import BlendedDataset
 from megapipe.data.build_datasets import build_datasets
-from megapipe.data.dataset import TokenDataset
+from megapipe.data.dataset import SkippedSamples, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.indexed_file import IndexedFile
-from megapipe.data.skipped import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.pretrain import with_vocabulary
 from megapipe.plan.batch import BatchSchedule

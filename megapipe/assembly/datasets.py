@@ -9,8 +9,7 @@ from megapipe.data.batch import DocumentRules
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.loader import Loader
 from megapipe.plan.run_plan import RunPlan
-from megapipe.tokenizers.build import build_tokenizer
-from megapipe.tokenizers.tokenizer import Tokenizer
+from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
+from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.groups import Group, ProcessGroups, second_communicator
 from megapipe.comm.trace import Tracer

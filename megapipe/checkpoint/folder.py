@@ -1,22 +1,32 @@
-"""Checkpoint roots: names of checkpoints, which are complete, which are kept, what to clean up. Imports no torch."""
+"""A run's directory of checkpoints: which are complete, which are kept, which a rollback abandoned. Imports no torch.
+
+`rollbacks.json` next to the checkpoints holds the rollbacks of the run. An entry takes effect when the file is renamed
+into place, whatever happens to the process afterwards. It also identifies the checkpoints that the rollback abandoned:
+their step is later than the one rolled back to, and their own state counts fewer rollbacks.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megapipe.checkpoint.disk import Disk, temporary_name
 from megapipe.checkpoint.manifest import Manifest, read_manifest
-from megapipe.checkpoint.rollbacks import ROLLBACKS_NAME, abandoned_by, read_rollbacks, rollbacks_before
+from megapipe.config.config import Config
+from megapipe.config.load import from_yaml
 from megapipe.errors import CheckpointError
+from megapipe.layers.embedding import WORD_EMBEDDING
 
 LATEST_NAME = "latest"
 CONFIG_NAME = "config.yaml"
 TOKENIZER_NAME = "tokenizer"
+ROLLBACKS_NAME = "rollbacks.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
 # files and folders of interrupted saves and removals
 LEFTOVER = re.compile(r"\.(step_\d{8,}|latest|starts\.json|rollbacks\.json)\.(tmp|removed)-[0-9a-f]+")
@@ -59,16 +69,75 @@ def folder_name(step: int) -> str:
 
 def step_of_folder(path: Path) -> int:
     """Return the step in a checkpoint folder's name."""
-    match = STEP_FOLDER.fullmatch(path.name)
-    assert match is not None, path
-    return int(match[1])
+    return int(path.name.removeprefix("step_"))
 
 
 def steps_in(root: Path) -> list[int]:
     """Return the steps that have a folder, complete or not, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(step_of_folder(path) for path in root.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+    entries = root.iterdir() if root.is_dir() else ()
+    return sorted(step_of_folder(path) for path in entries if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """One rollback.
+
+    number: counted from 1. from_step: last step of the abandoned part of the run. to_step: step that the run resumed
+    from. first_sample, past_sample: range of the data set that is skipped from then on. time: Unix seconds. account:
+    of the run after the rollback (train.state.Account).
+    """
+
+    number: int
+    from_step: int
+    to_step: int
+    first_sample: int
+    past_sample: int
+    reason: str
+    time: float
+    account: dict[str, Any]
+
+
+def read_rollbacks(root: Path) -> tuple[Rollback, ...]:
+    """Return all rollbacks, oldest first, or none if there is no file.
+
+    Raises CheckpointError for a damaged file: ignoring it would load abandoned weights.
+    """
+    path = root / ROLLBACKS_NAME
+    try:
+        return tuple(Rollback(**entry) for entry in json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def write_rollback(root: Path, rollback: Rollback, disk: Disk) -> None:
+    """Append a rollback. Raises OSError, CheckpointError."""
+    entries = [asdict(entry) for entry in (*read_rollbacks(root), rollback)]
+    disk.replace_file(root / ROLLBACKS_NAME, (json.dumps(entries, indent=1) + "\n").encode())
+
+
+def abandoned_by(rollbacks: Sequence[Rollback], step: int, num_rollbacks: int) -> Rollback | None:
+    """Return the rollback that abandoned step `step` of a run that had made `num_rollbacks`, or None."""
+    return next((entry for entry in rollbacks if entry.number > num_rollbacks and step > entry.to_step), None)
+
+
+def rollbacks_before(state: dict[str, Any]) -> int:
+    """Return the number of rollbacks that a checkpoint's state counts."""
+    return int((state.get("account") or {}).get("rollbacks", 0))
+
+
+def account_of(state: dict[str, Any], rollbacks: Sequence[Rollback]) -> dict[str, Any] | None:
+    """Return the account with which a run resumes from a checkpoint's state.
+
+    This is the account of the last rollback if it came after the checkpoint, else the checkpoint's own; None if an
+    older version wrote the checkpoint without one.
+    """
+    before = rollbacks_before(state)
+    is_newer = bool(rollbacks) and rollbacks[-1].number > before
+    if is_newer and abandoned_by(rollbacks, int(state["training"]["step"]), before) is None:
+        return rollbacks[-1].account
+    return state.get("account")
 
 
 def open_folder(path: Path) -> CheckpointFolder:
@@ -99,7 +168,7 @@ def is_complete(path: Path) -> bool:
 
 
 def find_checkpoint(root: Path, step: int | None = None, below: int | None = None) -> CheckpointFolder | None:
-    """Return the checkpoint of `step`, or the newest complete one (before step `below`), or None if there is none.
+    """Return the checkpoint of `step`, or the newest complete one (before step `below`), or None.
 
     Without `step`, damaged checkpoints are skipped, each with a remark. Raises CheckpointError if the given step is
     missing or damaged, or if all checkpoints are damaged.
@@ -107,9 +176,8 @@ def find_checkpoint(root: Path, step: int | None = None, below: int | None = Non
     candidates = [found for found in steps_in(root) if below is None or found < below]
     if step is not None:
         if step not in candidates:
-            raise CheckpointError(
-                f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {_listed(candidates)}"
-            )
+            held = _listed(candidates)
+            raise CheckpointError(f"--ckpt-step {step}: {root} has no {folder_name(step)}; it holds {held}")
         return open_folder(root / folder_name(step))
     remarks: list[str] = []
     rollbacks = read_rollbacks(root)
@@ -138,6 +206,38 @@ def read_latest(root: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return text if STEP_FOLDER.fullmatch(text) else None
+
+
+def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path]:
+    """Return the saved configuration and the checkpoint's folder.
+
+    Raises CheckpointError if there is no checkpoint or its configuration cannot be read.
+    """
+    found = find_checkpoint(root, step)
+    if found is None:
+        raise CheckpointError(f"--use-checkpoint-args: {root} holds no checkpoint")
+    return read_config(found.path / CONFIG_NAME), found.path
+
+
+def saved_config(folder: CheckpointFolder) -> Config:
+    """Return a checkpoint's configuration with vocab_size set to the rows of its embedding. Raises CheckpointError.
+
+    These are the rows that were trained, whether the run had them from --vocab-size or from its tokenizer.
+    """
+    config = read_config(folder.path / CONFIG_NAME)
+    for name, saved in folder.manifest.tensors.items():
+        if name.endswith(f"/{WORD_EMBEDDING}"):
+            return replace(config, model=replace(config.model, vocab_size=saved.shape[0], padded_vocab_size=None))
+    raise CheckpointError(f"{folder.path} holds no tensor {WORD_EMBEDDING}")
+
+
+def read_config(path: Path) -> Config:
+    """Read a configuration as YAML. Raises CheckpointError if the file cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    return from_yaml(text, str(path))
 
 
 def prepare_root(root: Path, step: int, damaged: Sequence[int] = ()) -> tuple[str, ...]:
@@ -190,9 +290,8 @@ def remove_leftovers(root: Path) -> tuple[str, ...]:
         try:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         except OSError as error:
-            raise CheckpointError(
-                f"{entry}, left by an interrupted save, cannot be removed: {error.strerror}"
-            ) from None
+            reason = f"left by an interrupted save, cannot be removed: {error.strerror}"
+            raise CheckpointError(f"{entry}, {reason}") from None
         remarks.append(f"removed {entry}, left by an interrupted {'removal' if '.removed-' in entry.name else 'save'}")
     return tuple(remarks)
 

@@ -1,4 +1,11 @@
-"""`save_checkpoint` and `BackgroundSave`: all ranks save together, with training waiting or going on.
+"""Saving: all ranks save together, with training waiting (`save_checkpoint`) or going on (`BackgroundSave`).
+
+What a crash leaves after each step of an `Attempt`:
+1. rank 0 creates `.step_N.tmp-TOKEN`                                   no checkpoint
+2. every rank writes and syncs its shard there                          no checkpoint
+3. rank 0 checks all shards, writes and syncs config and manifest       no checkpoint
+4. rank 0 renames the folder to `step_N` and syncs the root             a complete checkpoint
+5. rank 0 updates `latest`, then removes old checkpoints                a complete checkpoint
 
 In background, a thread on each rank writes copies of the tensors, and then a thread on rank 0 commits; zlib.crc32,
 write and fsync release the GIL. The ranks communicate in their main threads only, where all other collectives are:
@@ -9,25 +16,196 @@ ranks are ready.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.attempt import INTACT, Attempt, BeginResult, Extras, FinishResult, SaveReport, ShardResult
-from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import KEEP_ALL, Retention
-from megapipe.checkpoint.shard import BLOCK_BYTES
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.disk import Disk, temporary_name
+from megapipe.checkpoint.folder import (
+    CONFIG_NAME,
+    KEEP_ALL,
+    LATEST_NAME,
+    TOKENIZER_NAME,
+    Retention,
+    folder_name,
+    open_folder,
+    remove_old,
+)
+from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, SavedFile, SavedTensor, check_covered
+from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, WrittenShard, shard_name, write_shard
 from megapipe.comm.collectives import broadcast_object, gather_objects
 from megapipe.comm.groups import Group
 from megapipe.errors import CheckpointError
 
 ALIGNMENT = 64  # bytes
+INTACT = "checkpoints saved earlier are intact"
+NOT_SHARED = "the checkpoint directory is not shared between the nodes"
+
+ShardResult = WrittenShard | CheckpointError | None  # of one rank: None if it has nothing to save
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """The outcome of a successful save.
+
+    path: of the checkpoint. num_bytes: of all files of all ranks. seconds: duration of the save. removed: old
+    checkpoints. remark: set if nothing had to be written. waited_seconds: time that training was blocked, if the save
+    ran in background.
+    """
+
+    path: Path
+    num_bytes: int
+    seconds: float
+    removed: tuple[Path, ...] = ()
+    remark: str = ""
+    waited_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Content other than tensors. state: plain JSON values. tokenizer: contents of its files by name."""
+
+    state: dict[str, Any]
+    config_text: str
+    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Attempt:
+    """The steps of one save on this rank. keep: which older checkpoints to keep once this one is complete.
+
+    No method communicates, so that each can run in a thread. An error is returned, to be sent to all ranks.
+    """
+
+    def __init__(self, disk: Disk, root: Path, step: int, extras: Extras, keep: Retention, block_bytes: int) -> None:
+        self.disk = disk
+        self.root = root
+        self.step = step
+        self.extras = extras
+        self.keep = keep
+        self.block_bytes = block_bytes
+        self.final = root / folder_name(step)
+        self.started = time.monotonic()
+
+    def begin(self) -> Path | SaveReport | CheckpointError:
+        """Create and return the temporary folder, or report that this checkpoint already exists. For rank 0."""
+        try:
+            if self.final.exists():
+                try:
+                    manifest = open_folder(self.final).manifest
+                except CheckpointError:  # not a valid checkpoint, but someone may want to look at it
+                    self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
+                else:
+                    if manifest.state == self.extras.state:
+                        remark = f"{self.final} was already saved and is complete"
+                        return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)
+                    return CheckpointError(
+                        f"{self.final} already exists with another state; saving never overwrites; choose another "
+                        "--save or move it away"
+                    )
+            temporary = self.root / temporary_name(self.final.name)
+            self.disk.make_folder(temporary)
+        except OSError as error:
+            return CheckpointError(f"cannot save in {self.root}: {_reason(error)}; {INTACT}")
+        return temporary
+
+    def write(self, temporary: Path, tensors: Sequence[TensorBox], global_rank: int) -> ShardResult:
+        """Write this rank's shard."""
+        if not tensors:
+            return None
+        path = temporary / shard_name(global_rank)
+        try:
+            return write_shard(self.disk, path, tensors, self.block_bytes)
+        except FileNotFoundError:
+            seen = f"rank {global_rank} does not see {temporary}, which rank 0 created"
+            return CheckpointError(f"{seen}: {NOT_SHARED}; {INTACT}")
+        except OSError as error:
+            return CheckpointError(f"rank {global_rank} cannot write {path}: {_reason(error)}; {INTACT}")
+
+    def finish(self, temporary: Path, written: Sequence[ShardResult]) -> SaveReport | CheckpointError:
+        """Commit the checkpoint and remove old ones, or clean up and return the error. For rank 0."""
+        try:
+            manifest = self._commit(temporary, written)
+        except CheckpointError as error:
+            return CheckpointError(f"{error}{self._clean_up(temporary)}")
+        except OSError as error:
+            message = f"rank 0 cannot write {error.filename or temporary}: {_reason(error)}; {INTACT}"
+            return CheckpointError(message + self._clean_up(temporary))
+        try:
+            self.disk.replace_file(self.root / LATEST_NAME, f"{self.final.name}\n".encode())
+            removed = remove_old(self.disk, self.root, self.keep, self.step)
+        except OSError as error:
+            failed = f"then {error.filename or self.root} failed: {_reason(error)}"
+            return CheckpointError(f"{self.final} is complete, but {failed}")
+        return SaveReport(self.final, manifest.num_bytes, time.monotonic() - self.started, removed)
+
+    def _commit(self, temporary: Path, written: Sequence[ShardResult]) -> Manifest:
+        errors = [result for result in written if isinstance(result, CheckpointError)]
+        if errors:
+            others = f" (and {len(errors) - 1} other ranks failed)" if len(errors) > 1 else ""
+            raise CheckpointError(f"{errors[0]}{others}")
+        shards = [result for result in written if isinstance(result, WrittenShard)]
+        for shard in shards:
+            path, expected = temporary / shard.name, shard.file.num_bytes
+            found = path.stat().st_size if path.exists() else None
+            if found != expected:
+                seen = "does not see" if found is None else f"sees {found} bytes of"
+                raise CheckpointError(
+                    f"rank 0 {seen} {path}, to which its rank wrote {expected} bytes: {NOT_SHARED}; {INTACT}"
+                )
+        files = {shard.name: shard.file for shard in shards}
+        contents = {CONFIG_NAME: self.extras.config_text.encode()}
+        contents |= {f"{TOKENIZER_NAME}/{name}": content for name, content in self.extras.tokenizer.items()}
+        if self.extras.tokenizer:
+            self.disk.make_folder(temporary / TOKENIZER_NAME)
+        for name, content in contents.items():
+            self.disk.write_file(temporary / name, content)
+            files[name] = SavedFile(len(content), zlib.crc32(content))
+        if self.extras.tokenizer:
+            self.disk.sync_folder(temporary / TOKENIZER_NAME)
+        tensors = _merge([tensor for shard in shards for tensor in shard.tensors])
+        manifest = Manifest(self.step, len(written), self.block_bytes, self.extras.state, files, tensors)
+        self.disk.write_file(temporary / MANIFEST_NAME, manifest.to_json().encode())
+        self.disk.sync_folder(temporary)
+        self.disk.rename(temporary, self.final)
+        return manifest
+
+    def _clean_up(self, temporary: Path) -> str:
+        """Remove the temporary folder. Returns a remark if that fails."""
+        try:
+            if temporary.exists():
+                self.disk.remove(temporary)
+        except OSError as error:
+            return f" ({temporary} could not be removed: {_reason(error)}; the next start will try again)"
+        return ""
+
+
+def _merge(parts: Sequence[tuple[str, SavedTensor]]) -> dict[str, SavedTensor]:
+    """Join the boxes of all ranks by tensor name. Raises CheckpointError unless each tensor is covered exactly once."""
+    by_name: dict[str, list[SavedTensor]] = {}
+    for name, part in parts:
+        by_name.setdefault(name, []).append(part)
+    tensors = {}
+    for name, members in sorted(by_name.items()):
+        kinds = {(member.dtype, member.shape) for member in members}
+        if len(kinds) > 1:
+            raise CheckpointError(f"{name}: the ranks disagree on dtype and shape: {sorted(kinds)}")
+        dtype, shape = kinds.pop()
+        boxes = tuple(saved for member in members for saved in member.boxes)
+        check_covered(name, shape, [saved.box for saved in boxes])
+        tensors[name] = SavedTensor(dtype, shape, boxes)
+    return tensors
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.strerror} (errno {error.errno})" if error.errno else str(error)
 
 
 def save_checkpoint(
@@ -47,12 +225,20 @@ def save_checkpoint(
     CheckpointError on every rank if any rank fails; the temporary folder is then removed.
     """
     attempt = Attempt(disk or Disk(), root, step, extras, keep, block_bytes)
-    begun = _begin(attempt, group)
-    if begun.already_done is not None:
-        return begun.already_done
-    assert begun.temporary is not None
-    written = gather_objects(attempt.write(begun.temporary, list(tensors), group.global_rank), group)
-    return _report(broadcast_object(attempt.finish(begun.temporary, written) if group.rank == 0 else None, group))
+    begun = _from_rank_0(attempt.begin() if group.rank == 0 else None, group)
+    if isinstance(begun, SaveReport):
+        return begun
+    written = gather_objects(attempt.write(begun, list(tensors), group.global_rank), group)
+    report: SaveReport = _from_rank_0(attempt.finish(begun, written) if group.rank == 0 else None, group)
+    return report
+
+
+def _from_rank_0(result: Any, group: Group) -> Any:
+    """Return rank 0's result on all ranks, or raise it if it is an error."""
+    result = broadcast_object(result, group)
+    if isinstance(result, CheckpointError):
+        raise result
+    return result
 
 
 class BackgroundSave:
@@ -70,12 +256,11 @@ class BackgroundSave:
         self._report: SaveReport | None = None
         self._result: Any = None
         self._writing = True
-        begun = _begin(attempt, group)
-        if begun.already_done is not None:
-            self._report = begun.already_done
+        begun = _from_rank_0(attempt.begin() if group.rank == 0 else None, group)
+        if isinstance(begun, SaveReport):
+            self._report = begun
             return
-        assert begun.temporary is not None
-        self._temporary: Path = begun.temporary
+        self._temporary: Path = begun
         staged = staging.copy(list(tensors))
         self._waited_seconds = time.monotonic() - began
         self._start(lambda: self._write(staged), "checkpoint shard")
@@ -98,7 +283,7 @@ class BackgroundSave:
             written = gather_objects(self._result, self._group)
             self._start(lambda: self._commit(written), "checkpoint commit")
             return None
-        report = _report(broadcast_object(self._result, self._group))
+        report: SaveReport = _from_rank_0(self._result, self._group)
         return dataclasses.replace(report, waited_seconds=self._waited_seconds)
 
     def finish(self) -> SaveReport:
@@ -108,7 +293,7 @@ class BackgroundSave:
             report = self.advance()
         return report
 
-    def _start(self, work: Callable[[], ShardResult | FinishResult], name: str) -> None:
+    def _start(self, work: Callable[[], ShardResult | SaveReport], name: str) -> None:
         def run() -> None:
             self._result = work()
 
@@ -120,16 +305,17 @@ class BackgroundSave:
         try:
             return self._attempt.write(self._temporary, staged(), self._group.global_rank)
         except BaseException as error:  # an exception in a thread would go unnoticed
-            return f"rank {self._group.global_rank} cannot write its shard: {type(error).__name__}: {error}; {INTACT}"
+            reason = f"{type(error).__name__}: {error}; {INTACT}"
+            return CheckpointError(f"rank {self._group.global_rank} cannot write its shard: {reason}")
 
-    def _commit(self, written: Sequence[ShardResult]) -> FinishResult | None:
+    def _commit(self, written: Sequence[ShardResult]) -> SaveReport | CheckpointError | None:
         if self._group.rank != 0:
             return None
         try:
             return self._attempt.finish(self._temporary, written)
         except BaseException as error:
-            message = f"rank 0 cannot commit {self._temporary}: {type(error).__name__}: {error}; {INTACT}"
-            return FinishResult(error=message)
+            reason = f"{type(error).__name__}: {error}; {INTACT}"
+            return CheckpointError(f"rank 0 cannot commit {self._temporary}: {reason}")
 
 
 class Staging:
@@ -179,16 +365,3 @@ class Staging:
 
 def _aligned_bytes(tensor: TensorBox) -> int:
     return -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _begin(attempt: Attempt, group: Group) -> BeginResult:
-    begun: BeginResult = broadcast_object(attempt.begin() if group.rank == 0 else None, group)
-    if begun.error is not None:
-        raise CheckpointError(begun.error)
-    return begun
-
-
-def _report(result: FinishResult) -> SaveReport:
-    if result.report is None:
-        raise CheckpointError(result.error or "saving failed")
-    return result.report

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import find_checkpoint
-from megapipe.checkpoint.rollbacks import read_rollbacks, rollbacks_before
+from megapipe.checkpoint.folder import find_checkpoint, read_rollbacks, rollbacks_before
 from megapipe.errors import CheckpointError, NoProgressError
 
 STARTS_NAME = "starts.json"

@@ -2,9 +2,9 @@
 Megatron's.
 
 - `build_datasets`  `DatasetRequest` (the data flags) -> train, valid and test datasets
-- `loader`          dataset and number of consumed samples -> microbatches of a dp rank; `skipped`: samples passed over
+- `loader`          dataset and number of consumed samples -> microbatches of a dp rank
 - `batch`           one microbatch: tokens, labels, loss mask, position ids, document ids
-- `dataset`         the interface of datasets; synthetic samples for --mock-data
+- `dataset`         the interface of datasets; synthetic samples for --mock-data; `SkippedSamples`
 - `gpt_dataset`     samples of one token file: epochs, document order, sample order
 - `blend`           several datasets mixed by weight; `index_cache`: shuffled indices kept on disk
 - `indexed_file`    token files `PREFIX.bin` and `PREFIX.idx`: reading, writing, merging

@@ -16,8 +16,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.data.dataset import TokenDataset
-from megapipe.data.skipped import SkippedSamples
+from megapipe.data.dataset import SkippedSamples, TokenDataset
 from megapipe.errors import DataError
 
 AHEAD_PER_WORKER = 2

@@ -30,7 +30,7 @@ import numpy
 import torch
 
 from megapipe import __version__
-from megapipe.checkpoint.rollbacks import Rollback
+from megapipe.checkpoint.folder import Rollback
 from megapipe.comm.bootstrap import World
 from megapipe.config.config import Config
 from megapipe.errors import CommunicationError, NoProgressError

@@ -14,16 +14,19 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
     CheckpointFolder,
+    Rollback,
+    account_of,
     find_checkpoint,
     folder_name,
     is_complete,
     move_abandoned,
+    read_rollbacks,
     steps_in,
+    write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.rollbacks import Rollback, account_of, read_rollbacks, write_rollback
+from megapipe.checkpoint.shard import padding_of, tensor_box
 from megapipe.checkpoint.starts import Starts, count_start, no_progress_error
-from megapipe.checkpoint.tensor_box import padding_of, tensor_box
 from megapipe.comm.collectives import broadcast_object
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config

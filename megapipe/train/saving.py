@@ -22,13 +22,17 @@ from typing import Any
 import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.checkpoint.attempt import Attempt, Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.folder import Retention, move_abandoned, prepare_root, step_of_folder
-from megapipe.checkpoint.rollbacks import abandoned_by, read_rollbacks
-from megapipe.checkpoint.save import BackgroundSave, Staging, save_checkpoint
-from megapipe.checkpoint.shard import BLOCK_BYTES
-from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
+from megapipe.checkpoint.folder import (
+    Retention,
+    abandoned_by,
+    move_abandoned,
+    prepare_root,
+    read_rollbacks,
+    step_of_folder,
+)
+from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, SaveReport, Staging, save_checkpoint
+from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, tensor_box
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config

@@ -10,7 +10,7 @@ from megapipe.comm.collectives import broadcast_object
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config
 from megapipe.config.training import OptimizerConfig
-from megapipe.data.skipped import SkippedSamples
+from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optimizer.schedule import (
     LrSchedule,

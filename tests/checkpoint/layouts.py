@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.attempt import Extras, SaveReport
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import CheckpointFolder, Retention, find_checkpoint
-from megapipe.checkpoint.save import save_checkpoint
-from megapipe.checkpoint.tensor_box import TensorBox, tensor_box
+from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
+from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.groups import Group
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.buffers import layout_buffers, shard_pieces

@@ -15,11 +15,10 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file
 
-from megapipe.checkpoint.attempt import Extras
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import check_covered
-from megapipe.checkpoint.save import save_checkpoint
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.save import Extras, save_checkpoint
+from megapipe.checkpoint.shard import TensorBox
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 from tests.checkpoint.layouts import (

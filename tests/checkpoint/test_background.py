@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.save import BackgroundSave, Staging
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, Staging
+from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.errors import CheckpointError

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint.attempt import Extras
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import prepare_root, read_latest, remove_leftovers
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.save import save_checkpoint
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.save import Extras, save_checkpoint
+from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megapipe.checkpoint import disk as disk_module
-from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Retention, find_checkpoint, prepare_root
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.save import Attempt, Extras, SaveReport
+from megapipe.checkpoint.shard import TensorBox
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 from tests.checkpoint.crash_states import Operation, Recorder, Tree, crash_states, put, tree_of
@@ -30,12 +30,12 @@ NUM_RANKS, COLUMNS = 2, 12
 def save_of_two_ranks(root: Path, step: int, keep: Retention) -> None:
     """Write the shards of both ranks and commit, in an order that one process can execute."""
     attempt = Attempt(Disk(), root, step, Extras({"training": {"step": step}}, f"# {step}\n"), keep, 1 << 22)
-    temporary = attempt.begin().temporary
-    assert temporary is not None
+    temporary = attempt.begin()
+    assert isinstance(temporary, Path)
     written = [
         attempt.write(temporary, [row(rank, torch.full((COLUMNS,), float(step)))], rank) for rank in range(NUM_RANKS)
     ]
-    assert attempt.finish(temporary, written).report is not None
+    assert isinstance(attempt.finish(temporary, written), SaveReport)
 
 
 def row(rank: int, values: torch.Tensor) -> TensorBox:

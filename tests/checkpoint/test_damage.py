@@ -14,7 +14,7 @@ import torch
 from megapipe.checkpoint.folder import find_checkpoint, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import Manifest
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.shard import TensorBox
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 from tests.checkpoint.layouts import LAYOUTS, WORLD, Layout, global_tensors, newest, save_layout, save_one
@@ -171,5 +171,5 @@ def test_the_tool_lists_and_verifies(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_looked_into_without_torch() -> None:
-    script = "import sys, megapipe.checkpoint.configuration, tools.inspect_checkpoint; sys.exit('torch' in sys.modules)"
+    script = "import sys, megapipe.checkpoint.folder, tools.inspect_checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY).returncode == 0

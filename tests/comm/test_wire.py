@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.checkpoint.attempt import FinishResult, SaveReport
+from megapipe.checkpoint.save import SaveReport
 from megapipe.comm.wire import pack, unpack
 from megapipe.errors import CheckpointError, CommunicationError
 from megapipe.monitor.heartbeat import Wait
@@ -34,7 +34,7 @@ def test_what_is_packed_comes_back_with_its_types(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        FinishResult(SaveReport(Path("/a/step_1"), 7, 0.5, (Path("b"),), "done", None)),
+        SaveReport(Path("/a/step_1"), 7, 0.5, (Path("b"),), "done", None),
         Member(3, "höst", 17, None, "", "pp 1, dp 0", (1, 2)),
         {("a", 1): [Coordinates(0, 1, 2, 3), Wait.SEND]},
         [math.inf, -0.0],

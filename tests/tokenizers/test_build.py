@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.files import TOKENIZER_TYPES
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.build import TOKENIZERS, build_tokenizer
-from megapipe.tokenizers.tokenizer import ByteTokenizer, files_of
+from megapipe.tokenizers.tokenizer import TOKENIZERS, ByteTokenizer, build_tokenizer, files_of
 
 TEXT = [
     'def f(x):\n\tif x:\r\n        return "é漢😀"  # two  spaces\n\n',
@@ -200,7 +199,7 @@ def test_every_type_answers_to_its_name(bpe_folder):
 
 def test_room_imports_neither_torch_nor_optional_packages():
     code = (
-        "import sys, megapipe.tokenizers.build, megapipe.tokenizers.sentencepiece, megapipe.data.preprocess, "
+        "import sys, megapipe.tokenizers.tokenizer, megapipe.tokenizers.sentencepiece, megapipe.data.preprocess, "
         "megapipe.data.build_datasets, "
         "megapipe.data.loader; print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
     )

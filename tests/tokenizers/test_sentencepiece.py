@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.build import build_tokenizer
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
+from megapipe.tokenizers.tokenizer import build_tokenizer
 
 CODE = [
     (Path(sysconfig.get_path("stdlib")) / name).read_text("utf-8")

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from megapipe.assembly.datasets import build_data
-from megapipe.checkpoint.attempt import Extras
-from megapipe.checkpoint.save import save_checkpoint
+from megapipe.checkpoint.save import Extras, save_checkpoint
+from megapipe.data.dataset import SkippedSamples
 from megapipe.data.indexed_file import IndexedFile, IndexedWriter
-from megapipe.data.skipped import SkippedSamples
 from tests.checkpoint.layouts import WORLD
 from tools.inspect_data import main, read_run
 

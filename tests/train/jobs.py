@@ -16,7 +16,7 @@ from typing import Any
 from megapipe.config.load import load_config
 from megapipe.environment import read_environment
 from megapipe.extras.cli.pretrain import main
-from megapipe.extras.convert import own
+from megapipe.extras.convert.snapshot import read_checkpoint
 from megapipe.plan.resolve import resolve
 from megapipe.train import run as run_module
 from megapipe.train.run import pretrain
@@ -72,7 +72,7 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 
 def furthest(first: Path, second: Path) -> float:
     """Return the largest difference of any master or moment element between the newest checkpoints of two runs."""
-    one, other = own.read(first), own.read(second)
+    one, other = read_checkpoint(first), read_checkpoint(second)
     assert one.step == other.step and one.tensors.keys() == other.tensors.keys()
     return max(
         float((tensor.detach() - other.tensors[name].detach()).abs().max()) for name, tensor in one.tensors.items()

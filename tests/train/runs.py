@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.checkpoint.tensor_box import tensor_box
+from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.files import CheckpointConfig

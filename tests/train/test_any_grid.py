@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.tensor_box import tensor_box
+from megapipe.checkpoint.save import Attempt, Extras, SaveReport
+from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.config.yaml_file import to_yaml
 from megapipe.plan.resolve import resolve
@@ -93,8 +93,8 @@ def test_every_layout_loads_what_every_other_saved(
     tmp_path: Path, all_runtimes: dict[str, list[TrainingRuntime]], writer: str
 ) -> None:
     attempt = Attempt(Disk(), tmp_path, 1, Extras({}, ""), KEEP_ALL, 1 << 22)
-    temporary = attempt.begin().temporary
-    assert temporary is not None
+    temporary = attempt.begin()
+    assert isinstance(temporary, Path)
     written = []
     for rank, runtime in enumerate(all_runtimes[writer]):
         for held in runtime.optimizer.state():
@@ -102,8 +102,8 @@ def test_every_layout_loads_what_every_other_saved(
                 whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices].reshape(-1)
             )
         written.append(attempt.write(temporary, list(boxes_to_save(runtime)), rank))
-    report = attempt.finish(temporary, written).report
-    assert report is not None, attempt.finish(temporary, written).error
+    report = attempt.finish(temporary, written)
+    assert isinstance(report, SaveReport), report
     folder = open_folder(report.path)
     for reader, ranks in all_runtimes.items():
         for runtime in ranks:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.checkpoint.configuration import checkpoint_config
+from megapipe.checkpoint.folder import checkpoint_config
 from megapipe.checkpoint.manifest import read_manifest
-from megapipe.checkpoint.tensor_box import padding_of
+from megapipe.checkpoint.shard import padding_of
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
 from megapipe.train.loading import load

@@ -15,7 +15,7 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Retention, find_checkpoint
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import ITEM_BYTES
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.groups import Group
 from megapipe.sharding.boxes import Box
 from megapipe.train.step import TrainStep

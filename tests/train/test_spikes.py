@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.checkpoint.folder import read_rollbacks
 from megapipe.checkpoint.manifest import read_manifest
-from megapipe.checkpoint.rollbacks import read_rollbacks
 from megapipe.config.training import TrainingConfig
 from megapipe.data.loader import Loader
 from megapipe.train.guard import SpikeWatch
@@ -143,7 +143,7 @@ def test_a_run_goes_back_twice_skips_the_samples_and_ends_as_if_they_had_never_b
 
 def without_places(rank: int, *windows: tuple[int, int]) -> None:
     """Run on data that never contained these positions."""
-    from megapipe.data.skipped import SkippedSamples
+    from megapipe.data.dataset import SkippedSamples
 
     skip = Loader.skip
     Loader.skip = lambda self, skipped, number: skip(  # type: ignore[method-assign]
@@ -196,7 +196,7 @@ def test_a_crash_in_a_rollback_costs_nothing(tmp_path: Path, monkeypatch: pytest
         if event == "moved":
             commit(self, rollback)
         else:
-            from megapipe.checkpoint.rollbacks import write_rollback
+            from megapipe.checkpoint.folder import write_rollback
 
             write_rollback(self._root, rollback, self._disk)
         raise Crash

@@ -30,13 +30,11 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.attempt import Attempt, Extras
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
-from megapipe.checkpoint.save import BackgroundSave, Staging, save_checkpoint
-from megapipe.checkpoint.shard import BLOCK_BYTES
-from megapipe.checkpoint.tensor_box import TensorBox
+from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, Staging, save_checkpoint
+from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import Group, build_process_groups

@@ -46,11 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", type=Path, help="folder to read")
     add("target", type=Path, nargs="?", help="folder to write: a new one, for megapipe a directory to --load")
-    add("--from", dest="source_format", choices=formats.READERS, help="format of the source (default: detected)")
+    add("--from", dest="source_format", choices=formats.NAMES, help="format of the source (default: detected)")
     add(
         "--to",
         dest="target_format",
-        choices=formats.WRITERS,
+        choices=formats.NAMES,
         help="format to write (default: megapipe, or hugging-face if the source is megapipe)",
     )
     add("--step", type=int, help="step of the source (default: the newest)")
@@ -154,7 +154,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         arguments.transformer_impl == "transformer_engine",
         arguments.config,
     )
-    snapshot = formats.READERS[source_format](arguments.source, options)
+    snapshot = formats.read(source_format, arguments.source, options)
     if arguments.like is not None:
         snapshot = hugging_face.with_settings_of(snapshot, arguments.like)
     if arguments.seq_length is not None:
@@ -169,7 +169,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     check = _shall_check(arguments, (source_format, target_format))
     for remark in snapshot.remarks:
         print(remark)
-    written = formats.WRITERS[target_format](snapshot, arguments.target, options)
+    written = formats.write(target_format, snapshot, arguments.target, options)
     print(f"{arguments.source} ({source_format}) -> {written}")
     return _compare(snapshot, arguments, source_format, target_format) if check else 0
 
@@ -206,7 +206,7 @@ def _compare(snapshot: Snapshot, arguments: argparse.Namespace, source_format: s
 
     folder = arguments.source if source_format == HUGGING_FACE else arguments.target
     if target_format == OWN:
-        snapshot = formats.READERS[OWN](arguments.target, ConversionOptions(step=snapshot.step))
+        snapshot = formats.read(OWN, arguments.target, ConversionOptions(step=snapshot.step))
     comparison = compare(snapshot, folder)
     print(comparison)
     if not comparison.agree:

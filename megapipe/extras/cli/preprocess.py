@@ -18,7 +18,7 @@ from megapipe.data.indexed_file import token_dtype
 from megapipe.data.preprocess import Progress, output_prefix, preprocess
 from megapipe.data.text_source import DOCUMENT_UNITS, TEXT_KEY, find_files, is_json_lines, read_records
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.tokenizers.build import TOKENIZERS, build_tokenizer
+from megapipe.tokenizers.tokenizer import TOKENIZERS, build_tokenizer
 
 # Megatron's flags that are not here, and what to do instead
 REFUSED = {

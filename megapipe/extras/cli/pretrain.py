@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.assembly.datasets import tokenizer_of
-from megapipe.checkpoint.configuration import checkpoint_config
+from megapipe.checkpoint.folder import checkpoint_config
 from megapipe.config.config import Config
 from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model
 from megapipe.config.megatron_flags import differences_line

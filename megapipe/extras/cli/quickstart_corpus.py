@@ -18,8 +18,8 @@ from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile
 from megapipe.data.preprocess import Progress, output_prefix, preprocess
 from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
-from megapipe.tokenizers.build import build_tokenizer
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
+from megapipe.tokenizers.tokenizer import build_tokenizer
 
 SPLIT = "90,10,0"
 TOKENIZER = "SentencePieceTokenizer"

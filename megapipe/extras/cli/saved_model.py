@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.assembly.datasets import tokenizer_of
-from megapipe.checkpoint.configuration import saved_config
-from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint
+from megapipe.checkpoint.folder import TOKENIZER_NAME, find_checkpoint, saved_config
 from megapipe.config.config import Config
 from megapipe.config.fields import nearest
 from megapipe.config.files import TOKENIZER_TYPES, DataConfig

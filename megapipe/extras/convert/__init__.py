@@ -3,12 +3,11 @@
 Every format is read into a `Snapshot` and written from one. Tables, read in both directions, map names of tensors and
 settings. A tensor or setting that the other side cannot express is an error that names it.
 
-- `snapshot`: a run in any format: configuration, lazily read tensors under our names, run state
-- `tensor_map`, `settings`: tables for tensor names and layouts, and for configuration keys
+- `snapshot`: a run in any format: configuration, lazily read tensors under our names, run state; megapipe's checkpoints
+- `tables`: rules for settings, rows for tensors
 - `families`, `hugging_face`: architectures of Hugging Face; folders with config.json and safetensors files
-- `own`: megapipe's checkpoints
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
-- `megatron_settings`, `megatron_optimizer`: Megatron's args and optimizer state
-- `megatron_legacy`, `megatron_dist`, `megatron_write`: its formats `torch` and `torch_dist`
+- `megatron`, `megatron_optimizer`: names of tensors and args; optimizer state without names
+- `megatron_legacy`, `megatron_dist`: its formats `torch`, also written, and `torch_dist`
 - `dcp_run`: runs saved by torch.distributed.checkpoint; `formats`: all formats by name
 """

@@ -15,15 +15,12 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.configuration import read_config
-from megapipe.checkpoint.folder import CONFIG_NAME, TOKENIZER_NAME
+from megapipe.checkpoint.folder import CONFIG_NAME, TOKENIZER_NAME, read_config
 from megapipe.config.config import Config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert import own
-from megapipe.extras.convert.megatron_dist import COMMON
-from megapipe.extras.convert.megatron_optimizer import HEAD, one_step
-from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, read_folder
+from megapipe.extras.convert.megatron import COMMON, HEAD
+from megapipe.extras.convert.pickled import METADATA, StoredValue, read_folder
 from megapipe.extras.convert.snapshot import (
     LazyTensor,
     Snapshot,
@@ -31,6 +28,8 @@ from megapipe.extras.convert.snapshot import (
     check_tied,
     fresh_state,
     new_folder,
+    one_step,
+    tokenizer_files,
     unpadded,
 )
 from megapipe.layers.embedding import WORD_EMBEDDING
@@ -103,43 +102,45 @@ def read(root: Path, step: int | None = None, config_file: Path | None = None, w
     if folder is None:
         of_step = "" if step is None else f" of step {step}"
         raise CheckpointError(f"{root} holds no checkpoint of torch.distributed.checkpoint{of_step}")
-    stored, values = read_folder(folder)
+    entries, values = read_folder(folder)
+    stored = {name: LazyTensor(entry.shape, entry.dtype, entry.read) for name, entry in entries.items()}
     prefix = MODEL if any(name.startswith(MODEL) for name in stored) else ""
     config = _config(folder, config_file, stored, prefix)
-    specs = model_parameters(unpadded(config.model), sequence_parallel=False)
-    keys: dict[str, str] = {}
-    if not weights_only:
-        keys = {ours: theirs for ours, theirs in MOMENTS.items() if _has_moment(stored, theirs)}
+    parameters = model_parameters(unpadded(config.model), sequence_parallel=False)
+    state_names = () if weights_only else tuple(name for name in stored if name.startswith(STATE))
+    moments = {
+        ours: theirs for ours, theirs in MOMENTS.items() if any(name.endswith(f".{theirs}") for name in state_names)
+    }
     tensors: dict[str, LazyTensor] = {}
-    used: set[str] = set()
-    for spec in specs:
+    used = {name for name in stored if name.startswith(STATE) and name.endswith(f".{STEP}")}
+    for spec in parameters:
         names = {"master": prefix + spec.name}
-        names |= {ours: f"{STATE}{spec.name}.{theirs}" for ours, theirs in keys.items()}
+        names |= {ours: f"{STATE}{spec.name}.{theirs}" for ours, theirs in moments.items()}
         for key, name in names.items():
             if name not in stored:
                 raise CheckpointError(f"{folder} lacks the tensor {name}, which its configuration requires")
-            if stored[name].shape != spec.shape:
-                raise CheckpointError(
-                    f"{folder}: {name} has shape {list(stored[name].shape)}, its configuration requires "
-                    f"{list(spec.shape)}"
-                )
-            tensors[f"{key}/{spec.name}"] = _lazy(stored[name])
+            shape, needed = list(stored[name].shape), list(spec.shape)
+            if shape != needed:
+                raise CheckpointError(f"{folder}: {name} has shape {shape}, its configuration requires {needed}")
+            tensors[f"{key}/{spec.name}"] = stored[name]
             used.add(name)
-    if not config.model.untie_embeddings_and_output_weights and prefix + HEAD in stored:
-        check_tied(folder, prefix + HEAD, _lazy(stored[prefix + HEAD]), tensors[f"master/{WORD_EMBEDDING}"])
-        used.add(prefix + HEAD)
+    head = prefix + HEAD
+    if not config.model.untie_embeddings_and_output_weights and head in stored:
+        check_tied(folder, head, stored[head], tensors[f"master/{WORD_EMBEDDING}"])
+        used.add(head)
     skipped = (TRAIN, *NOT_READ, *((STATE,) if weights_only else ()))
-    left = sorted(name for name in stored.keys() - used if not name.startswith(skipped) and not _is_step(name))
+    left = sorted(name for name in stored.keys() - used if not name.startswith(skipped))
     check_nothing_left(folder, left, "the model that its configuration describes")
     state = fresh_state(config.precision.dtype)
     remarks: tuple[str, ...] = ()
     if not weights_only:
-        remarks = _fill_state(folder, state, stored, values, config, [spec.name for spec in specs] if keys else [])
-    files, settings = own.tokenizer_files(folder)
+        optimized = [spec.name for spec in parameters] if moments else []
+        remarks = _fill_state(folder, state, stored, values, config, optimized)
+    files, settings = tokenizer_files(folder)
     return Snapshot(config, tensors, state, files, settings, remarks)
 
 
-def _config(folder: Path, given: Path | None, stored: Mapping[str, StoredTensor], prefix: str) -> Config:
+def _config(folder: Path, given: Path | None, stored: Mapping[str, LazyTensor], prefix: str) -> Config:
     path = folder / CONFIG_NAME if given is None else given
     if given is None and not path.exists():
         raise ConfigError(
@@ -154,65 +155,33 @@ def _config(folder: Path, given: Path | None, stored: Mapping[str, StoredTensor]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows, padded_vocab_size=None))
 
 
-def _has_moment(stored: Mapping[str, StoredTensor], theirs: str) -> bool:
-    return any(name.startswith(STATE) and name.endswith(f".{theirs}") for name in stored)
-
-
-def _is_step(name: str) -> bool:
-    return name.startswith(STATE) and name.endswith(f".{STEP}")
-
-
-def _lazy(entry: StoredTensor) -> LazyTensor:
-    return LazyTensor(entry.shape, entry.dtype, entry.read)
-
-
 def _fill_state(
     folder: Path,
     state: dict[str, Any],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, LazyTensor],
     values: Mapping[str, StoredValue],
     config: Config,
     optimized: list[str],
 ) -> tuple[str, ...]:
     """Set the state other than tensors. optimized: parameters with moments. Returns remarks for the user."""
-    sections: dict[str, Any] = {}  # of a manifest's state, if megapipe wrote the folder
-    for name, value in values.items():
-        words = name.removeprefix(TRAIN).split(".")
-        if name.startswith(TRAIN) and words[0] in SECTIONS:
-            inner = sections
-            for word in words[:-1]:
-                inner = inner.setdefault(word, {})
-            inner[words[-1]] = value.read()
-    state |= sections
+    remarks: list[str] = []
+    for name, value in values.items():  # sections of a manifest's state, if megapipe wrote the folder
+        section, *words = name.removeprefix(TRAIN).split(".")
+        if name.startswith(TRAIN) and section in SECTIONS:
+            inner, key = state, section
+            for word in words:
+                inner[key] = inner.get(key) or {}
+                inner, key = inner[key], word
+            inner[key] = value.read()
+
+    position = state["training"]
+    for key in position:  # stored as a value or as a tensor of one element
+        name = TRAIN + key
+        number = stored[name].detach().item() if name in stored else values[name].read() if name in values else None
+        position[key] = None if number is None else int(number)
+    # fill in the counts that another program does not store
     steps = {f"{STATE}{name}.{STEP}" for name in optimized} & stored.keys()
-    updates = one_step(folder, {int(stored[name].read().item()) for name in steps}) if steps else None
-    state["training"] = {name: _number(f"{TRAIN}{name}", stored, values) for name in state["training"]}
-    remarks = _complete(state["training"], updates, config)
-    saved = state["optimizer"] or {}
-    if optimized:
-        state["optimizer"] = {
-            "num_steps": state["training"]["step"] - state["training"]["skipped_steps"] if updates is None else updates,
-            "loss_scaler": saved.get("loss_scaler", {"scale": 1.0, "good_steps": 0, "overflows_left": 1}),
-            "rule": saved.get("rule", "sgd" if updates is None else "adam"),
-        }
-    elif saved.get("rule") == "adam":
-        state["optimizer"] = None  # its moments are missing
-    unread = [name for name in NOT_READ if any(found.startswith(name) for found in (*stored, *values))]
-    if unread:
-        remarks += (f"not read, set by flags of the resumed run: {', '.join(unread)}",)
-    return remarks
-
-
-def _number(name: str, stored: Mapping[str, StoredTensor], values: Mapping[str, StoredValue]) -> Any:
-    """Return a number stored as a value or as a tensor of one element, or None if it is missing."""
-    if name in stored:
-        return int(stored[name].read().item())
-    return int(values[name].read()) if name in values else None
-
-
-def _complete(position: dict[str, Any], updates: int | None, config: Config) -> tuple[str, ...]:
-    """Fill in the counts that another program does not store. Returns remarks for the user."""
-    remarks: tuple[str, ...] = ()
+    updates = one_step(folder, {int(stored[name].detach().item()) for name in steps}) if steps else None
     if position["step"] is None:
         position["step"] = updates or 0
     if position["skipped_steps"] is None:
@@ -220,7 +189,20 @@ def _complete(position: dict[str, Any], updates: int | None, config: Config) -> 
     if position["consumed_samples"] is None:
         position["consumed_samples"] = 0
         if position["step"]:
-            remarks = (f"there is no {TRAIN}consumed_samples: data and schedules start from their beginning",)
+            remarks.append(f"there is no {TRAIN}consumed_samples: data and schedules start from their beginning")
     if position["consumed_tokens"] is None:
         position["consumed_tokens"] = position["consumed_samples"] * config.model.seq_length
-    return remarks
+
+    saved = state["optimizer"] or {}
+    if optimized:
+        state["optimizer"] = {
+            "num_steps": position["step"] - position["skipped_steps"] if updates is None else updates,
+            "loss_scaler": saved.get("loss_scaler", {"scale": 1.0, "good_steps": 0, "overflows_left": 1}),
+            "rule": saved.get("rule", "sgd" if updates is None else "adam"),
+        }
+    elif saved.get("rule") == "adam":
+        state["optimizer"] = None  # its moments are missing
+    unread = [name for name in NOT_READ if any(found.startswith(name) for found in (*stored, *values))]
+    if unread:
+        remarks.append(f"not read, set by flags of the resumed run: {', '.join(unread)}")
+    return tuple(remarks)

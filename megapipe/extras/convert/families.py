@@ -1,53 +1,211 @@
-"""Architectures of Hugging Face: tables, read in both directions, of those that megapipe can express."""
+"""Architectures of Hugging Face that megapipe can express: tables of tensors and settings, read in both directions."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.settings import (
-    INERT,
-    Always,
-    Fixed,
-    Key,
-    Rope,
+from megapipe.extras.convert.snapshot import INERT
+from megapipe.extras.convert.tables import (
+    LAYER,
+    Row,
     Rule,
     Settings,
-    Shared,
-    Window,
-    WindowByLayer,
+    always,
+    check_expressed,
+    fixed,
+    fused_qkv,
+    gate_and_up,
+    key,
+    meaning,
+    read_fields,
+    separate_qkv,
+    shared,
+    transposed,
+    write_keys,
 )
-from megapipe.extras.convert.snapshot import unpadded
-from megapipe.extras.convert.tensor_map import GPT2_ROWS, LLAMA_ROWS, Row
 
-# fields that change how a model is trained or stored, not what it computes: a foreign configuration may lack them
-NOT_THE_MODEL = (
-    "seq_length",
-    "padded_vocab_size",
-    "make_vocab_size_divisible_by",
-    "hidden_dropout",
-    "attention_dropout",
-    "attention_softmax_in_fp32",
-    "init_method_std",
-)
 LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
-ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
-SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_types
-    "rope_scaling_factor": ("linear", "llama3", "yarn"),
-    "rope_low_freq_factor": ("llama3",),
-    "rope_high_freq_factor": ("llama3",),
-    "rope_original_max_position_embeddings": ("llama3", "yarn"),
-    "yarn_beta_fast": ("yarn",),
-    "yarn_beta_slow": ("yarn",),
-    "yarn_mscale": ("yarn",),
-    "yarn_mscale_all_dim": ("yarn",),
+OURS, LLAMA, GPT2 = f"decoder.layers.{LAYER}", f"model.layers.{LAYER}", f"transformer.h.{LAYER}"
+
+LLAMA_ROWS = (
+    Row("embedding.word_embeddings", ("model.embed_tokens",)),
+    Row(f"{OURS}.input_layernorm", (f"{LLAMA}.input_layernorm",)),
+    Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), separate_qkv),
+    Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.q_norm",)),
+    Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.k_norm",)),
+    Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
+    Row(f"{OURS}.pre_mlp_layernorm", (f"{LLAMA}.post_attention_layernorm",)),
+    Row(f"{OURS}.mlp.linear_fc1", (f"{LLAMA}.mlp.gate_proj", f"{LLAMA}.mlp.up_proj"), gate_and_up),
+    Row(f"{OURS}.mlp.linear_fc2", (f"{LLAMA}.mlp.down_proj",)),
+    Row("decoder.final_layernorm", ("model.norm",)),
+    Row("output_layer", ("lm_head",)),
+)
+GPT2_ROWS = (
+    Row("embedding.word_embeddings", ("transformer.wte",)),
+    Row("embedding.position_embeddings", ("transformer.wpe",)),
+    Row(f"{OURS}.input_layernorm", (f"{GPT2}.ln_1",)),
+    Row(f"{OURS}.self_attention.linear_qkv", (f"{GPT2}.attn.c_attn",), fused_qkv),
+    Row(f"{OURS}.self_attention.linear_proj", (f"{GPT2}.attn.c_proj",), transposed),
+    Row(f"{OURS}.pre_mlp_layernorm", (f"{GPT2}.ln_2",)),
+    Row(f"{OURS}.mlp.linear_fc1", (f"{GPT2}.mlp.c_fc",), transposed),
+    Row(f"{OURS}.mlp.linear_fc2", (f"{GPT2}.mlp.c_proj",), transposed),
+    Row("decoder.final_layernorm", ("transformer.ln_f",)),
+    Row("output_layer", ("lm_head",)),
+)
+
+THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
+LENGTH = "original_max_position_embeddings"
+FACTOR = {"factor": ("rope_scaling_factor", None)}
+ORIGINAL_LENGTH = {LENGTH: ("rope_original_max_position_embeddings", None)}
+# their rope_type -> (ours, their key -> (our field, default or None: required))
+ROPE_TYPES: dict[str, tuple[str, dict[str, tuple[str, float | None]]]] = {
+    "default": ("none", {}),
+    "linear": ("linear", {**FACTOR}),
+    "llama3": (
+        "llama3",
+        {
+            **FACTOR,
+            "low_freq_factor": ("rope_low_freq_factor", None),
+            "high_freq_factor": ("rope_high_freq_factor", None),
+            **ORIGINAL_LENGTH,
+        },
+    ),
+    "yarn": (
+        "yarn",
+        {
+            **FACTOR,
+            "beta_fast": ("yarn_beta_fast", 32.0),
+            "beta_slow": ("yarn_beta_slow", 1.0),
+            "mscale": ("yarn_mscale", 1.0),
+            "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
+            **ORIGINAL_LENGTH,
+        },
+    ),
 }
+
+
+def read_rope(settings: Settings) -> dict[str, Any]:
+    """Read rotary positions: `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5)."""
+    scaling = dict(settings.get(PARAMETERS) or settings.get(SCALING) or {})
+    base = scaling.pop(THETA, None) or settings.get(THETA) or 10000.0
+    partial = scaling.pop(PARTIAL, None) or settings.get(PARTIAL) or 1.0
+    if partial != 1.0:
+        raise ConfigError(f"{PARTIAL} {partial} cannot be expressed: this architecture rotates whole heads")
+    kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+    scaling.pop("type", None)
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(ROPE_TYPES)}")
+    ours, keys = ROPE_TYPES[kind]
+    fields = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
+    if kind == "yarn":  # keys that state what is always so here
+        scaling.setdefault(LENGTH, settings.get("max_position_embeddings"))
+        if scaling.pop("truncate", True) is not True:
+            raise ConfigError("rope_type yarn: truncate false cannot be expressed: here the ramp covers whole pairs")
+        given = scaling.pop("attention_factor", None)
+        if given is not None:
+            here = 0.1 * math.log(scaling["factor"]) + 1.0
+            if scaling.get("mscale") or scaling.get("mscale_all_dim") or not math.isclose(given, here, rel_tol=1e-9):
+                raise ConfigError(
+                    f"rope_type yarn: attention_factor {given} cannot be expressed: it is 0.1 ln(factor) + 1 = {here}"
+                )
+    for name, (field, default) in keys.items():
+        value = scaling.pop(name, None)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"rope_type {kind}: the key {name} is missing")
+        fields[field] = int(value) if name == LENGTH else float(value)
+    if scaling:
+        raise ConfigError(f"rope_type {kind}: the key {next(iter(scaling))} cannot be expressed")
+    return fields
+
+
+def write_rope(model: ModelConfig) -> dict[str, Any]:
+    """Return keys as in transformers 4, which both versions read."""
+    kind = next(theirs for theirs, (ours, _) in ROPE_TYPES.items() if ours == model.rope_scaling_type)
+    scaling = {name: getattr(model, field) for name, (field, _) in ROPE_TYPES[kind][1].items()}
+    if kind == "yarn" and not model.yarn_mscale_all_dim:  # transformers takes both or neither
+        del scaling["mscale"], scaling["mscale_all_dim"]
+    return {THETA: model.rotary_base, SCALING: {"rope_type": kind, **scaling} if kind != "default" else None}
+
+
+WINDOW, USE, FIRST, TYPES = "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_window_by_layer(settings: Settings) -> dict[str, Any]:
+    """Read Qwen's sliding window, the same in all layers.
+
+    Their layers have one from max_window_layers on if use_sliding_window, or as layer_types says.
+    """
+    window = settings.get(WINDOW, 4096) if settings.get(USE, False) else None
+    types = settings.get(TYPES)
+    if types is None:
+        first, layers = settings.get(FIRST, 28), settings["num_hidden_layers"]
+        types = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+    unknown = set(types) - {FULL, SLIDING}
+    if unknown:
+        raise ConfigError(f"{TYPES} {unknown.pop()!r} cannot be expressed; it can be {FULL}, {SLIDING}")
+    if len(set(types)) > 1:
+        raise ConfigError(
+            f"{types.count(SLIDING)} of {len(types)} layers have a sliding window ({FIRST} or {TYPES}), which "
+            "cannot be expressed: here all layers have one or none has"
+        )
+    return {"window_size": window if types and types[0] == SLIDING else None}
+
+
+def write_window_by_layer(model: ModelConfig) -> dict[str, Any]:
+    if model.window_size is None:
+        return {USE: False}
+    return {WINDOW: model.window_size, USE: True, FIRST: 0, TYPES: [SLIDING] * model.num_layers}
+
+
+WINDOW_BY_LAYER = Rule((WINDOW, USE, FIRST, TYPES), read_window_by_layer, write_window_by_layer)
+# Mistral's: null for none
+WINDOW_IN_ALL_LAYERS = Rule(
+    (WINDOW,),
+    lambda settings: {"window_size": settings.get(WINDOW, 4096)},
+    lambda model: {WINDOW: model.window_size},
+)
+GPT2_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+GPT2_RULES = (
+    key("vocab_size", "vocab_size"),
+    key("n_embd", "hidden_size"),
+    replace(
+        key("n_inner", "ffn_hidden_size", lambda settings: 4 * settings["n_embd"]),
+        write=lambda model: {
+            "n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size
+        },
+    ),
+    key("n_layer", "num_layers"),
+    key("n_head", "num_attention_heads"),
+    key("n_positions", "max_position_embeddings", 1024),
+    key("layer_norm_epsilon", "norm_epsilon", 1e-5),
+    key("activation_function", "activation", "gelu_new", GPT2_ACTIVATIONS),
+    key("tie_word_embeddings", "untie_embeddings_and_output_weights", True, {True: False, False: True}),
+    shared(("resid_pdrop", "embd_pdrop"), "hidden_dropout", 0.1, "here they are one setting, hidden_dropout"),
+    key("attn_pdrop", "attention_dropout", 0.1),
+    key("initializer_range", "init_method_std", 0.02),
+    fixed("scale_attn_weights", True, "attention logits are scaled by 1 / sqrt(head size) here"),
+    fixed("scale_attn_by_inverse_layer_idx", False, "all layers scale attention logits by the same factor here"),
+    fixed("add_cross_attention", False, "there is no cross attention here"),
+    always(position_embedding_type="learned_absolute", normalization="LayerNorm"),
+)
+
+
+# --------------------------------------------------------------------------------------------------- families
 
 
 @dataclass(frozen=True)
@@ -63,144 +221,83 @@ class Family:
     rows: tuple[Row, ...]
     rules: tuple[Rule, ...]
     prefix: str
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...]
 
     def read(self, theirs: Settings, ignored: frozenset[str] = frozenset()) -> ModelConfig:
-        """Return our model section. Raises ConfigError naming a key that cannot be expressed, or is neither known nor
-        in `ignored`.
+        """Return our model section.
+
+        Raises ConfigError naming a key that cannot be expressed, or is neither known nor in `ignored`.
         """
-        known = {key for rule in self.rules for key in rule.keys} | INERT | ignored
-        unknown = [key for key in theirs if key not in known]
+        known = {name for rule in self.rules for name in rule.keys} | INERT | ignored
+        unknown = [name for name in theirs if name not in known]
         if unknown:
             raise ConfigError(
                 f"unknown keys of {self.architecture}: {', '.join(unknown)}. They might change what the model "
                 f"computes; if {unknown[0]} does not, give --ignore-key {unknown[0]}"
             )
-        fields: dict[str, Any] = {}
-        for rule in self.rules:
-            fields |= rule.read(theirs)
+        fields = read_fields(self.rules, theirs)
         model = ModelConfig(**fields, seq_length=min(fields["max_position_embeddings"], LONGEST_SEQUENCE))
         check(Config(model=model))
         return model
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of config.json. Raises ConfigError naming the first field that cannot be expressed."""
-        model = meaning(model)
         theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        for rule in self.rules:
-            theirs |= rule.write(model)
+        theirs |= write_keys(self.rules, meaning(model))
         check_expressed(model, self.read(theirs), self.architecture)
         return theirs
-
-
-def check_expressed(model: ModelConfig, read: ModelConfig, name: str) -> None:
-    """Raise ConfigError if a model that was written and read again computes something else. name: of the other side."""
-    model, read = meaning(model), meaning(read)
-    for field, value in vars(model).items():
-        if field not in NOT_THE_MODEL and getattr(read, field) != value:
-            raise ConfigError(f"{name} cannot express model.{field} {value} (it would be {getattr(read, field)})")
-
-
-def meaning(model: ModelConfig) -> ModelConfig:
-    """Return the model in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
-    defaults = ModelConfig()
-    changed: dict[str, Any] = {}
-    if model.position_embedding_type != "rope":
-        changed |= {name: getattr(defaults, name) for name in ROPE_ONLY}
-    scaling = changed.get("rope_scaling_type", model.rope_scaling_type)
-    changed |= {name: getattr(defaults, name) for name, kinds in SCALING_FIELDS.items() if scaling not in kinds}
-    if model.add_bias_linear:
-        changed["add_qkv_bias"] = False
-    return unpadded(dataclasses.replace(model, **changed))
 
 
 def _llama_family(architecture: str, model_type: str, max_positions: int, *more: Rule) -> Family:
     """Return Llama or a relative of it. more: rules besides the common ones."""
     rules = (
-        Key("vocab_size", "vocab_size"),
-        Key("hidden_size", "hidden_size"),
-        Key("intermediate_size", "ffn_hidden_size", derived=ModelConfig.feed_forward_size),
-        Key("num_hidden_layers", "num_layers"),
-        Key("num_attention_heads", "num_attention_heads"),
-        Key(
-            "num_key_value_heads",
-            "num_query_groups",
-            lambda theirs: theirs["num_attention_heads"],
-            derived=ModelConfig.query_groups,
-        ),
-        Key("max_position_embeddings", "max_position_embeddings", max_positions),
-        Key("rms_norm_eps", "norm_epsilon", 1e-6),
-        Key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}),
-        Key("tie_word_embeddings", "untie_embeddings_and_output_weights", False, {False: True, True: False}),
-        Key("attention_dropout", "attention_dropout", 0.0),
-        Key("initializer_range", "init_method_std", 0.02),
-        Rope(),
-        Always({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False, "hidden_dropout": 0.0}),
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "hidden_size"),
+        key("intermediate_size", "ffn_hidden_size"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_attention_heads"),
+        key("num_key_value_heads", "num_query_groups", lambda settings: settings["num_attention_heads"]),
+        key("max_position_embeddings", "max_position_embeddings", max_positions),
+        key("rms_norm_eps", "norm_epsilon", 1e-6),
+        key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}),
+        key("tie_word_embeddings", "untie_embeddings_and_output_weights", False, {False: True, True: False}),
+        key("attention_dropout", "attention_dropout", 0.0),
+        key("initializer_range", "init_method_std", 0.02),
+        Rule((THETA, SCALING, PARAMETERS, PARTIAL), read_rope, write_rope),
+        always(normalization="RMSNorm", layernorm_zero_centered_gamma=False, hidden_dropout=0.0),
     )
     return Family(architecture, model_type, LLAMA_ROWS, (*rules, *more), "model.", ("rotary_emb.inv_freq",))
 
 
-GPT2_ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "squared_relu",
-}
-GPT2_RULES: tuple[Rule, ...] = (
-    Key("vocab_size", "vocab_size"),
-    Key("n_embd", "hidden_size"),
-    Key(
-        "n_inner",
-        "ffn_hidden_size",
-        lambda theirs: 4 * theirs["n_embd"],
-        null_for=lambda model: 4 * model.hidden_size,
-    ),
-    Key("n_layer", "num_layers"),
-    Key("n_head", "num_attention_heads"),
-    Key("n_positions", "max_position_embeddings", 1024),
-    Key("layer_norm_epsilon", "norm_epsilon", 1e-5),
-    Key("activation_function", "activation", "gelu_new", GPT2_ACTIVATIONS),
-    Key("tie_word_embeddings", "untie_embeddings_and_output_weights", True, {True: False, False: True}),
-    Shared(("resid_pdrop", "embd_pdrop"), "hidden_dropout", 0.1, "here they are one setting, hidden_dropout"),
-    Key("attn_pdrop", "attention_dropout", 0.1),
-    Key("initializer_range", "init_method_std", 0.02),
-    Fixed("scale_attn_weights", True, "attention logits are scaled by 1 / sqrt(head size) here"),
-    Fixed("scale_attn_by_inverse_layer_idx", False, "all layers scale attention logits by the same factor here"),
-    Fixed("add_cross_attention", False, "there is no cross attention here"),
-    Always({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}),
-)
-HEAD_DIM = Key(
+HEAD_DIM = key(
     "head_dim",
     "kv_channels",
-    lambda theirs: int(theirs["hidden_size"]) // int(theirs["num_attention_heads"]),
-    derived=ModelConfig.head_size,
+    lambda settings: int(settings["hidden_size"]) // int(settings["num_attention_heads"]),
 )
-LLAMA_BIASES = Shared(
+LLAMA_BIASES = shared(
     ("attention_bias", "mlp_bias"), "add_bias_linear", False, "here all linear layers have biases or none has"
 )
-NO_BIAS = Always({"add_bias_linear": False})
+NO_BIAS = always(add_bias_linear=False)
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         Family("GPT2LMHeadModel", "gpt2", GPT2_ROWS, GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
         _llama_family("LlamaForCausalLM", "llama", 2048, HEAD_DIM, LLAMA_BIASES),
-        _llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, Window(4096)),
-        _llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, Always({"add_qkv_bias": True}), WindowByLayer()),
+        _llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, WINDOW_IN_ALL_LAYERS),
+        _llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), WINDOW_BY_LAYER),
         _llama_family(
             "Qwen3ForCausalLM",
             "qwen3",
             32768,
-            Key("head_dim", "kv_channels", 128, derived=ModelConfig.head_size),
-            WindowByLayer(),
-            Fixed("attention_bias", False, "Qwen's output projection has no bias here"),
+            key("head_dim", "kv_channels", 128),
+            WINDOW_BY_LAYER,
+            fixed("attention_bias", False, "Qwen's output projection has no bias here"),
             NO_BIAS,
-            Always({"qk_layernorm": True}),
+            always(qk_layernorm=True),
         ),
     )
 }
-BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 
 _SCALED = "it multiplies embeddings by sqrt(hidden_size) and uses them unscaled in its tied output layer"
 _SANDWICH = "it also normalizes the outputs of attention and MLP (post_attention_layernorm, post_feedforward_layernorm)"
@@ -225,10 +322,10 @@ REFUSED: dict[str, str] = {
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises ConfigError for an architecture without a table."""
     named = config.get("architectures") or []
+    if not named:
+        named = [name for name, family in FAMILIES.items() if family.model_type == config.get("model_type")]
     if len(named) == 1 and named[0] in FAMILIES:
         return FAMILIES[named[0]]
-    if not named and config.get("model_type") in BY_MODEL_TYPE:
-        return BY_MODEL_TYPE[config["model_type"]]
     name = ", ".join(named) or str(config.get("model_type"))
     if name in REFUSED:
         raise ConfigError(f"{name} cannot be expressed: {REFUSED[name]}")

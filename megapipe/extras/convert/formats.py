@@ -9,8 +9,9 @@ from pathlib import Path
 from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy, megatron_write, own
-from megapipe.extras.convert.snapshot import Snapshot
+from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
+from megapipe.extras.convert.megatron import iteration_folder
+from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -29,48 +30,12 @@ class ConversionOptions:
     config: Path | None = None
 
 
-def _read_megatron(source: Path, options: ConversionOptions) -> Snapshot:
-    folder = megatron_legacy.iteration_folder(source, options.step)
-    module = megatron_dist if megatron_dist.looks_distributed(folder) else megatron_legacy
-    return module.read(source, options.step, options.vocab_size, options.weights_only)
-
-
-def _write_own(snapshot: Snapshot, target: Path, options: ConversionOptions) -> str:
-    report = own.write(snapshot, target)
-    return f"{report.path} ({report.num_bytes:,} bytes): --load {target}"
-
-
-def _write_hugging_face(snapshot: Snapshot, target: Path, options: ConversionOptions) -> str:
-    architecture = hugging_face.write(snapshot, target, options.architecture, options.max_file_bytes)
-    return f"{target} ({architecture})"
-
-
-def _write_megatron(snapshot: Snapshot, target: Path, options: ConversionOptions) -> str:
-    grid = megatron_write.Grid(options.tp, options.pp, options.transformer_engine)
-    return f"{megatron_write.write(snapshot, target, grid)}: in Megatron --load {target} --finetune --ckpt-format torch"
-
-
-def _write_dcp(snapshot: Snapshot, target: Path, options: ConversionOptions) -> str:
-    return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
-
-
-READERS: dict[str, Callable[[Path, ConversionOptions], Snapshot]] = {
-    "hugging-face": lambda source, options: hugging_face.read(source, options.ignored_keys),
-    "megapipe": lambda source, options: own.read(source, options.step),
-    "megatron": _read_megatron,
-    "dcp": lambda source, options: dcp_run.read(source, options.step, options.config, options.weights_only),
-}
-WRITERS: dict[str, Callable[[Snapshot, Path, ConversionOptions], str]] = {
-    "hugging-face": _write_hugging_face,
-    "megapipe": _write_own,
-    "megatron": _write_megatron,
-    "dcp": _write_dcp,
-}
+NAMES = ("hugging-face", "megapipe", "megatron", "dcp")
 # checked in this order
 IS_FORMAT: dict[str, Callable[[Path], bool]] = {
     "megapipe": lambda folder: (folder / MANIFEST_NAME).exists() or bool(steps_in(folder)),
     "dcp": lambda folder: dcp_run.find(folder) is not None,
-    "megatron": lambda folder: megatron_legacy.looks_legacy(folder) or megatron_dist.looks_distributed(folder),
+    "megatron": lambda folder: megatron_legacy.is_legacy(folder) or megatron_dist.is_distributed(folder),
     "hugging-face": lambda folder: (folder / hugging_face.CONFIG).exists(),
 }
 
@@ -85,3 +50,29 @@ def guess(folder: Path) -> str:
         if is_format(folder):
             return name
     raise CheckpointError(f"{folder} looks like none of {', '.join(IS_FORMAT)}; give its format with --from")
+
+
+def read(name: str, source: Path, options: ConversionOptions) -> Snapshot:
+    """Read a folder of a format. Raises ConfigError, CheckpointError."""
+    if name == "megapipe":
+        return read_checkpoint(source, options.step)
+    if name == "hugging-face":
+        return hugging_face.read(source, options.ignored_keys)
+    if name == "dcp":
+        return dcp_run.read(source, options.step, options.config, options.weights_only)
+    is_distributed = megatron_dist.is_distributed(iteration_folder(source, options.step))
+    module = megatron_dist if is_distributed else megatron_legacy
+    return module.read(source, options.step, options.vocab_size, options.weights_only)
+
+
+def write(name: str, snapshot: Snapshot, target: Path, options: ConversionOptions) -> str:
+    """Write a new folder of a format. Returns what was written, for the user. Raises ConfigError, CheckpointError."""
+    if name == "megapipe":
+        report = write_checkpoint(snapshot, target)
+        return f"{report.path} ({report.num_bytes:,} bytes): --load {target}"
+    if name == "hugging-face":
+        return f"{target} ({hugging_face.write(snapshot, target, options.architecture, options.max_file_bytes)})"
+    if name == "dcp":
+        return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
+    folder = megatron_legacy.write(snapshot, target, options.tp, options.pp, options.transformer_engine)
+    return f"{folder}: in Megatron --load {target} --finetune --ckpt-format torch"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,27 +14,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.shard import BLOCK_BYTES
-from megapipe.checkpoint.shard import DTYPE_NAMES as SAFETENSORS_NAMES
+from megapipe.checkpoint.shard import BLOCK_BYTES, byte_blocks, safetensors_header
 from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
-from megapipe.checkpoint.tensor_box import byte_blocks
 from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert.families import Family, choose_family, family_of
-from megapipe.extras.convert.settings import INERT
+from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
+    INERT,
     LazyTensor,
     Snapshot,
     check_nothing_left,
     check_tied,
     first_of,
     fresh_state,
+    inert,
     new_folder,
     unpadded,
 )
-from megapipe.extras.convert.tensor_map import MappedTensor, map_tensors
+from megapipe.extras.convert.tables import MappedTensor, map_tensors
 from megapipe.layers.embedding import WORD_EMBEDDING
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -68,18 +66,21 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from None
     mapped = map_tensors(family.rows, unpadded(model), family.architecture)
-    found = _with_prefix(_tensors(folder), family, mapped)
-    tied = not model.untie_embeddings_and_output_weights
     wanted = {name for entry in mapped for name in entry.theirs}
+    found = stored_tensors(folder)
+    if not any(name.startswith(family.prefix) for name in found):  # the base model was saved without its head
+        known = {*wanted, HEAD}
+        found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
+    is_tied = not model.untie_embeddings_and_output_weights
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
-    extra = found.keys() - wanted - ({HEAD} if tied else set())
+    extra = found.keys() - wanted - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
     tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in mapped}
     embedding = tensors[f"master/{WORD_EMBEDDING}"]
-    if tied and HEAD in found:
+    if is_tied and HEAD in found:
         check_tied(folder, HEAD, found[HEAD], embedding)
     precision = DTYPE_NAMES[embedding.dtype]
     settings = {key: value for key, value in config.items() if key in INERT | ignored}
@@ -87,30 +88,24 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
 
 
-def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max_bytes: int = 5 * 10**9) -> str:
-    """Write a new folder atomically and return the architecture. max_bytes: of one weight file.
-
-    Raises ConfigError naming what no architecture can express, CheckpointError if the folder exists or cannot be
-    written.
-    """
-    original = snapshot.extra_settings.get("architectures") or [None]
-    family, config = choose_family(snapshot.config.model, architecture, original[0])
-    weights = snapshot.weights
-    tensors: dict[str, LazyTensor] = {}
-    for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
-        tensors |= _split(entry, weights[entry.spec.name])
-    inert = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
-    dtype = str(weights[WORD_EMBEDDING].dtype).removeprefix("torch.")
-    config = inert | config | {"dtype" if "dtype" in inert else "torch_dtype": dtype}
-    with new_folder(folder) as (disk, temporary):
-        _write_files(disk, temporary, tensors, config, snapshot.files, max_bytes)
-    return family.architecture
+def _join(folder: Path, entry: MappedTensor, found: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Return one of our tensors, unread, from their parts."""
+    parts = [found[name] for name in entry.theirs]
+    for name, part, shape in zip(entry.theirs, parts, entry.layout.shapes(entry.spec.shape), strict=True):
+        if part.shape != shape:
+            raise CheckpointError(f"{folder}: {name} has shape {list(part.shape)}, {CONFIG} requires {list(shape)}")
+        if part.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{folder}: {name} is quantized or of an integer dtype; convert unquantized weights")
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        names = ", ".join(entry.theirs)
+        raise CheckpointError(f"{folder}: {names} become one tensor, {entry.spec.name}, but have several dtypes")
+    return LazyTensor(entry.spec.shape, dtypes.pop(), lambda: entry.layout.join([part.detach() for part in parts]))
 
 
 def with_settings_of(snapshot: Snapshot, folder: Path) -> Snapshot:
     """Return the snapshot with tokenizer files and inert settings of another Hugging Face folder."""
-    settings = {key: value for key, value in _json(folder / CONFIG).items() if key in INERT}
-    return replace(snapshot, files=_companions(folder), extra_settings=settings)
+    return replace(snapshot, files=_companions(folder), extra_settings=inert(_json(folder / CONFIG)))
 
 
 def _companions(folder: Path) -> tuple[Path, ...]:
@@ -129,8 +124,8 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _tensors(folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of all weight files, unread."""
+def stored_tensors(folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of all weight files, unread. Raises CheckpointError naming the file."""
     if (folder / INDEX).is_file():
         index = _json(folder / INDEX).get("weight_map", {})
         files = {name: read_tensors(folder / name) for name in sorted(set(index.values()))}
@@ -175,76 +170,47 @@ def _read_tensor(path: Path, name: str, dtype_name: str) -> Tensor:
         raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from None
 
 
-def _with_prefix(
-    found: dict[str, LazyTensor], family: Family, mapped: tuple[MappedTensor, ...]
-) -> dict[str, LazyTensor]:
-    """Add the prefix that all names lack if the base model was saved without its head."""
-    if any(name.startswith(family.prefix) for name in found):
-        return found
-    wanted = {name for entry in mapped for name in entry.theirs}
-    return {name if name in wanted or name == HEAD else family.prefix + name: tensor for name, tensor in found.items()}
+def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max_bytes: int = 5 * 10**9) -> str:
+    """Write a new folder atomically and return the architecture. max_bytes: of one weight file.
 
+    Raises ConfigError naming what no architecture can express, CheckpointError if the folder exists or cannot be
+    written.
+    """
+    original = snapshot.extra_settings.get("architectures") or [None]
+    family, config = choose_family(snapshot.config.model, architecture, original[0])
+    weights = snapshot.weights
+    copied = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
+    dtype = str(weights[WORD_EMBEDDING].dtype).removeprefix("torch.")
+    config = copied | config | {"dtype" if "dtype" in copied else "torch_dtype": dtype}
 
-def _join(folder: Path, entry: MappedTensor, found: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Return one of our tensors, unread, from their parts."""
-    parts = [found[name] for name in entry.theirs]
-    for name, part, shape in zip(entry.theirs, parts, entry.layout.shapes(entry.spec.shape), strict=True):
-        if part.shape != shape:
-            raise CheckpointError(f"{folder}: {name} has shape {list(part.shape)}, {CONFIG} requires {list(shape)}")
-        if part.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"{folder}: {name} is quantized or of an integer dtype; convert the unquantized weights"
-            )
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) > 1:
-        raise CheckpointError(
-            f"{folder}: {', '.join(entry.theirs)} become one tensor, {entry.spec.name}, but have several dtypes"
-        )
-    return LazyTensor(entry.spec.shape, dtypes.pop(), lambda: entry.layout.join([part.detach() for part in parts]))
+    def part(entry: MappedTensor, index: int) -> Tensor:
+        return entry.layout.split(weights[entry.spec.name].detach())[index]
 
-
-def _split(entry: MappedTensor, whole: LazyTensor) -> dict[str, LazyTensor]:
-    """Return their parts of one of our tensors, unread."""
-
-    def part(index: int) -> Tensor:
-        return entry.layout.split(whole.detach())[index]
-
-    shapes = entry.layout.shapes(entry.spec.shape)
-    return {
-        name: LazyTensor(shape, whole.dtype, partial(part, n))
-        for n, (name, shape) in enumerate(zip(entry.theirs, shapes, strict=True))
-    }
-
-
-def _write_files(
-    disk: Disk,
-    folder: Path,
-    tensors: Mapping[str, LazyTensor],
-    config: Mapping[str, Any],
-    files: Iterable[Path],
-    max_bytes: int,
-) -> None:
-    groups: list[dict[str, LazyTensor]] = [{}]
+    groups: list[dict[str, LazyTensor]] = [{}]  # in order; each file below max_bytes, a larger tensor alone
     size = total = 0
-    for tensor_name, tensor in tensors.items():  # in order; each file below max_bytes, a larger tensor alone
-        num_bytes = tensor.numel() * tensor.dtype.itemsize
-        if groups[-1] and size + num_bytes > max_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][tensor_name] = tensor
-        size += num_bytes
-        total += num_bytes
+    for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
+        for index, (name, shape) in enumerate(zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True)):
+            tensor = LazyTensor(shape, weights[entry.spec.name].dtype, partial(part, entry, index))
+            num_bytes = tensor.numel() * tensor.dtype.itemsize
+            if groups[-1] and size + num_bytes > max_bytes:
+                groups.append({})
+                size = 0
+            groups[-1][name] = tensor
+            size += num_bytes
+            total += num_bytes
     count = len(groups)  # file names as transformers chooses them
     names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for name, group in zip(names, groups, strict=True):
-        write_tensors(disk, folder / name, group)
-    if count > 1:
-        weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-        disk.write_file(folder / INDEX, _text({"metadata": {"total_size": total}, "weight_map": weight_map}))
-    disk.write_file(folder / CONFIG, _text(config))
-    for path in files:
-        if path.name != CONFIG:
-            disk.write_file(folder / path.name, path.read_bytes())
+    with new_folder(folder) as (disk, temporary):
+        for name, group in zip(names, groups, strict=True):
+            write_tensors(disk, temporary / name, group)
+        if count > 1:
+            weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+            disk.write_file(temporary / INDEX, _text({"metadata": {"total_size": total}, "weight_map": weight_map}))
+        disk.write_file(temporary / CONFIG, _text(config))
+        for path in snapshot.files:
+            if path.name != CONFIG:
+                disk.write_file(temporary / path.name, path.read_bytes())
+    return family.architecture
 
 
 def _text(content: Mapping[str, Any]) -> bytes:
@@ -253,20 +219,9 @@ def _text(content: Mapping[str, Any]) -> bytes:
 
 def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     """Write and sync a safetensors file, one tensor in memory at a time. Raises OSError."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires this entry
-    position = 0
-    for name, tensor in tensors.items():
-        stop = position + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, stop],
-        }
-        position = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     with disk.create(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(safetensors_header(shapes, 8, {"format": "pt"}))  # transformers requires this entry
         for tensor in tensors.values():
             for block in byte_blocks(tensor.detach(), BLOCK_BYTES):
                 file.write(block)

@@ -1,10 +1,8 @@
-"""Megatron's `torch_dist` checkpoints: whole tensors, layers possibly stacked, norms under Transformer Engine's
-names.
-"""
+"""Megatron's `torch_dist` checkpoints: whole tensors, layers possibly stacked, norms under either of their names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,23 +10,31 @@ from typing import Any
 from torch import Tensor
 
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert.megatron_legacy import EXTRA_STATE, FUSED_NORMS, iteration_folder
-from megapipe.extras.convert.megatron_optimizer import MASTER, MOMENTS, TRY_WEIGHTS_ONLY, OptimizerState, one_step
-from megapipe.extras.convert.megatron_settings import read_config, run_snapshot
-from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, unpadded
+from megapipe.extras.convert.megatron import (
+    COMMON,
+    EXTRA_STATE,
+    MASTER,
+    MOMENTS,
+    TRY_WEIGHTS_ONLY,
+    OptimizerState,
+    iteration_folder,
+    read_config,
+    renamed,
+    run_snapshot,
+)
+from megapipe.extras.convert.pickled import METADATA, StoredTensor, load_pickled, read_folder
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, one_step, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ParamSpec
 
-COMMON = "common.pt"
 OPTIMIZER = "optimizer.state."
 MASTERS = ("fp32_param", "param")  # of a plain, of a distributed optimizer
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", None)
 
 
-def looks_distributed(root: Path) -> bool:
+def is_distributed(root: Path) -> bool:
     """Return True for a folder of torch_dist, or one of its iterations."""
     return (root / METADATA).exists() or any(root.glob(f"*/{METADATA}"))
 
@@ -45,41 +51,30 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
     args = vars(common["args"])
     stored, others = read_folder(folder)
     config = read_config(args, vocab_size)
-    optimizer = None if weights_only else _optimizer(folder, common, stored, others)
+    optimizer = None if weights_only else _optimizer(folder, common, [*stored, *others])
     prefixes = {MASTER: ""}  # of their names, by our key
     if optimizer is not None:
         master = next((name for name in MASTERS if f"{OPTIMIZER}{name}.{WORD_EMBEDDING}" in stored), None)
         prefixes = {MASTER: "" if master is None else f"{OPTIMIZER}{master}."}
         prefixes |= {key: f"{OPTIMIZER}{key}." for key in MOMENTS}
+    plain = {renamed(name): entry for name, entry in stored.items()}  # by names with Megatron's own norms
     tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
     for spec in model_parameters(unpadded(config.model), sequence_parallel=False):
-        for key, prefix in prefixes.items():
-            entry, layer = _find(folder, stored, prefix, spec)
-            tensors[f"{key}/{spec.name}"] = _lazy(folder, entry, layer, spec)
+        for key, prefix in (*prefixes.items(), (None, "")):  # the weights are there in any case
+            entry, layer = plain.get(prefix + spec.name), None
+            if entry is None and isinstance(spec.owner, int):  # all layers in one stack
+                layer = spec.owner
+                entry = plain.get(prefix + spec.name.replace(f"layers.{layer}.", "layers.", 1))
+            if entry is None:
+                raise CheckpointError(f"{folder} lacks the tensor {prefix}{spec.name}, which its args require")
             used.add(entry.name)
-        used.add(_find(folder, stored, "", spec)[0].name)
+            if key is not None:
+                tensors[f"{key}/{spec.name}"] = _lazy(folder, entry, layer, spec)
     skipped = () if optimizer is not None else ("optimizer.",)
     left = sorted(name for name in stored.keys() - used if not name.startswith(skipped) and EXTRA_STATE not in name)
     check_nothing_left(folder, left, "the model that its args describe")
     return run_snapshot(config, tensors, args, common, optimizer)
-
-
-def _find(
-    folder: Path, stored: Mapping[str, StoredTensor], prefix: str, spec: ParamSpec
-) -> tuple[StoredTensor, int | None]:
-    """Return the stored tensor of a parameter, and its index in a stack of layers, or None if it is not stacked."""
-    candidates: list[tuple[str, int | None]] = [(spec.name, None)]
-    if isinstance(spec.owner, int):
-        candidates.append((spec.name.replace(f"layers.{spec.owner}.", "layers.", 1), spec.owner))
-    for name, layer in list(candidates):
-        for fused, plain in FUSED_NORMS.items():
-            if plain in name:
-                candidates.append((name.replace(plain, fused), layer))
-    for name, layer in candidates:
-        if prefix + name in stored:
-            return stored[prefix + name], layer
-    raise CheckpointError(f"{folder} lacks the tensor {prefix}{spec.name}, which its args require")
 
 
 def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec) -> LazyTensor:
@@ -96,18 +91,15 @@ def _read(entry: StoredTensor, layer: int | None, shape: tuple[int, ...]) -> Ten
     return entry.read(Box((layer, *(0,) * len(shape)), (1, *shape)))[0]
 
 
-def _optimizer(
-    folder: Path, common: Mapping[str, Any], stored: Mapping[str, StoredTensor], others: Mapping[str, StoredValue]
-) -> OptimizerState | None:
+def _optimizer(folder: Path, common: Mapping[str, Any], stored: Collection[str]) -> OptimizerState | None:
     """Return the optimizer's state other than tensors, or None if the checkpoint has no optimizer state.
 
-    Raises CheckpointError if the state is tied to the grid that wrote it.
+    stored: all names. Raises CheckpointError if the state is tied to the grid that wrote it.
     """
-    kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    names = [name for name in (*stored, *others) if name.startswith("optimizer.")]
-    if not names:
+    if not any(name.startswith("optimizer.") for name in stored):
         return None
-    if kind not in RESHARDABLE or not any(name.startswith(OPTIMIZER) for name in names):
+    kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if kind not in RESHARDABLE or not any(name.startswith(OPTIMIZER) for name in stored):
         raise CheckpointError(
             f"{folder}: the distributed optimizer's state is stored as {kind or 'its own buffers'}, which follows the "
             "buckets of the tp and pp that wrote it: the format is tied to that grid. Save once with "
@@ -115,9 +107,7 @@ def _optimizer(
         )
     content = common.get("optimizer")
     if not isinstance(content, Mapping) or 0 in content:
-        raise CheckpointError(
-            f"{folder}: the optimizer is a chain of several, which cannot be converted; {TRY_WEIGHTS_ONLY}"
-        )
+        raise CheckpointError(f"{folder}: a chain of several optimizers cannot be converted; {TRY_WEIGHTS_ONLY}")
     inner = content.get("optimizer", content)
     steps = {int(group["step"]) for group in inner["param_groups"] if group.get("step") is not None}
     if "common_step" in inner.get("state", {}):

@@ -1,92 +1,135 @@
-"""Megatron's legacy `torch` checkpoints, iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt, of any tp, pp and virtual pp.
+"""Megatron's legacy `torch` checkpoints, iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
+They are read from any tp, pp and virtual pp; weights are written for a given tp and pp, one rank's in memory at a time.
 A rank's chunk numbers its `decoder.layers.N` from 0; chunk c of pp_rank r is stage c x pp + r.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
-from megapipe.config.model import ModelConfig
-from megapipe.errors import CheckpointError
-from megapipe.extras.convert.megatron_optimizer import (
+from megapipe.checkpoint.disk import NewFile
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.convert.megatron import (
+    EXTRA_STATE,
     HEAD,
     MASTER,
     MOMENTS,
+    TRACKER,
     TRY_WEIGHTS_ONLY,
     OptimizerState,
-    read_distributed,
-    read_plain,
+    iteration_folder,
+    read_config,
+    renamed,
+    run_snapshot,
+    write_args,
 )
-from megapipe.extras.convert.megatron_settings import read_config, run_snapshot
+from megapipe.extras.convert.megatron_optimizer import read_distributed, read_plain
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, unpadded
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left, new_folder, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters
+from megapipe.layers.model import model_parameters, stage_parameters
 from megapipe.plan.resolve import resolve_model
 from megapipe.sharding.spec import ParamSpec
 
-TRACKER, MODEL_FILE, OPTIMIZER_FILE = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "distrib_optim.pt"
+MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Transformer Engine stores a norm's weights in the linear layer that follows it
-FUSED_NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-EXTRA_STATE = "_extra_state"  # Transformer Engine's fp8 scales, empty without fp8
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 WEIGHTS = "weights"
+CHECKPOINT_VERSION = 3.0  # of Megatron's format, since q, k and v are interleaved by query group
+EXTRA_STATE_MODULES = (
+    "self_attention.core_attention",
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
 
 
-def iteration_folder(root: Path, step: int | None) -> Path:
-    """Return the folder of an iteration: of `step`, else the one in the tracker file, else root. Raises
-    CheckpointError.
-    """
-    if step is None and not (root / TRACKER).exists():
-        return root
-    if step is None:
-        text = (root / TRACKER).read_text().strip()
-        folder = root / ("release" if text == "release" else f"iter_{int(text):07d}")
-    else:
-        folder = root / f"iter_{step:07d}"
-    if not folder.is_dir():
-        raise CheckpointError(f"{root} has no {folder.name}")
-    return folder
-
-
-def looks_legacy(root: Path) -> bool:
+def is_legacy(root: Path) -> bool:
     """Return True if there is the folder of some rank."""
     return any(root.glob(f"mp_rank_*/{MODEL_FILE}")) or any(root.glob(f"*/mp_rank_*/{MODEL_FILE}"))
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One model chunk of one rank.
+
+    tensors: by key ('weights', 'master', 'exp_avg', ...) and name as in the file, with the chunk's own layer numbers.
+    """
+
+    path: Path
+    tensors: Mapping[str, Mapping[str, Tensor]]
+
+    def tensor(self, key: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor. Raises CheckpointError if it is missing or of another kind or shape."""
+        tensor = self.tensors[key].get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.path} lacks {name} (its {key})")
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise CheckpointError(f"{self.path}: {name} (its {key}) is not a floating-point tensor")
+        found = list(tensor.shape)
+        if found != list(shape):
+            raise CheckpointError(f"{self.path}: {name} has shape {found}, its args require {list(shape)}")
+        return tensor
 
 
 def read(root: Path, step: int | None = None, vocab_size: int | None = None, weights_only: bool = False) -> Snapshot:
     """Read a Megatron run, with optimizer state if there is any, unless weights_only.
 
-    Raises ConfigError, CheckpointError.
+    Raises ConfigError, CheckpointError naming a tensor that is missing, unexpected or of another shape.
     """
-    folders = _rank_folders(iteration_folder(root, step))
+    folder = iteration_folder(root, step)
+    folders = _rank_folders(folder)
     contents = {place: load_pickled(path / MODEL_FILE) for place, path in folders.items()}
     first = contents[0, 0]
     if "args" not in first:
         raise CheckpointError(f"{folders[0, 0] / MODEL_FILE} holds no args, so the model is unknown")
     args = vars(first["args"])
-    models = {place: _models(folders[place], content) for place, content in contents.items()}
+    models = {place: _models(folders[place] / MODEL_FILE, content) for place, content in contents.items()}
     states: dict[tuple[int, int], OptimizerState] = {}
     if not weights_only and "optimizer" in first:
         states = {place: _optimizer(folders[place], content, models[place]) for place, content in contents.items()}
-    stages = Stages(_stages(folders, models, states))
-    keys = {MASTER: MASTER if MASTER in stages.chunks[0][0].tensors else WEIGHTS}
+    stages = _stages(folders, models, states)
+    keys = {MASTER: MASTER if MASTER in stages[0][0].tensors else WEIGHTS}  # ours -> those of the chunks
     keys |= {key: key for key in MOMENTS} if states else {}
     config = read_config(args, vocab_size)
-    tensors = stages.tensors(config.model, int(args["padded_vocab_size"]), keys)
+    tp = len(stages[0])
+    padded = resolve_model(dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"])), tp)
+    located = _locate(folder, stages, padded.num_layers)
+    shapes = {spec.name: spec.shape for spec in model_parameters(unpadded(config.model), sequence_parallel=False)}
+    tensors: dict[str, LazyTensor] = {}
+    for spec in model_parameters(padded, sequence_parallel=False):
+        if spec.name not in located:
+            raise CheckpointError(f"{folder} lacks the tensor {spec.name}, which its args require")
+        stage, name = located.pop(spec.name)
+        shape = shapes[spec.name]
+        for key, theirs in keys.items():
+            ranks = enumerate(stages[stage])
+            parts = tuple(chunk.tensor(theirs, name, spec.local_shape(tp_rank, tp)) for tp_rank, chunk in ranks)
+            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(joined, spec, parts, shape))
+    if not config.model.untie_embeddings_and_output_weights and HEAD in located:
+        stage, name = located.pop(HEAD)
+        for copy, original in zip(stages[stage], stages[0], strict=True):
+            if not torch.equal(copy.tensors[WEIGHTS][name], original.tensors[WEIGHTS][WORD_EMBEDDING]):
+                raise CheckpointError(f"{copy.path}: {name} differs from the word embedding, but args tie them")
+    if located:
+        stage, _ = next(iter(located.values()))
+        names = [name for _, name in located.values()]
+        check_nothing_left(stages[stage][0].path, names, "the model that its args describe")
     return run_snapshot(config, tensors, args, first, states.get((0, 0)))
 
 
@@ -109,21 +152,18 @@ def _models(path: Path, content: Mapping[str, Any]) -> list[dict[str, Tensor]]:
     names = sorted((key for key in content if re.fullmatch(r"model\d+", str(key))), key=lambda name: int(name[5:]))
     models = [content["model"]] if "model" in content else [content[name] for name in names]
     if not models:
-        raise CheckpointError(f"{path / MODEL_FILE} holds no model")
+        raise CheckpointError(f"{path} holds no model")
     if any("language_model" in model for model in models):
-        raise CheckpointError(
-            f"{path / MODEL_FILE} was written by a model older than Megatron-Core; load and save it with "
-            "--use-mcore-models"
-        )
+        way_out = "load and save it with --use-mcore-models"
+        raise CheckpointError(f"{path} was written by a model older than Megatron-Core; {way_out}")
     return [{name: tensor for name, tensor in model.items() if not name.endswith(EXTRA_STATE)} for model in models]
 
 
 def _optimizer(path: Path, content: Mapping[str, Any], models: list[dict[str, Tensor]]) -> OptimizerState:
     optimizer = content.get("optimizer")
     if not isinstance(optimizer, dict):
-        raise CheckpointError(
-            f"{path / MODEL_FILE}: the optimizer is a chain of several, which cannot be converted; {TRY_WEIGHTS_ONLY}"
-        )
+        way_out = f"cannot be converted; {TRY_WEIGHTS_ONLY}"
+        raise CheckpointError(f"{path / MODEL_FILE}: a chain of several optimizers {way_out}")
     if (path / OPTIMIZER_FILE).exists():
         return read_distributed(path / OPTIMIZER_FILE, optimizer, load_pickled(path / OPTIMIZER_FILE), models)
     if "param_groups" not in optimizer and "state" not in optimizer.get("optimizer", {}):
@@ -131,20 +171,6 @@ def _optimizer(path: Path, content: Mapping[str, Any], models: list[dict[str, Te
             f"{path} holds the groups of a distributed optimizer without its {OPTIMIZER_FILE}; {TRY_WEIGHTS_ONLY}"
         )
     return read_plain(path / MODEL_FILE, optimizer, models)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One model chunk of one rank.
-
-    tensors: by key ('weights', 'master', 'exp_avg', ...) and name as in the file, with the chunk's own layer numbers.
-    """
-
-    path: Path
-    tensors: Mapping[str, Mapping[str, Tensor]]
-
-    def num_layers(self) -> int:
-        return len({match[1] for name in self.tensors[WEIGHTS] if (match := LAYER.fullmatch(name))})
 
 
 def _stages(
@@ -161,93 +187,31 @@ def _stages(
             tensors: dict[str, Mapping[str, Tensor]] = {WEIGHTS: weights}
             tensors |= states[place].tensors[number] if place in states else {}
             stages[number * pp + place[0]].append(Chunk(folders[place] / MODEL_FILE, tensors))
-    if any(len(members) != tp for members in stages):
-        counts = [len(members) for members in stages]
-        raise CheckpointError(
-            f"{folders[0, 0].parent} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each"
-        )
+    counts = [len(members) for members in stages]
+    if any(count != tp for count in counts):
+        where = folders[0, 0].parent
+        raise CheckpointError(f"{where} holds {counts} tensor-parallel ranks of its stages, expected {tp} of each")
     return stages
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The chunks of a run: chunks[stage][tp_rank]."""
-
-    chunks: list[list[Chunk]]
-
-    def tensors(self, model: ModelConfig, padded_vocab_size: int, keys: Mapping[str, str]) -> dict[str, LazyTensor]:
-        """Return all whole tensors of the model under our `key/parameter` names. keys: ours -> those of the chunks.
-
-        Raises CheckpointError naming a tensor that is missing, unexpected or of another shape.
-        """
-        tp = len(self.chunks[0])
-        padded = resolve_model(replace(model, padded_vocab_size=padded_vocab_size), tp)
-        located = self._locate(padded.num_layers)
-        shapes = {spec.name: spec.shape for spec in model_parameters(unpadded(model), sequence_parallel=False)}
-        found: dict[str, LazyTensor] = {}
-        for spec in model_parameters(padded, sequence_parallel=False):
-            if spec.name not in located:
-                raise CheckpointError(f"{self._folder} lacks the tensor {spec.name}, which its args require")
-            stage, name = located.pop(spec.name)
-            shape = shapes[spec.name]
-            for key, theirs in keys.items():
-                parts = tuple(_part(chunk, theirs, name) for chunk in self.chunks[stage])
-                for tp_rank, part in enumerate(parts):
-                    expected = spec.local_shape(tp_rank, tp)
-                    if tuple(part.shape) != expected:
-                        raise CheckpointError(
-                            f"{self.chunks[stage][tp_rank].path}: {name} has shape {list(part.shape)}, "
-                            f"its args require {list(expected)}"
-                        )
-                found[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, partial(assemble, spec, parts, shape))
-        self._check_left(located, model)
-        return found
-
-    @property
-    def _folder(self) -> Path:
-        return self.chunks[0][0].path.parent.parent
-
-    def _locate(self, num_layers: int) -> dict[str, tuple[int, str]]:
-        """Return the stage, and the name in its chunks, of each tensor by our name."""
-        located: dict[str, tuple[int, str]] = {}
-        first = 0  # layers of the stages before
-        for stage, members in enumerate(self.chunks):
-            for name in members[0].tensors[WEIGHTS]:
-                match = LAYER.fullmatch(name)
-                ours = f"decoder.layers.{first + int(match[1])}.{match[2]}" if match else name
-                for fused, plain in FUSED_NORMS.items():
-                    ours = ours.replace(fused, plain)
-                if ours in located and ours != WORD_EMBEDDING:
-                    raise CheckpointError(f"{members[0].path} and an earlier chunk both hold {ours}")
-                located.setdefault(ours, (stage, name))
-            first += members[0].num_layers()
-        if first != num_layers:
-            raise CheckpointError(f"{self._folder} holds {first} layers, its args say num_layers {num_layers}")
-        return located
-
-    def _check_left(self, located: dict[str, tuple[int, str]], model: ModelConfig) -> None:
-        """Check that the only tensor without a parameter is the head's copy of a tied embedding."""
-        if not model.untie_embeddings_and_output_weights and HEAD in located:
-            stage, name = located.pop(HEAD)
-            for copy, first in zip(self.chunks[stage], self.chunks[0], strict=True):
-                if not torch.equal(copy.tensors[WEIGHTS][name], first.tensors[WEIGHTS][WORD_EMBEDDING]):
-                    raise CheckpointError(f"{copy.path}: {name} differs from the word embedding, but args tie them")
-        if located:
-            stage, _ = next(iter(located.values()))
-            names = [name for _, name in located.values()]
-            check_nothing_left(self.chunks[stage][0].path, names, "the model that its args describe")
+def _locate(folder: Path, stages: list[list[Chunk]], num_layers: int) -> dict[str, tuple[int, str]]:
+    """Return the stage, and the name in its chunks, of each tensor by our name."""
+    located: dict[str, tuple[int, str]] = {}
+    first = 0  # layers of the stages before
+    for stage, members in enumerate(stages):
+        weights = members[0].tensors[WEIGHTS]
+        for name in weights:
+            ours = renamed(name, first)
+            if ours in located and ours != WORD_EMBEDDING:
+                raise CheckpointError(f"{members[0].path} and an earlier chunk both hold {ours}")
+            located.setdefault(ours, (stage, name))
+        first += len({match[1] for name in weights if (match := LAYER.match(name))})
+    if first != num_layers:
+        raise CheckpointError(f"{folder} holds {first} layers, its args say num_layers {num_layers}")
+    return located
 
 
-def _part(chunk: Chunk, key: str, name: str) -> Tensor:
-    tensor = chunk.tensors[key].get(name)
-    if tensor is None:
-        raise CheckpointError(f"{chunk.path} lacks {name} (its {key})")
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        raise CheckpointError(f"{chunk.path}: {name} (its {key}) is not a floating-point tensor")
-    return tensor
-
-
-def assemble(spec: ParamSpec, parts: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+def joined(spec: ParamSpec, parts: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
     """Return a whole tensor from the slices of all tp ranks, without vocabulary padding (rows beyond `shape`)."""
     whole = torch.empty(spec.shape, dtype=parts[0].dtype)
     dim = spec.slicing.dim or 0
@@ -259,3 +223,72 @@ def assemble(spec: ParamSpec, parts: tuple[Tensor, ...], shape: tuple[int, ...])
                 whole.narrow(dim, interval.start, width).copy_(part.narrow(dim, position, width))
             position += width
     return whole[: shape[0]].clone() if shape != spec.shape else whole
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def write(snapshot: Snapshot, root: Path, tp: int = 1, pp: int = 1, transformer_engine: bool = True) -> Path:
+    """Write weights in a new directory atomically, to --load --finetune in Megatron. Returns the iteration's folder.
+
+    transformer_engine: use its names of norms instead of those of --transformer-impl local. Raises ConfigError for an
+    unsuitable tp or pp or a model that Megatron's args cannot express, CheckpointError if root exists.
+    """
+    model = resolve_model(dataclasses.replace(snapshot.config.model, padded_vocab_size=None), tp)
+    layers, groups = model.num_layers, model.num_query_groups
+    if layers % pp:
+        raise ConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of the model")
+    if groups % tp:
+        rule = f"does not divide {groups} query groups, as Megatron requires"
+        raise ConfigError(f"--tensor-model-parallel-size {tp} {rule}")
+    args = write_args(snapshot.config, snapshot.state, model.padded_vocab_size, tp, pp)
+    args["transformer_impl"] = "transformer_engine" if transformer_engine else "local"
+    specs, whole = model_parameters(model, sequence_parallel=False), snapshot.weights
+    folder = f"iter_{snapshot.step:07d}"
+    with new_folder(root) as (disk, temporary):
+        for pp_rank in range(pp):
+            held = range(pp_rank * layers // pp, (pp_rank + 1) * layers // pp)
+            stage = stage_parameters(specs, held, pp_rank == 0, pp_rank == pp - 1)
+            for tp_rank in range(tp):
+                weights: dict[str, Tensor | None] = {}  # layers are numbered from 0
+                for spec in stage:
+                    name = renamed(spec.name, -held.start, transformer_engine)
+                    if name == WORD_EMBEDDING and pp_rank > 0:
+                        name = HEAD  # the last stage's copy of a tied embedding
+                    weights[name] = _slice(spec, whole[spec.name].detach(), tp_rank, tp)
+                if transformer_engine:
+                    modules = [
+                        f"decoder.layers.{n}.{module}" for n in range(len(held)) for module in EXTRA_STATE_MODULES
+                    ]
+                    weights |= {f"{module}.{EXTRA_STATE}": None for module in modules}
+                content = {
+                    "args": argparse.Namespace(**args),
+                    "checkpoint_version": CHECKPOINT_VERSION,
+                    "iteration": snapshot.step,
+                    "model": weights,
+                }
+                rank = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+                disk.make_folder(temporary / folder / rank)
+                with disk.create(temporary / folder / rank / MODEL_FILE) as file:
+                    torch.save(content, cast(IO[bytes], _Stream(file)))
+                del content, weights  # before the next rank's weights are read
+        disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
+    return root / folder
+
+
+class _Stream:
+    """The interface that torch.save needs of a file; leaving the file's `with` block flushes and syncs it."""
+
+    def __init__(self, file: NewFile) -> None:
+        self.write = file.write
+
+    def flush(self) -> None:
+        pass
+
+
+def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
+    """Return a tp rank's slice of a whole tensor, with vocabulary padding added as zeros."""
+    if whole.shape[0] < spec.shape[0]:
+        whole = torch.cat([whole, whole.new_zeros(spec.shape[0] - whole.shape[0], *whole.shape[1:])])
+    dim = spec.slicing.dim or 0
+    return torch.cat([whole.narrow(dim, i.start, i.stop - i.start) for i in spec.intervals(tp_rank, tp)], dim)

@@ -9,7 +9,6 @@ weights' dtype they must equal the weights, otherwise the file is rejected.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,14 @@ import torch
 from torch import Tensor
 
 from megapipe.errors import CheckpointError
+from megapipe.extras.convert.megatron import HEAD, MASTER, MOMENTS, TRY_WEIGHTS_ONLY, OptimizerState
+from megapipe.extras.convert.snapshot import one_step
 from megapipe.layers.embedding import WORD_EMBEDDING
 
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 ALIGNMENT = 64  # elements
-HEAD = "output_layer.weight"
-TRY_WEIGHTS_ONLY = "convert with --weights-only"
 
 Weights = Mapping[str, Tensor]  # of one model chunk, by name in model order
 ByKey = dict[str, dict[str, Tensor]]  # key -> name -> tensor
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """The state of one rank. tensors: of each chunk; masters only if they are separate from the weights."""
-
-    tensors: list[ByKey]
-    num_steps: int  # updates made
-    scaler: Mapping[str, Any] | None
 
 
 def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weights]) -> OptimizerState:
@@ -46,47 +35,27 @@ def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weight
     groups = inner["param_groups"]
     for number, (group, members) in enumerate(zip(groups, _members(path, groups, chunks), strict=True)):
         if masters is not None and len(masters[number]) != len(members):
-            raise CheckpointError(
-                f"{path}: group {number} of the optimizer has {len(masters[number])} masters for {len(members)} "
-                "parameters"
-            )
+            counts = f"{len(masters[number])} masters for {len(members)} parameters"
+            raise CheckpointError(f"{path}: group {number} of the optimizer has {counts}")
         for place, (index, (chunk, name)) in enumerate(zip(group["params"], members, strict=True)):
-            state = inner["state"].get(index)
+            state, weight = inner["state"].get(index), chunks[chunk][name]
             if state is None or any(key not in state for key in MOMENTS):
-                raise CheckpointError(
-                    f"{path}: the optimizer has no {' and '.join(MOMENTS)} of {name}; only Adam's state can be "
-                    "converted"
-                )
+                wanted = " and ".join(MOMENTS)
+                raise CheckpointError(f"{path}: the optimizer has no {wanted} of {name}; only Adam's can be converted")
             tensors = {key: state[key].detach() for key in MOMENTS}
             if masters is not None:
                 tensors[MASTER] = masters[number][place].detach()
             for key, tensor in tensors.items():
-                _check_fits(path, name, key, tensor, chunks[chunk][name])
+                if tensor.shape != weight.shape:
+                    shapes = f"has shape {list(tensor.shape)}, the weight {list(weight.shape)}"
+                    raise CheckpointError(f"{path}: the optimizer's {key} of {name} {shapes}")
+                if key == MASTER and not torch.equal(tensor.to(weight.dtype), weight):
+                    raise CheckpointError(
+                        f"{path}: the optimizer's master of {name} differs from the weight: the parameters are in an "
+                        "unknown order"
+                    )
                 found[chunk].setdefault(key, {})[name] = tensor
             steps.add(int(state.get("step", group.get("step", 0))))
-    return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
-
-
-def read_distributed(
-    path: Path, optimizer: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Weights]
-) -> OptimizerState:
-    """Read the distributed optimizer's parameter state, one flat buffer per chunk. Raises CheckpointError."""
-    if not state.get("buckets_coalesced"):
-        raise CheckpointError(
-            f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: the "
-            "format is tied to that grid. Load and save it once with a Megatron from 2024 or later, or "
-            f"{TRY_WEIGHTS_ONLY}"
-        )
-    found: list[ByKey] = []
-    for number, weights in enumerate(chunks):
-        buffers = state.get(number, {})
-        if len(buffers) != 1:
-            raise CheckpointError(
-                f"{path}: chunk {number} has {len(buffers)} gradient buffers; only one dtype can be converted"
-            )
-        (buffer,) = buffers.values()
-        found.append(_unflatten(path, buffer, weights))
-    steps = {int(group["step"]) for group in optimizer["optimizer"]["param_groups"] if group.get("step") is not None}
     return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
 
 
@@ -117,15 +86,24 @@ def _members(
         yield members
 
 
-def _check_fits(path: Path, name: str, key: str, tensor: Tensor, weight: Tensor) -> None:
-    if tensor.shape != weight.shape:
+def read_distributed(
+    path: Path, optimizer: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Weights]
+) -> OptimizerState:
+    """Read the distributed optimizer's parameter state, one flat buffer per chunk. Raises CheckpointError."""
+    if not state.get("buckets_coalesced"):
         raise CheckpointError(
-            f"{path}: the optimizer's {key} of {name} has shape {list(tensor.shape)}, the weight {list(weight.shape)}"
+            f"{path} stores the distributed optimizer's state by buckets, as cut for its data-parallel size: it is "
+            f"tied to that grid. Load and save it once with a Megatron from 2024 or later, or {TRY_WEIGHTS_ONLY}"
         )
-    if key == MASTER and not torch.equal(tensor.to(weight.dtype), weight):
-        raise CheckpointError(
-            f"{path}: the optimizer's master of {name} differs from the weight: the parameters are in an unknown order"
-        )
+    found: list[ByKey] = []
+    for number, weights in enumerate(chunks):
+        buffers = list(state.get(number, {}).values())
+        if len(buffers) != 1:
+            rule = "only one dtype can be converted"
+            raise CheckpointError(f"{path}: chunk {number} has {len(buffers)} gradient buffers; {rule}")
+        found.append(_unflatten(path, buffers[0], weights))
+    steps = {int(group["step"]) for group in optimizer["optimizer"]["param_groups"] if group.get("step") is not None}
+    return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
 
 
 def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey:
@@ -134,16 +112,25 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey
     names = list(weights)[::-1]
     # parameters in separate buckets: none, the tied embedding, or all (buckets without a gap after them)
     for separate in ((), (WORD_EMBEDDING, HEAD), tuple(names)):
-        starts = _starts(weights, names, separate)
-        ends = [start + weights[name].numel() for name, start in starts.items()]
-        if not ends or max(ends) != total:
+        starts: dict[str, int] = {}
+        # parameters are aligned relative to the start of their bucket; padding at its end is not in the file
+        position, bucket_start = 0, 0
+        for name in names:
+            if name in separate:
+                bucket_start = position
+            starts[name] = bucket_start + -(-(position - bucket_start) // ALIGNMENT) * ALIGNMENT
+            position = starts[name] + weights[name].numel()
+            if name in separate:
+                bucket_start = position
+        if not names or position != total:
             continue
-        found: ByKey = {}
-        for ours, theirs in {MASTER: "param", **{key: key for key in MOMENTS}}.items():
-            found[ours] = {
+        found = {
+            ours: {
                 name: buffer[theirs][start : start + weights[name].numel()].view(weights[name].shape)
                 for name, start in starts.items()
             }
+            for ours, theirs in ((MASTER, "param"), *zip(MOMENTS, MOMENTS, strict=True))
+        }
         if all(torch.equal(master.to(weights[name].dtype), weights[name]) for name, master in found[MASTER].items()):
             return found
     raise CheckpointError(
@@ -151,28 +138,3 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> ByKey
         "on the buckets of the run that wrote it (their size, the data-parallel size), so the format is tied to that "
         f"grid; {TRY_WEIGHTS_ONLY}"
     )
-
-
-def _starts(weights: Weights, names: Sequence[str], separate: tuple[str, ...]) -> dict[str, int]:
-    """Return the first element of each parameter in the flat buffer. separate: parameters in separate buckets."""
-    starts: dict[str, int] = {}
-    # parameters are aligned relative to the start of their bucket; padding at the end of a bucket is not in the file
-    position, bucket_start = 0, 0
-    for name in names:
-        if name in separate:
-            bucket_start = position
-        start = bucket_start + -(-(position - bucket_start) // ALIGNMENT) * ALIGNMENT
-        starts[name] = start
-        position = start + weights[name].numel()
-        if name in separate:
-            bucket_start = position
-    return starts
-
-
-def one_step(path: Path, steps: set[int]) -> int:
-    """Return the number of updates. Raises CheckpointError if it is not the same for all parameters."""
-    if len(steps) != 1:
-        raise CheckpointError(
-            f"{path}: the optimizer's parameters have made different numbers of updates: {sorted(steps)}"
-        )
-    return steps.pop()

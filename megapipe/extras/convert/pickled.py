@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.tensor_box import slices_within
+from megapipe.checkpoint.shard import slices_within
 from megapipe.errors import CheckpointError
 from megapipe.sharding.boxes import Box
 

@@ -1,31 +1,72 @@
-"""`Snapshot`: a model or a whole run, which every format is read into and written from. Tensors are read when
-needed.
+"""`Snapshot`: a model or a whole run, which every format is read into and written from; megapipe's checkpoints as such.
+
+Tensors are read when needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megapipe.checkpoint.disk import Disk
+from megapipe.checkpoint.folder import (
+    TOKENIZER_NAME,
+    CheckpointFolder,
+    account_of,
+    find_checkpoint,
+    folder_name,
+    open_folder,
+    read_rollbacks,
+    saved_config,
+)
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedTensor
+from megapipe.checkpoint.save import Extras, SaveReport, save_checkpoint
+from megapipe.checkpoint.shard import DTYPES as SAVED_DTYPES
+from megapipe.checkpoint.shard import TensorBox
+from megapipe.comm.groups import Group
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
+from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError
 from megapipe.plan.resolve import resolve_model
+from megapipe.sharding.boxes import Box
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# keys of config.json without effect on the model: copied, not read
+INERT = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map
+    bad_words_ids bos_token_id chunk_size_feed_forward cls_token_id decoder_start_token_id do_sample dtype
+    early_stopping eos_token_id finetuning_task gradient_checkpointing id2label is_decoder is_encoder_decoder
+    label2id length_penalty max_length min_length model_type n_ctx num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type
+    reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate sep_token_id
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params temperature tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    unk_token_id unsloth_fixed unsloth_version use_cache
+    """.split()
+)
+# tokenizer files -> (--tokenizer-type, the file for --tokenizer-model, '' for the folder)
+TOKENIZERS = {
+    ("tokenizer.json",): ("HuggingFaceTokenizer", ""),
+    ("tokenizer.model",): ("Llama2Tokenizer", "tokenizer.model"),
+    ("vocab.json", "merges.txt"): ("GPT2BPETokenizer", ""),
+}
 
 
 @dataclass(frozen=True)
@@ -100,24 +141,96 @@ class Snapshot:
 
 
 def unpadded(model: ModelConfig) -> ResolvedModelConfig:
-    """Return the model with all derived sizes and no vocabulary padding: its shapes are those of a Snapshot's
-    tensors.
-    """
+    """Return the model with all sizes and no vocabulary padding: its shapes are those of a Snapshot's tensors."""
     return resolve_model(dataclasses.replace(model, padded_vocab_size=model.vocab_size), 1)
 
 
 def fresh_state(precision: str) -> dict[str, Any]:
     """Return the manifest state of weights at step 0."""
-    training = {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "skipped_steps": 0}
-    grid = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "chunks": 1}
     return {
-        "training": training,
+        "training": {"step": 0, "consumed_samples": 0, "consumed_tokens": 0, "skipped_steps": 0},
         "optimizer": None,
         "random": None,
         "schedules": None,
         "precision": precision,
-        "grid": grid,
+        "grid": {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "chunks": 1},
     }
+
+
+# ------------------------------------------------------------------------------------- megapipe's checkpoints
+
+
+def read_checkpoint(path: Path, step: int | None = None) -> Snapshot:
+    """Read a checkpoint of any grid: of a step, or the newest complete one. Raises CheckpointError.
+
+    path: a directory given to --save, or the folder of one step.
+    """
+    folder: CheckpointFolder | None
+    if step is None and (path / MANIFEST_NAME).exists():
+        folder = open_folder(path)
+    else:
+        folder = find_checkpoint(path, step)
+        if folder is None:
+            raise CheckpointError(f"{path} holds no megapipe checkpoint")
+    tensors = {}
+    for name, saved in folder.manifest.tensors.items():
+        key, parameter = name.split("/", 1)
+        key = "master" if key == "weights" else key  # weights saved without masters are the best masters available
+        reader = partial(_read_tensor, folder, name, saved)
+        tensors[f"{key}/{parameter}"] = LazyTensor(saved.shape, SAVED_DTYPES[saved.dtype], reader)
+    state = folder.manifest.state
+    account = account_of(state, read_rollbacks(folder.path.parent))
+    if account is not None:
+        state = state | {"account": account}
+    files, settings = tokenizer_files(folder.path)
+    return Snapshot(saved_config(folder), tensors, state, files, settings, folder.remarks)
+
+
+def _read_tensor(folder: CheckpointFolder, name: str, saved: SavedTensor) -> Tensor:
+    values = torch.empty(saved.shape, dtype=SAVED_DTYPES[saved.dtype])
+    box = TensorBox(name, saved.shape, Box((0,) * len(saved.shape), saved.shape), values.view(-1))
+    load_tensors(folder, [box], Group.alone("world"))
+    return values
+
+
+def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any]]:
+    """Return the tokenizer files of a checkpoint and the inert settings of a config.json among them, if it is valid."""
+    tokenizer = folder / TOKENIZER_NAME
+    files = tuple(sorted(path for path in tokenizer.iterdir() if path.is_file())) if tokenizer.is_dir() else ()
+    try:
+        content = json.loads((tokenizer / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return files, {}
+    return files, inert(content) if isinstance(content, dict) else {}
+
+
+def inert(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.json that have no effect on the model."""
+    return {key: value for key, value in config.items() if key in INERT}
+
+
+def write_checkpoint(snapshot: Snapshot, root: Path) -> SaveReport:
+    """Write a checkpoint for `--load root` with any grid. Raises CheckpointError."""
+    folder = root / folder_name(snapshot.step)
+    if folder.exists():
+        raise CheckpointError(f"{folder} already exists; converting never overwrites")
+    boxes = [
+        TensorBox(name, tensor.shape, Box((0,) * len(tensor.shape), tensor.shape), cast(Tensor, tensor))
+        for name, tensor in snapshot.tensors.items()
+    ]
+    state = json.loads(json.dumps(snapshot.state))
+    tokenizer = {path.name: path.read_bytes() for path in snapshot.files}
+    config = snapshot.config
+    for needed, (kind, file) in TOKENIZERS.items():
+        if tokenizer.keys() >= set(needed):
+            model = str(root.resolve() / folder.name / TOKENIZER_NAME / file)
+            data = dataclasses.replace(config.data, tokenizer_type=kind, tokenizer_model=model)
+            config = dataclasses.replace(config, data=data)
+            break
+    return save_checkpoint(root, snapshot.step, boxes, Extras(state, to_yaml(config), tokenizer), Group.alone("world"))
+
+
+# -------------------------------------------------------------------------------- common to the other formats
 
 
 def check_tied(where: Path, name: str, head: LazyTensor, embedding: LazyTensor) -> None:
@@ -135,6 +248,13 @@ def check_nothing_left(where: Path, names: Sequence[str], model: str) -> None:
 def first_of(names: Sequence[str]) -> str:
     """Return the first name and how many follow."""
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def one_step(where: Path, steps: set[int]) -> int:
+    """Return the number of updates. Raises CheckpointError if it is not the same for all parameters."""
+    if len(steps) != 1:
+        raise CheckpointError(f"{where}: the optimizer has made different numbers of updates: {sorted(steps)}")
+    return steps.pop()
 
 
 @contextmanager

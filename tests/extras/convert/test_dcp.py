@@ -18,13 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megapipe.checkpoint.disk import Disk
-from megapipe.checkpoint.rollbacks import Rollback, write_rollback
+from megapipe.checkpoint.folder import Rollback, write_rollback
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import dcp_run, formats, own
+from megapipe.extras.convert import dcp_run, formats
 from megapipe.extras.convert.pickled import read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint, write_checkpoint
 from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode
 from tests.harness import RankPool
 
@@ -122,15 +122,15 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
 def test_there_and_back_by_command_is_the_same_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = a_run()
-    own.write(snapshot, tmp_path / "ours")
+    write_checkpoint(snapshot, tmp_path / "ours")
     assert main([str(tmp_path / "ours"), str(tmp_path / "out"), "--to", "dcp"]) == 0
     assert formats.guess(tmp_path / "out") == "dcp"
     assert main([str(tmp_path / "out"), str(tmp_path / "back")]) == 0, capsys.readouterr().err
-    again = own.read(tmp_path / "back")
+    again = read_checkpoint(tmp_path / "back")
     assert differing(again, truth(snapshot)) == []
     kept = ("training", "optimizer", "random", "schedules", "precision", "account", "spikes", "global_batch_size")
     assert {key: again.state[key] for key in kept} == {key: json.loads(json.dumps(snapshot.state))[key] for key in kept}
-    assert again.config == own.read(tmp_path / "ours").config
+    assert again.config == read_checkpoint(tmp_path / "ours").config
 
 
 def test_samples_skipped_since_the_checkpoint_stay_skipped(tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_samples_skipped_since_the_checkpoint_stay_skipped(tmp_path: Path) -> No
     The file of the rollback next to the checkpoint holds the samples to skip from there.
     """
     snapshot = a_run()
-    own.write(snapshot, tmp_path)
+    write_checkpoint(snapshot, tmp_path)
     account = snapshot.state["account"] | {"skipped_samples": [[8, 16], [40, 44], [68, 92]], "rollbacks": 3}
     write_rollback(tmp_path, Rollback(3, 10, 7, 68, 92, "a spike", 0.0, account), Disk())
-    assert own.read(tmp_path).state["account"] == account
+    assert read_checkpoint(tmp_path).state["account"] == account
     write_rollback(tmp_path, Rollback(4, 10, 6, 60, 92, "another", 0.0, account | {"rollbacks": 4}), Disk())
-    given_up = own.read(tmp_path / "step_00000007")
+    given_up = read_checkpoint(tmp_path / "step_00000007")
     assert given_up.state["account"] == snapshot.state["account"]
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megapipe.config.load import load_config
 from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import hugging_face, own
-from megapipe.extras.convert.snapshot import Snapshot
+from megapipe.extras.convert import hugging_face
+from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.verify.conversion import stage_logits
 from tests.extras.convert.models import CASES, LENGTH, draw_tokens, logits, make, save
 from tests.harness import RankPool
@@ -54,8 +54,8 @@ def test_logits_are_theirs_and_the_way_back_is_exact(tmp_path: Path, name: str) 
     model = make(case)
     theirs = save(model, tmp_path / "theirs", case.shard)
     assert (theirs / "model.safetensors.index.json").exists() == (case.shard != "1GB")
-    own.write(hugging_face.read(theirs), tmp_path / "ours")
-    snapshot = own.read(tmp_path / "ours")
+    write_checkpoint(hugging_face.read(theirs), tmp_path / "ours")
+    snapshot = read_checkpoint(tmp_path / "ours")
     tokens = draw_tokens(model.config.vocab_size)
     expected = logits(model, tokens)
     torch.testing.assert_close(stage_logits(snapshot, tokens), expected, rtol=0.0, atol=1e-5)
@@ -77,7 +77,7 @@ def said_by(config: Any) -> dict[str, Any]:
 def test_the_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
     theirs = save(make(CASES["qwen3"]).to(dtype), tmp_path / "theirs")
     assert main([str(theirs), str(tmp_path / "ours"), "--no-check"]) == 0
-    assert {tensor.dtype for tensor in own.read(tmp_path / "ours").tensors.values()} == {dtype}
+    assert {tensor.dtype for tensor in read_checkpoint(tmp_path / "ours").tensors.values()} == {dtype}
     assert main([str(tmp_path / "ours"), str(tmp_path / "back"), "--no-check"]) == 0
     assert_same_tensors(theirs, tmp_path / "back")
     assert main([str(tmp_path / "ours"), str(tmp_path / "wide"), "--no-check", "--dtype", "fp32"]) == 0
@@ -110,7 +110,7 @@ def test_the_check_compares_both_models_and_sees_a_difference(
     (tmp_path / "back" / "config.json").write_text(json.dumps(config | {"sliding_window": 6}))
     from megapipe.extras.verify.conversion import compare
 
-    comparison = compare(own.read(tmp_path / "ours"), tmp_path / "back")
+    comparison = compare(read_checkpoint(tmp_path / "ours"), tmp_path / "back")
     assert not comparison.agree
     assert str(comparison).startswith("THE MODELS DIFFER")
 
@@ -123,7 +123,7 @@ def test_tokenizer_and_ids_of_special_tokens_travel_along(tmp_path: Path) -> Non
     config = json.loads((theirs / "config.json").read_text()) | {"eos_token_id": [7, 9]}
     (theirs / "config.json").write_text(json.dumps(config))
     assert main([str(theirs), str(tmp_path / "ours"), "--no-check"]) == 0
-    saved = own.read(tmp_path / "ours")
+    saved = read_checkpoint(tmp_path / "ours")
     folder = tmp_path / "ours" / "step_00000000" / "tokenizer"
     assert (saved.config.data.tokenizer_type, saved.config.data.tokenizer_model) == (
         "HuggingFaceTokenizer",
@@ -139,7 +139,7 @@ def test_tokenizer_and_ids_of_special_tokens_travel_along(tmp_path: Path) -> Non
         "tokenizer.json",
     }
     assert json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"] == [7, 9]
-    own.write(Snapshot(saved.config, saved.tensors, saved.state), tmp_path / "bare")
+    write_checkpoint(Snapshot(saved.config, saved.tensors, saved.state), tmp_path / "bare")
     assert main([str(tmp_path / "bare"), str(tmp_path / "like"), "--like", str(theirs), "--no-check"]) == 0
     assert (tmp_path / "like" / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
     assert json.loads((tmp_path / "like" / "config.json").read_text())["eos_token_id"] == [7, 9]
@@ -185,7 +185,7 @@ def forward_and_save(rank: int, world_size: int, source: str, target: str, token
     from megapipe.train.loading import load
     from megapipe.train.saving import save as save_run
 
-    config = own.read(Path(source)).config
+    config = read_checkpoint(Path(source)).config
     sections = {name: {} for name in ("model", "parallel", "training", "optimizer")}
     for name, value in GRID.items():
         section = next(section for section in sections if hasattr(getattr(config, section), name))
@@ -226,14 +226,14 @@ def _forward(runtime: Any, microbatch: Any) -> Tensor | None:
 def test_tp2_pp2_computes_the_same_and_exports_the_same(rank_pools: Pools, tmp_path: Path, name: str) -> None:
     model = make(CASES[name])
     theirs = save(model, tmp_path / "theirs")
-    own.write(hugging_face.read(theirs), tmp_path / "ours")
+    write_checkpoint(hugging_face.read(theirs), tmp_path / "ours")
     tokens = draw_tokens(model.config.vocab_size)
     found = rank_pools(4).run(forward_and_save, str(tmp_path / "ours"), str(tmp_path / "grid"), tokens)
     whole = torch.cat([part for part in found if part is not None], dim=2)
     vocab_size = model.config.vocab_size
     assert whole.shape[2] % 32 == 0 and whole.shape[2] > vocab_size, "the vocabulary was to be padded"
     torch.testing.assert_close(whole[..., :vocab_size], logits(model, tokens), rtol=0.0, atol=1e-5)
-    hugging_face.write(own.read(tmp_path / "grid"), tmp_path / "back")
+    hugging_face.write(read_checkpoint(tmp_path / "grid"), tmp_path / "back")
     assert_same_tensors(theirs, tmp_path / "back")
 
 
@@ -247,7 +247,7 @@ def test_pretraining_goes_on_from_a_converted_model(tmp_path: Path) -> None:
     code, said = pretrain(flags)
     assert code == 0, said
     assert "loaded" in said
-    trained = own.read(tmp_path / "run")
+    trained = read_checkpoint(tmp_path / "run")
     assert trained.step == 2
     assert main([str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "bf16"]) == 0
     here, there = tensors_of(theirs), tensors_of(tmp_path / "back")

@@ -22,13 +22,12 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
 from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import formats, megatron_dist, megatron_legacy, megatron_write, own
+from megapipe.extras.convert import formats, megatron_dist, megatron_legacy
 from megapipe.extras.convert.formats import ConversionOptions
+from megapipe.extras.convert.megatron import read_config
 from megapipe.extras.convert.megatron_optimizer import read_distributed, read_plain
-from megapipe.extras.convert.megatron_settings import read_config
-from megapipe.extras.convert.megatron_write import Grid
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint, unpadded
 from megapipe.layers.model import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
@@ -71,7 +70,7 @@ def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, 
     truth = {
         name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
     }
-    snapshot = formats.READERS["megatron"](real / case / kind, ConversionOptions(vocab_size=VOCAB))
+    snapshot = formats.read("megatron", real / case / kind, ConversionOptions(vocab_size=VOCAB))
     assert differing(snapshot, truth) == []
     assert len(snapshot.tensors) == 3 * len(model_parameters(unpadded(snapshot.config.model), sequence_parallel=False))
 
@@ -126,7 +125,7 @@ def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkey
     code, said = job(f"--load {tmp_path / 'ours'} {flags} --train-iters 5 --save {metrics}")
     assert code == 0, said
     assert "going on after step 3, 24 samples" in said
-    saved = own.read(metrics)
+    saved = read_checkpoint(metrics)
     assert TrainingState.from_dict(saved.state["training"]) == TrainingState(5, 40, 40 * 16, 0)
     assert saved.state["optimizer"]["num_steps"] == 5
 
@@ -187,7 +186,7 @@ def test_what_is_written_for_megatron_reads_back_exactly(
     tmp_path: Path, name: str, tp: int, pp: int, transformer_engine: bool
 ) -> None:
     snapshot = drawn(MODELS[name])
-    folder = megatron_write.write(snapshot, tmp_path / "megatron", Grid(tp, pp, transformer_engine))
+    folder = megatron_legacy.write(snapshot, tmp_path / "megatron", tp, pp, transformer_engine)
     assert len(list(folder.glob("mp_rank_*"))) == tp * pp
     again = megatron_legacy.read(tmp_path / "megatron")
     assert differing(again, {name: tensor.detach() for name, tensor in snapshot.tensors.items()}) == []
@@ -334,14 +333,14 @@ HARM: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("change", "message"), HARM.values(), ids=HARM.keys())
 def test_tensors_without_a_place_are_named(tmp_path: Path, change: Any, message: str) -> None:
-    folder = megatron_write.write(drawn(LLAMA_MODEL), tmp_path / "megatron", Grid(1, 1, False))
+    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", 1, 1, False)
     _rewrite(folder / "mp_rank_00" / "model_optim_rng.pt", change)
     with pytest.raises(CheckpointError, match=message):
         megatron_legacy.read(tmp_path / "megatron")
 
 
 def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
-    folder = megatron_write.write(drawn(LLAMA_MODEL), tmp_path / "megatron", Grid(2, 2))
+    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", 2, 2)
     path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng.pt cannot be read"):
@@ -354,25 +353,27 @@ def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
 
 
 WRITTEN = {
-    "pp": (LLAMA_MODEL, Grid(1, 3), "--pipeline-model-parallel-size 3 does not divide the 4 layers"),
-    "tp": (LLAMA_MODEL, Grid(4, 1), "--tensor-model-parallel-size 4 does not divide 2 query groups"),
+    "pp": (LLAMA_MODEL, (1, 3), "--pipeline-model-parallel-size 3 does not divide the 4 layers"),
+    "tp": (LLAMA_MODEL, (4, 1), "--tensor-model-parallel-size 4 does not divide 2 query groups"),
     "soft_cap": (
         dataclasses.replace(LLAMA_MODEL, final_logit_softcapping=9.0),
-        Grid(),
+        (1, 1),
         "cannot express model.final_logit_softcapping 9",
     ),
     "yarn": (
         dataclasses.replace(LLAMA_MODEL, rope_scaling_type="yarn"),
-        Grid(),
+        (1, 1),
         "cannot express model.rope_scaling_type yarn",
     ),
 }
 
 
 @pytest.mark.parametrize(("model", "grid", "message"), WRITTEN.values(), ids=WRITTEN.keys())
-def test_what_megatron_cannot_express_is_named(tmp_path: Path, model: ModelConfig, grid: Grid, message: str) -> None:
+def test_what_megatron_cannot_express_is_named(
+    tmp_path: Path, model: ModelConfig, grid: tuple[int, int], message: str
+) -> None:
     with pytest.raises(MegapipeError, match=message):
-        megatron_write.write(drawn(model), tmp_path / "megatron", grid)
+        megatron_legacy.write(drawn(model), tmp_path / "megatron", *grid)
     assert not any(tmp_path.iterdir())
 
 

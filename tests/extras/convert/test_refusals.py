@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import hugging_face, own
+from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import REFUSED
-from megapipe.extras.convert.tensor_map import SeparateQKV
+from megapipe.extras.convert.snapshot import write_checkpoint
+from megapipe.extras.convert.tables import separate_qkv
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,8 +60,8 @@ def folder(root: Path, settings: dict[str, Any] | None = None, tensors: dict[str
 def test_the_folder_itself_is_read_with_q_k_and_v_in_their_groups(tmp_path: Path) -> None:
     snapshot = hugging_face.read(folder(tmp_path))
     qkv = snapshot.weights["decoder.layers.0.self_attention.linear_qkv.weight"].detach()
-    q, k, v = SeparateQKV(4, 2, 2).split(qkv)
-    found = hugging_face._tensors(tmp_path)
+    q, k, v = separate_qkv(snapshot.config.model).split(qkv)
+    found = hugging_face.stored_tensors(tmp_path)
     assert all(
         torch.equal(part, found[f"model.layers.0.self_attn.{x}_proj.weight"].detach())
         for part, x in ((q, "q"), (k, "k"), (v, "v"))
@@ -221,13 +222,13 @@ def test_nothing_is_overwritten_and_an_interrupted_export_leaves_nothing(
 ) -> None:
     source = folder(tmp_path / "source")
     snapshot = hugging_face.read(source)
-    own.write(snapshot, tmp_path / "ours")
+    write_checkpoint(snapshot, tmp_path / "ours")
     with pytest.raises(CheckpointError, match="step_00000000 already exists; converting never overwrites"):
-        own.write(snapshot, tmp_path / "ours")
+        write_checkpoint(snapshot, tmp_path / "ours")
     with pytest.raises(CheckpointError, match="source already exists; converting never overwrites"):
         hugging_face.write(snapshot, source)
     monkeypatch.setattr(
-        hugging_face, "_write_files", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        hugging_face, "write_tensors", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     with pytest.raises(CheckpointError, match=r"export cannot be written: No space left on device \(errno 28\)"):
         hugging_face.write(snapshot, tmp_path / "export")
@@ -264,7 +265,7 @@ COMMANDS = {
 def test_the_command_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    own.write(hugging_face.read(folder(tmp_path / "source")), tmp_path / "ours")
+    write_checkpoint(hugging_face.read(folder(tmp_path / "source")), tmp_path / "ours")
     assert main([*line.format(t=tmp_path).split(), "--no-check"]) in (1, 2)
     error = capsys.readouterr().err
     assert error.startswith("convert: ") and message in error

@@ -15,10 +15,19 @@ from hypothesis import given, settings
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.families import FAMILIES, NOT_THE_MODEL, REFUSED, choose_family, family_of, meaning
-from megapipe.extras.convert.settings import INERT
-from megapipe.extras.convert.snapshot import unpadded
-from megapipe.extras.convert.tensor_map import FusedQKV, Layout, Same, SeparateQKV, Stacked, Transposed, map_tensors
+from megapipe.extras.convert.families import FAMILIES, REFUSED, choose_family, family_of
+from megapipe.extras.convert.snapshot import INERT, unpadded
+from megapipe.extras.convert.tables import (
+    NOT_THE_MODEL,
+    Layout,
+    fused_qkv,
+    gate_and_up,
+    map_tensors,
+    meaning,
+    same,
+    separate_qkv,
+    transposed,
+)
 from megapipe.layers.model import model_parameters
 
 
@@ -27,12 +36,11 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     """Draw a layout and the shape of a whole tensor that it can split."""
     groups, queries, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     heads = groups * queries
-    apart = SeparateQKV(heads, groups, head_dim)
+    model = ModelConfig(num_attention_heads=heads, num_query_groups=groups, kv_channels=head_dim)
     fused = (heads + 2 * groups) * head_dim
-    layout, rows = draw(
-        st.sampled_from([(Same(), 5), (Transposed(), 3), (Stacked(2), 6), (apart, fused), (FusedQKV(apart), fused)])
-    )
-    return layout, draw(st.sampled_from([(rows,), (rows, 4)]))
+    kinds = [(same, 5), (transposed, 3), (gate_and_up, 6), (separate_qkv, fused), (fused_qkv, fused)]
+    layout, rows = draw(st.sampled_from(kinds))
+    return layout(model), draw(st.sampled_from([(rows,), (rows, 4)]))
 
 
 @settings(max_examples=150)

@@ -23,7 +23,8 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.convert.tensor_map import LLAMA_ROWS, map_tensors
+from megapipe.extras.convert.families import LLAMA_ROWS
+from megapipe.extras.convert.tables import map_tensors
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import TrainStep

@@ -1,0 +1,319 @@
+"""What Megatron's two checkpoint formats share: folders, names of parameters, and args <-> our configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megapipe.config.config import Config
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.rules.check import check
+from megapipe.config.training import OptimizerConfig, TrainingConfig
+from megapipe.data.dataset import SkippedSamples
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, unpadded
+from megapipe.extras.convert.tables import Rule, Settings, check_expressed, fixed, key, read_fields, write_keys
+
+TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+HEAD = "output_layer.weight"
+EXTRA_STATE = "_extra_state"  # Transformer Engine's fp8 scales, empty without fp8
+# Transformer Engine stores a norm's weights in the linear layer that follows it
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+TRY_WEIGHTS_ONLY = "convert with --weights-only"
+
+
+def iteration_folder(root: Path, step: int | None) -> Path:
+    """Return the folder of `step`, else of the iteration in the tracker file, else root. Raises CheckpointError."""
+    if step is None and not (root / TRACKER).exists():
+        return root
+    iteration = (root / TRACKER).read_text().strip() if step is None else step
+    folder = root / ("release" if iteration == "release" else f"iter_{int(iteration):07d}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{root} has no {folder.name}")
+    return folder
+
+
+def renamed(name: str, shift: int = 0, fused: bool = False) -> str:
+    """Add `shift` to the layer number in a parameter's name and name norms as Megatron does, or as fused ones."""
+    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
+    for theirs, plain in FUSED_NORMS.items():
+        name = name.replace(plain, theirs) if fused else name.replace(theirs, plain)
+    return name
+
+
+# args that change what the model computes and that megapipe lacks, with the value that has no effect
+UNSUPPORTED: dict[str, Any] = {
+    "num_experts": None,
+    "multi_latent_attention": False,
+    "rotary_interleaved": False,
+    "apply_residual_connection_post_layernorm": False,
+    "mtp_num_layers": None,
+    "quick_geglu": False,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "heterogeneous_layers_config_path": None,
+    "hybrid_override_pattern": None,
+    "hybrid_layer_pattern": None,
+    "experimental_attention_variant": None,
+    "no_rope_freq": None,
+    "window_attn_skip_freq": None,
+    "apply_query_key_layer_scaling": False,
+    "normalize_attention_scores": True,
+    "use_legacy_models": False,
+}
+ACTIVATIONS = {
+    "swiglu": "swiglu",
+    "squared_relu": "squared_relu",
+    "openai_gelu": "gelu_tanh",
+    "bias_gelu_fusion": "gelu_tanh",  # otherwise GELU is exact
+}
+LINEAR, LLAMA3, FACTOR = "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"
+
+
+def write_activation(model: ModelConfig) -> dict[str, Any]:
+    name = model.activation
+    return {
+        "swiglu": name == "swiglu",
+        "squared_relu": name == "squared_relu",
+        "openai_gelu": False,
+        "bias_gelu_fusion": name == "gelu_tanh",
+        "bias_swiglu_fusion": name == "swiglu",
+    }
+
+
+def write_query_groups(model: ModelConfig) -> dict[str, Any]:
+    is_grouped = model.num_query_groups != model.num_attention_heads
+    return {"group_query_attention": is_grouped, "num_query_groups": model.num_query_groups if is_grouped else 1}
+
+
+def read_rope_scaling(args: Settings) -> dict[str, Any]:
+    """Read linear scaling, or Llama 3's, whose other parameters are fixed."""
+    linear, llama3 = args.get(LINEAR), args.get(LLAMA3)
+    if linear and llama3:
+        raise ConfigError(
+            f"{LINEAR} and {LLAMA3} together cannot be expressed: only one scaling at a time is supported"
+        )
+    if linear:
+        return {"rope_scaling_type": "linear", "rope_scaling_factor": float(linear)}
+    return {"rope_scaling_type": "llama3", "rope_scaling_factor": float(args.get(FACTOR) or 8.0)} if llama3 else {}
+
+
+def write_rope_scaling(model: ModelConfig) -> dict[str, Any]:
+    kind, factor = model.rope_scaling_type, model.rope_scaling_factor
+    return {LINEAR: factor if kind == "linear" else None, LLAMA3: kind == "llama3", FACTOR: factor}
+
+
+def read_window(args: Settings) -> dict[str, Any]:
+    """Read (tokens before, 0): one less than our window, which counts the token itself."""
+    window = args.get("window_size")
+    if window is None or tuple(window) in ((-1, 0), (-1, -1)):  # -1: unlimited; the causal mask hides later tokens
+        return {"window_size": None}
+    left, right = window
+    if right != 0:
+        raise ConfigError(f"window_size {tuple(window)} cannot be expressed: tokens do not attend to later ones here")
+    return {"window_size": int(left) + 1}
+
+
+EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
+SAME_NAME = {  # args with the name and meaning of our field, with their defaults
+    "kv_channels": lambda args: args["hidden_size"] // args["num_attention_heads"],
+    "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": False,
+    "qk_layernorm": False,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "init_method_std": 0.02,
+    "make_vocab_size_divisible_by": 128,
+}
+SIZES = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size".split()
+MODEL_RULES = (
+    *(key(name, name) for name in SIZES),
+    *(key(name, name, default) for name, default in SAME_NAME.items()),
+    key("apply_layernorm_1p", "layernorm_zero_centered_gamma", False),
+    Rule(
+        tuple(ACTIVATIONS),
+        lambda args: {"activation": next((ours for theirs, ours in ACTIVATIONS.items() if args.get(theirs)), "gelu")},
+        write_activation,
+    ),
+    Rule(
+        ("group_query_attention", "num_query_groups"),
+        lambda args: {"num_query_groups": args["num_query_groups"] if args.get("group_query_attention") else None},
+        write_query_groups,
+    ),
+    Rule((LINEAR, LLAMA3, FACTOR), read_rope_scaling, write_rope_scaling),
+    Rule(
+        ("window_size",),
+        read_window,
+        lambda model: {"window_size": None if model.window_size is None else (model.window_size - 1, 0)},
+    ),
+    Rule(
+        EPSILONS,
+        lambda args: {"norm_epsilon": next((args[name] for name in EPSILONS if args.get(name) is not None), 1e-5)},
+        lambda model: dict.fromkeys(EPSILONS, model.norm_epsilon),
+    ),
+    *(fixed(name, value, "megapipe has no counterpart") for name, value in UNSUPPORTED.items()),
+)
+# our fields with args of the same name, read if present
+OPTIMIZER = """
+    optimizer lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters
+    lr_warmup_samples lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay
+    start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 adam_beta2 adam_eps
+    sgd_momentum decoupled_lr decoupled_min_lr
+"""
+TRAINING = "micro_batch_size global_batch_size train_iters train_samples seed"
+
+
+def read_config(args: Settings, vocab_size: int | None) -> Config:
+    """Return our configuration of a Megatron run. vocab_size: overrides args.
+
+    Raises ConfigError naming the argument that cannot be expressed, or if the true vocabulary size is unknown.
+    """
+    fields = read_fields(MODEL_RULES, args)
+    padded = args["padded_vocab_size"]
+    if vocab_size is None and args.get("vocab_size") is None:
+        raise ConfigError(
+            f"the checkpoint only has padded_vocab_size {padded}: give the true size (the tokenizer's) with "
+            f"--vocab-size, or --vocab-size {padded} if there is no padding"
+        )
+    if vocab_size is None:  # NullTokenizer adds an eod token
+        vocab_size = int(args["vocab_size"]) + (args.get("tokenizer_type") == "NullTokenizer")
+    if vocab_size > padded:
+        raise ConfigError(f"a vocabulary of {vocab_size} tokens does not fit into padded_vocab_size {padded}")
+    config = Config(
+        ModelConfig(**fields, vocab_size=vocab_size),
+        training=TrainingConfig(**_given(args, TRAINING)),
+        optimizer=OptimizerConfig(**_given(args, OPTIMIZER)),
+        precision=PrecisionConfig("bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"),
+    )
+    check(config)
+    return config
+
+
+def _given(args: Settings, names: str) -> dict[str, Any]:
+    return {name: args[name] for name in names.split() if args.get(name) is not None}
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of one rank.
+
+    tensors: of each chunk, by key and name; masters only if they are separate from the weights. num_steps: updates.
+    """
+
+    tensors: list[dict[str, dict[str, Tensor]]]
+    num_steps: int
+    scaler: Mapping[str, Any] | None
+
+
+def run_snapshot(
+    config: Config,
+    tensors: Mapping[str, LazyTensor],
+    args: Settings,
+    content: Mapping[str, Any],
+    optimizer: OptimizerState | None,
+) -> Snapshot:
+    """Return the Snapshot of a run, or without optimizer state that of a model at step 0.
+
+    tensors: under our names. content: of a checkpoint file, for everything other than tensors.
+    """
+    state = fresh_state(config.precision.dtype)
+    if optimizer is None:
+        return Snapshot(config, tensors, state)
+    step = int(content.get("iteration", args.get("iteration", 0)))
+    samples = int(args.get("consumed_train_samples") or 0)
+    state["training"] = {
+        "step": step,
+        "consumed_samples": samples,
+        "consumed_tokens": samples * config.model.seq_length,
+        "skipped_steps": max(0, step - optimizer.num_steps),
+    }
+    loss_scaler = {"scale": 1.0, "good_steps": 0, "overflows_left": 1}  # a constant scale has no state
+    scaler = optimizer.scaler
+    if scaler and "growth_tracker" in scaler:  # Megatron's dynamic scaler, which counts like ours
+        loss_scaler = {
+            "scale": float(scaler["scale"]),
+            "good_steps": int(scaler["growth_tracker"]),
+            "overflows_left": int(scaler["hysteresis_tracker"]),
+        }
+    rule = config.optimizer.optimizer
+    state["optimizer"] = {"num_steps": optimizer.num_steps, "loss_scaler": loss_scaler, "rule": rule}
+    state["random"] = {"seed": config.training.seed}
+    if content.get("opt_param_scheduler") is not None:
+        state["schedules"] = read_schedules(content["opt_param_scheduler"], args)
+    return Snapshot(config, tensors, state)
+
+
+def read_schedules(scheduler: Mapping[str, Any], args: Settings) -> dict[str, Any]:
+    """Return the state of Megatron's OptimizerParamScheduler, whose steps are samples, as our `schedules`."""
+
+    def either(*names: str) -> Any:
+        found = next((scheduler[name] for name in names if name in scheduler), None)
+        if found is None:
+            raise CheckpointError(f"the checkpoint's opt_param_scheduler lacks {names[0]}")
+        return found
+
+    style = either("lr_decay_style", "decay_style")
+    wsd_iters, wsd_samples = args.get("lr_wsd_decay_iters"), args.get("lr_wsd_decay_samples")
+    lr = {
+        "max_lr": either("max_lr", "start_lr"),
+        "min_lr": either("min_lr"),
+        "init_lr": args.get("lr_warmup_init") or 0.0,
+        "style": style,
+        "warmup_samples": either("lr_warmup_steps", "warmup_steps", "warmup_iter"),
+        "decay_samples": either("lr_decay_steps", "decay_steps", "end_iter"),
+        "wsd_style": args.get("lr_wsd_decay_style") or "exponential",
+        "wsd_samples": wsd_samples or (wsd_iters or 0) * (args.get("global_batch_size") or 0),
+    }
+    decoupled = {"max_lr": args.get("decoupled_lr"), "min_lr": args.get("decoupled_min_lr")}
+    decay = {
+        "start": either("start_wd"),
+        "end": either("end_wd"),
+        "style": either("wd_incr_style"),
+        "ramp_samples": either("wd_incr_steps"),
+    }
+    return {"lr": lr, "decoupled_lr": lr | {k: v for k, v in decoupled.items() if v is not None}, "weight_decay": decay}
+
+
+def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int, tp: int, pp: int) -> dict[str, Any]:
+    """Return args of a Megatron run of this configuration. Raises ConfigError naming what they cannot express."""
+    model = config.model
+    args = write_keys(MODEL_RULES, unpadded(model))
+    args |= {"padded_vocab_size": padded_vocab_size, "vocab_size": model.vocab_size}
+    check_expressed(model, read_config(args, model.vocab_size).model, "Megatron's args")
+    dtype = config.precision.dtype
+    args |= {
+        "bf16": dtype == "bf16",
+        "fp16": dtype == "fp16",
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+    }
+    args |= {name: getattr(config.optimizer, name) for name in OPTIMIZER.split()}
+    args |= {name: getattr(config.training, name) for name in TRAINING.split()}
+    training = state["training"]
+    # Megatron has no skipped windows: its count is the place in the data set
+    skipped = SkippedSamples.of((state.get("account") or {}).get("skipped_samples", ()))
+    consumed = skipped.index(training["consumed_samples"])
+    return args | {
+        "iteration": training["step"],
+        "consumed_train_samples": consumed,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": consumed - training["consumed_samples"],
+        "virtual_pipeline_model_parallel_size": None,
+        "use_distributed_optimizer": False,
+        "ckpt_format": "torch",
+        "use_mcore_models": True,
+    }

@@ -1,0 +1,245 @@
+"""Tables between another format and ours: rules for settings, rows for tensors. Both are read in both directions.
+
+A rule maps keys of their configuration to fields of our model section. Writing may lose what the other side has no key
+for: the writer reads the result again and compares (`check_expressed`). A row maps a module of ours to theirs by a
+layout, which is a bijection: `split(join(parts)) == parts`. Our weights are [out, in], biases [out].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.model import ModelConfig
+from megapipe.errors import ConfigError
+from megapipe.extras.convert.snapshot import unpadded
+from megapipe.layers.model import model_parameters
+from megapipe.sharding.spec import ParamSpec
+
+Settings = Mapping[str, Any]  # config.json, or Megatron's args
+Shape = tuple[int, ...]
+
+# fields that change how a model is trained or stored, not what it computes: a foreign configuration may lack them
+NOT_THE_MODEL = (
+    "seq_length",
+    "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+    "hidden_dropout",
+    "attention_dropout",
+    "attention_softmax_in_fp32",
+    "init_method_std",
+)
+ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
+SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_types
+    "rope_scaling_factor": ("linear", "llama3", "yarn"),
+    "rope_low_freq_factor": ("llama3",),
+    "rope_high_freq_factor": ("llama3",),
+    "rope_original_max_position_embeddings": ("llama3", "yarn"),
+    "yarn_beta_fast": ("yarn",),
+    "yarn_beta_slow": ("yarn",),
+    "yarn_mscale": ("yarn",),
+    "yarn_mscale_all_dim": ("yarn",),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of a table.
+
+    keys: those of the other format that the rule handles. read: their settings -> our fields; raises ConfigError
+    naming the key that cannot be expressed. write: our model, with all sizes -> their keys.
+    """
+
+    keys: tuple[str, ...]
+    read: Callable[[Settings], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+REQUIRED = object()  # in place of a default
+
+
+def key(theirs: str, ours: str, default: Any = REQUIRED, words: Mapping[Any, Any] | None = None) -> Rule:
+    """Return the rule of one key that corresponds to one field.
+
+    default: their value if the key is missing or null, or a function of their settings. words: their values -> ours;
+    no other values can be expressed.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        value = settings.get(theirs)
+        if value is None:
+            if default is REQUIRED:
+                raise ConfigError(f"the key {theirs} is missing")
+            value = default(settings) if callable(default) else default
+        if words is None:
+            return {ours: value}
+        if value not in words:
+            raise ConfigError(f"{theirs} {value!r} cannot be expressed; it can be {', '.join(map(str, words))}")
+        return {ours: words[value]}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        value = getattr(model, ours)
+        if words is None:
+            return {theirs: value}
+        # if they have no word for the value, the comparison after writing finds it
+        return {theirs: next((word for word, meant in words.items() if meant == value), next(iter(words)))}
+
+    return Rule((theirs,), read, write)
+
+
+def fixed(theirs: str, only: Any, why: str) -> Rule:
+    """Return the rule of a key that must have one value, also its default. why: others cannot be expressed."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        value = settings.get(theirs, only)
+        if value != only and value is not None:
+            raise ConfigError(f"{theirs} {value!r} cannot be expressed: {why}")
+        return {}
+
+    return Rule((theirs,), read, lambda model: {theirs: only})
+
+
+def shared(keys: Sequence[str], ours: str, default: Any, why: str) -> Rule:
+    """Return the rule of several keys that must have the same value, which is one field of ours."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        values = {key: default if settings.get(key) is None else settings[key] for key in keys}
+        if len(set(values.values())) > 1:
+            text = ", ".join(f"{key} {value}" for key, value in values.items())
+            raise ConfigError(f"{text} cannot be expressed: {why}")
+        return {ours: values[keys[0]]}
+
+    return Rule(tuple(keys), read, lambda model: dict.fromkeys(keys, getattr(model, ours)))
+
+
+def always(**fields: Any) -> Rule:
+    """Return the rule of fields that have one value in every model of the architecture, without a key."""
+    return Rule((), lambda settings: dict(fields), lambda model: {})
+
+
+def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
+    """Return our fields. Raises ConfigError naming the key that cannot be expressed."""
+    return {name: value for rule in rules for name, value in rule.read(settings).items()}
+
+
+def write_keys(rules: Sequence[Rule], model: ModelConfig) -> dict[str, Any]:
+    """Return their keys of a model with all sizes."""
+    return {name: value for rule in rules for name, value in rule.write(model).items()}
+
+
+def check_expressed(model: ModelConfig, read: ModelConfig, name: str) -> None:
+    """Raise ConfigError if a model that was written and read again computes something else. name: of the other side."""
+    model, read = meaning(model), meaning(read)
+    for field, value in vars(model).items():
+        if field not in NOT_THE_MODEL and getattr(read, field) != value:
+            raise ConfigError(f"{name} cannot express model.{field} {value} (it would be {getattr(read, field)})")
+
+
+def meaning(model: ModelConfig) -> ModelConfig:
+    """Return the model in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
+    without_effect = {name for name, kinds in SCALING_FIELDS.items() if model.rope_scaling_type not in kinds}
+    if model.position_embedding_type != "rope":
+        without_effect = {*ROPE_ONLY, *SCALING_FIELDS}
+    if model.add_bias_linear:
+        without_effect.add("add_qkv_bias")  # all linear layers have biases
+    defaults = ModelConfig()
+    return unpadded(dataclasses.replace(model, **{name: getattr(defaults, name) for name in without_effect}))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One whole tensor of ours as one or more tensors ("parts") of theirs."""
+
+    join: Callable[[Sequence[Tensor]], Tensor]
+    split: Callable[[Tensor], tuple[Tensor, ...]]
+
+    def shapes(self, whole: Shape) -> tuple[Shape, ...]:
+        """Return the shapes of the parts of a tensor of shape `whole`."""
+        return tuple(tuple(part.shape) for part in self.split(torch.empty(whole, device="meta")))
+
+
+def same(model: ModelConfig) -> Layout:
+    """Return the layout of the same tensor under another name."""
+    return Layout(lambda parts: parts[0], lambda whole: (whole,))
+
+
+def transposed(model: ModelConfig) -> Layout:
+    """Return the layout of weights stored as [in, out] (GPT-2's Conv1D); biases are unchanged."""
+    return Layout(lambda parts: parts[0].t(), lambda whole: (whole.t(),))
+
+
+def gate_and_up(model: ModelConfig) -> Layout:
+    """Return the layout of two equal parts, of which our rows are [gate; up]."""
+    return Layout(lambda parts: torch.cat(tuple(parts)), lambda whole: whole.chunk(2))
+
+
+def separate_qkv(model: ModelConfig) -> Layout:
+    """Return the layout of separate q, k and v with heads in order.
+
+    Our rows are [q_0 .. q_{n-1}, k, v] x head_dim for each query group.
+    """
+    groups, head_dim = model.query_groups(), model.head_size()
+    rows = (model.num_attention_heads // groups * head_dim, head_dim, head_dim)  # q, k and v of one group
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+    def split(whole: Tensor) -> tuple[Tensor, ...]:
+        grouped = whole.reshape(groups, sum(rows), *whole.shape[1:])
+        return tuple(part.flatten(0, 1) for part in grouped.split(rows, 1))
+
+    return Layout(join, split)
+
+
+def fused_qkv(model: ModelConfig) -> Layout:
+    """Return the layout of GPT-2's c_attn: [q; k; v] over all heads in one tensor, transposed like all its weights."""
+    separate, head_dim = separate_qkv(model), model.head_size()
+    rows = [heads * head_dim for heads in (model.num_attention_heads, model.query_groups(), model.query_groups())]
+    return Layout(
+        lambda parts: separate.join(parts[0].t().split(rows)), lambda whole: (torch.cat(separate.split(whole)).t(),)
+    )
+
+
+LAYER = "#"  # placeholder for the layer's number in our names and theirs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: a module of ours, and those of theirs that hold its weight, and its bias if it has one."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    layout: Callable[[ModelConfig], Layout] = same
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """One of our parameters with its names and layout in the other format."""
+
+    spec: ParamSpec
+    theirs: tuple[str, ...]
+    layout: Layout
+
+
+def map_tensors(rows: Sequence[Row], model: ResolvedModelConfig, architecture: str) -> tuple[MappedTensor, ...]:
+    """Return every parameter of a model (as `snapshot.unpadded` gives it), in model order.
+
+    Raises ConfigError if the table has no row for a parameter.
+    """
+    by_ours = {row.ours: row for row in rows}
+    mapped = []
+    for spec in model_parameters(model, sequence_parallel=False):
+        module, _, kind = spec.name.rpartition(".")
+        layer = str(spec.owner)
+        row = by_ours.get(module.replace(f".{layer}.", f".{LAYER}.", 1) if isinstance(spec.owner, int) else module)
+        if row is None:
+            raise ConfigError(f"{architecture} has no place for the tensor {spec.name} of shape {list(spec.shape)}")
+        theirs = tuple(f"{name.replace(LAYER, layer)}.{kind}" for name in row.theirs)
+        mapped.append(MappedTensor(spec, theirs, row.layout(model)))
+    return tuple(mapped)
