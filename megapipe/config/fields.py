@@ -11,7 +11,9 @@ never 45045.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import operator
 import re
 import types
 import typing
@@ -22,21 +24,13 @@ from typing import Any
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
+TAKES_VALUE: Any = object()  # as the value of a Flag: the value follows it on the command line
 NONE_WORDS = ("none", "null", "~")
-TRUE_WORDS = ("true", "yes", "on")
-FALSE_WORDS = ("false", "no", "off")
+BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
-
-
-class TakesValue:
-    """Type of the marker TAKES_VALUE: the flag's value follows it on the command line."""
-
-    def __repr__(self) -> str:
-        return "TAKES_VALUE"
-
-
-TAKES_VALUE = TakesValue()
+RESERVED = (*NONE_WORDS, *BOOL_WORDS, "y", "n", ".", "..", ".nan", ".inf")  # in YAML 1.1
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,7 @@ class Flag:
         (`--rotary-seq-len-interpolation-factor 4` also selects linear scaling).
     only_from: if given, the constant is set only where the field would otherwise hold one of these values
         (`--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron).
+    help: by default, the equivalent use of the field's main flag.
     """
 
     name: str
@@ -69,9 +64,6 @@ class Need:
     flag: str
     values: tuple[str, ...] = ()
 
-    def is_met_by(self, value: Any) -> bool:
-        return value in self.values if self.values else bool(value)
-
 
 @dataclass(frozen=True)
 class Option:
@@ -91,6 +83,12 @@ class Option:
     required: bool = False  # must be given for a training job; the default in the dataclass is for tests
     derived: str = ""  # what plan.resolve puts in place of None
     needs: Need | None = None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The range: words of LIMITS -> bound."""
+        bounds = zip(LIMITS, (self.at_least, self.above, self.at_most, self.below), strict=True)
+        return {words: bound for words, bound in bounds if bound is not None}
 
 
 def option(default: Any, help: str, **declaration: Any) -> Any:
@@ -130,30 +128,32 @@ class ConfigField:
 
     @property
     def flags(self) -> tuple[Flag, ...]:
-        """All flags that set the field, the main one first."""
+        """All flags that set the field, the main one first, and for a boolean then the one that turns it off."""
+        main = self.main_flag
+        own = [Flag(main)]
         if self.kind.scalar is bool:
-            off = self.option.off_flag or "--no-" + self.main_flag[2:]
-            own: tuple[Flag, ...] = (Flag(self.main_flag, value=True), Flag(off, value=False))
-        else:
-            own = (Flag(self.main_flag, value=TAKES_VALUE),)
-        return own + self.option.more_flags
+            own = [Flag(main, True), Flag(self.option.off_flag or "--no-" + main[2:], False)]
+        others = [flag if flag.help else self._with_help(flag) for flag in (*own[1:], *self.option.more_flags)]
+        return own[0], *others
+
+    def _with_help(self, flag: Flag) -> Flag:
+        text = f"same as {self.main_flag} {flag.value}"
+        if flag.value is TAKES_VALUE:
+            text = f"same as {self.main_flag}"
+        elif flag.value is False:
+            text = f"turns {self.main_flag} off"
+        return dataclasses.replace(flag, help=text)
 
 
 def kind_of(annotation: Any) -> Kind:
     """Return the Kind of an annotation such as `int`, `float | None`, `tuple[str, ...]` or `tuple[int, int] | None`."""
-    optional = False
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        members = [member for member in typing.get_args(annotation) if member is not type(None)]
-        if len(members) != 1:
-            raise TypeError(f"a configuration field has one type, or None: {annotation}")
-        optional, annotation = True, members[0]
-    if typing.get_origin(annotation) is tuple:
-        members = list(typing.get_args(annotation))
-        length = None if members[-1] is Ellipsis else len(members)
-        return Kind(scalar=members[0], optional=optional, many=True, length=length)
-    if annotation not in (int, float, bool, str):
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    base, *others = [member for member in members if member is not types.NoneType]
+    items = typing.get_args(base) if typing.get_origin(base) is tuple else (base,)
+    if others or items[0] not in EXPECTED:
         raise TypeError(f"a configuration field is an int, float, bool, str, a tuple of them, or None: {annotation}")
-    return Kind(scalar=annotation, optional=optional, many=False, length=None)
+    length = len(items) if items[-1] is not Ellipsis and base is not items[0] else None
+    return Kind(items[0], optional=len(members) > 1, many=base is not items[0], length=length)
 
 
 def shown(field: ConfigField, value: Any) -> str:
@@ -172,36 +172,40 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     Raises ConfigError with subject, text and what was expected.
     """
     kind, option = field.kind, field.option
-    if isinstance(raw, str):
-        if kind.optional and not literal and raw.lower() in NONE_WORDS:
-            return None
-        if not kind.many:
-            return read_scalar(kind.scalar, option, raw, subject)
-        # a path can contain blanks, a number cannot
-        items: Sequence[str] = [raw] if kind.scalar is str and not option.choices else re.split(r"[\s,]+", raw.strip())
-    else:
-        items = raw
-    if not kind.many:
-        raise ConfigError(f"{subject} {' '.join(items)}: expected one value, {describe(field)}, got {len(items)}")
-    if kind.optional and len(items) == 1 and not literal and items[0].lower() in NONE_WORDS:
+    words = [raw] if isinstance(raw, str) else list(raw)
+    if not kind.many and not isinstance(raw, str):
+        expected = f"expected one value, {EXPECTED[kind.scalar]}, got {len(words)}"
+        raise ConfigError(f"{subject} {' '.join(words)}: {expected}")
+    if kind.many and isinstance(raw, str) and (kind.scalar is not str or option.choices):
+        words = re.split(r"[\s,]+", raw.strip())  # other strings are paths, which can contain blanks
+    if kind.optional and not literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
         return None
-    if kind.length is not None and len(items) != kind.length:
-        raise ConfigError(
-            f"{subject} {' '.join(items)}: expected {kind.length} values, got {len(items)} ({option.help})"
-        )
-    return tuple(read_scalar(kind.scalar, option, item, subject) for item in items)
+    if not kind.many:
+        return read_scalar(kind.scalar, option, words[0], subject)
+    if kind.length is not None and len(words) != kind.length:
+        expected = f"expected {kind.length} values, got {len(words)} ({option.help})"
+        raise ConfigError(f"{subject} {' '.join(words)}: {expected}")
+    return tuple(read_scalar(kind.scalar, option, word, subject) for word in words)
 
 
 def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
-    """Read one text as an int, float, bool or str within the option's choices and range."""
+    """Read one text as an int, float, bool or str within the option's choices and range.
+
+    A number is decimal and finite; an int may be written as 1e6 or 1000.0.
+    """
     text = option.read(raw) if option.read is not None else raw
-    value: Any
+    value: Any = None
     if scalar is str:
         value = text
     elif scalar is bool:
-        value = True if text.lower() in TRUE_WORDS else False if text.lower() in FALSE_WORDS else None
-    else:
-        value = read_number(scalar, text)
+        value = BOOL_WORDS.get(text.lower())
+    elif "_" not in text:
+        try:
+            number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            value = float(number) if scalar is float else int(number) if number == int(number) else None
     if value is None:
         raise ConfigError(
             f"{subject} {raw}: expected {', '.join(filter(None, (EXPECTED[scalar], expected_range(option))))}"
@@ -212,28 +216,9 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
     return value
 
 
-def read_number(scalar: type, text: str) -> int | float | None:
-    """Read a finite decimal number; return None if the text is not one. An int may be written as 1e6 or 1000.0."""
-    try:
-        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    except ValueError:
-        return None
-    if "_" in text or not math.isfinite(number):
-        return None
-    if scalar is float:
-        return float(number)
-    return int(number) if number == int(number) else None
-
-
 def expected_range(option: Option) -> str:
     """Return the option's range in words, such as 'at least 1 and below 2', or nothing."""
-    limits = (
-        ("at least", option.at_least),
-        ("above", option.above),
-        ("at most", option.at_most),
-        ("below", option.below),
-    )
-    return " and ".join(f"{word} {limit:g}" for word, limit in limits if limit is not None)
+    return " and ".join(f"{words} {bound:g}" for words, bound in option.limits.items())
 
 
 def out_of_bounds(option: Option, value: Any) -> str:
@@ -244,54 +229,35 @@ def out_of_bounds(option: Option, value: Any) -> str:
         return "the value is empty"  # such as an unset variable in a launch script
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    good = (
-        (option.at_least is None or value >= option.at_least)
-        and (option.above is None or value > option.above)
-        and (option.at_most is None or value <= option.at_most)
-        and (option.below is None or value < option.below)
-    )
-    return "" if good else f"expected a value {expected_range(option)}"
+    is_good = all(LIMITS[words](value, bound) for words, bound in option.limits.items())
+    return "" if is_good else f"expected a value {expected_range(option)}"
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
     """Return '; did you mean x?' with the most similar of some words, or nothing if no word is similar."""
-    import difflib  # only needed for an error
-
     lower = {candidate.lower(): candidate for candidate in words}
     match = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
     return f"; did you mean {lower[match[0]]}?" if match else ""
 
 
-def describe(field: ConfigField) -> str:
-    """Return the type of a field in words."""
-    words = EXPECTED[field.kind.scalar]
-    if field.kind.many:
-        words = f"a list, each {words}" if field.kind.length is None else f"{field.kind.length} values, each {words}"
-    return words
-
-
 def value_text(value: Any) -> str:
-    """Return a value as YAML on one line, which `read_value` and any other YAML reader read back."""
+    """Return a value as YAML on one line, which `read_value` and any other YAML reader read back.
+
+    A string is plain where it cannot be misread, else in double quotes with escapes.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
-        text = repr(value)
-        mantissa, exponent_mark, exponent = text.partition("e")
+        mantissa, exponent_mark, exponent = repr(value).partition("e")
         # YAML 1.1 takes 1e-05 for a string
-        return f"{mantissa}.0e{exponent}" if exponent_mark and "." not in mantissa else text
-    if isinstance(value, int):
-        return str(value)
+        return f"{mantissa}.0e{exponent}" if exponent_mark and "." not in mantissa else repr(value)
     if isinstance(value, tuple):
         return "[" + ", ".join(value_text(item) for item in value) + "]"
-    return plain_or_quoted(str(value))
-
-
-def plain_or_quoted(text: str) -> str:
-    """Return a string as a YAML scalar: plain where it cannot be misread, else in double quotes with escapes."""
-    reserved = (*NONE_WORDS, *TRUE_WORDS, *FALSE_WORDS, "y", "n", ".", "..", ".nan", ".inf")
-    if PLAIN_TEXT.fullmatch(text) and text.lower() not in reserved and not text.startswith("..."):
+    text = str(value)
+    is_plain = PLAIN_TEXT.fullmatch(text) and text.lower() not in RESERVED and not text.startswith("...")
+    if is_plain or isinstance(value, int):
         return text
     return '"' + "".join(escaped(character) for character in text) + '"'
 

@@ -82,7 +82,7 @@ class CheckpointConfig:
         unit="steps",
         at_least=1,
         needs=SAVE,
-        more_flags=(Flag("--persistent-save-interval", help="same as --save-interval"),),
+        more_flags=(Flag("--persistent-save-interval"),),
     )
     save_interval_minutes: float | None = option(
         None,
@@ -92,9 +92,7 @@ class CheckpointConfig:
         needs=SAVE,
     )
     async_save: bool = option(
-        False,
-        "write checkpoints in the background; training waits only while its tensors are copied",
-        needs=SAVE,
+        False, "write checkpoints in the background; training waits only while its tensors are copied", needs=SAVE
     )
     exit_on_save_failure: bool = option(
         False,

@@ -7,13 +7,13 @@ Flags come from the fields' declarations. A flag may be spelled with - or _, and
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megapipe.config.config import all_fields
-from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, expected_range, nearest, value_text
+from megapipe.config.config import all_fields, fields_by_key
+from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, expected_range, nearest, read_value, value_text
 from megapipe.config.megatron_flags import SUPPORTED, megatron_flags
 from megapipe.errors import ConfigError
 
@@ -29,10 +29,8 @@ class Request:
 
 REQUESTS = {
     "--config": Request(
-        (
-            "YAML file with the same names, in sections or flat; flags win over it (may be given several times: later "
-            "files win)"
-        ),
+        "YAML file with the same names, in sections or flat; flags win over it (may be given several times: later "
+        "files win)",
         "1",
         "FILE",
     ),
@@ -50,10 +48,8 @@ REQUESTS = {
     ),
     "--ranks-per-node": Request("ranks per node of that world (default: all on one node); with --world-size", "1", "N"),
     "--verify-grid": Request(
-        (
-            "compare a few steps of this grid with a single plain process, in fp64 (the default) or the native dtype, "
-            "and exit"
-        ),
+        "compare a few steps of this grid with a single plain process, in fp64 (the default) or the native dtype, "
+        "and exit",
         "?",
         "MODE",
     ),
@@ -66,7 +62,12 @@ ABBREVIATIONS = {
     "--dp": "dp is the number of ranks / (tp x pp x cp)",
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
-VERIFY_MODES = ("fp64", "native")
+VERIFY_MODES = ("fp64", "native")  # the first is the default
+REQUESTED_NUMBERS = {
+    "--rank": ("the number of a global rank", 0),
+    "--world-size": ("a whole number of ranks", 1),
+    "--ranks-per-node": ("a whole number of ranks", 1),
+}
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,21 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class GivenFlag:
-    """One flag of the command line that belongs to a field. texts: its values as they were given."""
+class Setting:
+    """One field set to one value by one source."""
 
     field: ConfigField
-    flag: Flag
-    texts: tuple[str, ...]
+    value: Any
+    origin: str  # 'flag --x', 'yaml FILE line N'
+    subject: str  # for errors: '--bf16', 'tiny.yaml line 3: bf16'
+    only_from: tuple[Any, ...] | None = None  # as in Flag
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A parsed argv: flags of fields in order, requests, and remarks on Megatron flags that change nothing here."""
+    """A parsed argv: settings in order, requests, and remarks on Megatron flags that change nothing here."""
 
-    given: tuple[GivenFlag, ...]
+    settings: list[Setting]
     requests: Requests
     remarks: tuple[str, ...]
 
@@ -122,13 +125,20 @@ def normalised(token: str) -> str:
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Read argv (without the program's name). Raises ConfigError at the first error, with a way out."""
-    given: list[GivenFlag] = []
+    given: list[tuple[str, list[str]]] = []  # (flag with dashes, the words that follow it)
+    for token in argv:
+        if token.startswith("--") or token == "-h":
+            name, equals, value = token.partition("=")
+            given.append(("--help" if name == "-h" else normalised(name), [value] if equals else []))
+        elif not given:
+            raise ConfigError(f"{token!r} follows no flag; give a YAML file as --config FILE.yaml")
+        else:
+            given[-1][1].append(token)
     remarks: list[str] = []
     asked: dict[str, list[str]] = {}
-    for name, texts in flags_with_values(argv):
+    for name, texts in given:
         if name in field_flags():
             check_number_of_values(name, texts)
-            given.append(GivenFlag(*field_flags()[name], tuple(texts)))
         elif name in REQUESTS:
             check_number_of_values(name, texts)
             asked.setdefault(name, []).extend(texts)
@@ -136,33 +146,21 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
             remarks.append(megatron_flags()[name].judge(texts))
         else:
             raise ConfigError(f"unknown flag {name}{suggestion(name)} (--help lists all flags)")
-    requests = Requests(
-        config_files=tuple(asked.get("--config", ())),
-        print_config="--print-config" in asked,
-        plan="--plan" in asked,
-        dry_run="--dry-run" in asked,
-        rank=whole_number(asked, "--rank", "the number of a global rank", at_least=0),
-        world_size=whole_number(asked, "--world-size", "a whole number of ranks", at_least=1),
-        ranks_per_node=whole_number(asked, "--ranks-per-node", "a whole number of ranks", at_least=1),
-        verify_grid=[*asked["--verify-grid"], "fp64"][0] if "--verify-grid" in asked else None,
-        help="--help" in asked,
-    )
-    check_requests(requests)
-    return CommandLine(tuple(given), requests, tuple(remarks))
+    requests = read_requests(asked)
+    settings = []
+    for name, texts in given:
+        if name in field_flags() and not requests.help:
+            field, flag = field_flags()[name]
+            value = read_value(field, texts if field.kind.many else texts[0], name) if texts else flag.value
+            settings += settings_of(field, flag, value, f"flag {name}", name)
+    return CommandLine(settings, requests, tuple(remarks))
 
 
-def flags_with_values(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
-    """Return (flag with dashes, the words that follow it). Raises ConfigError at a word that follows no flag."""
-    found: list[tuple[str, list[str]]] = []
-    for token in argv:
-        if token.startswith("--") or token == "-h":
-            name, equals, value = token.partition("=")
-            found.append(("--help" if name == "-h" else normalised(name), [value] if equals else []))
-        elif not found:
-            raise ConfigError(f"{token!r} follows no flag; give a YAML file as --config FILE.yaml")
-        else:
-            found[-1][1].append(token)
-    return found
+def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject: str) -> list[Setting]:
+    """Return the settings of a flag's own field and of those that it also sets."""
+    others = [(fields_by_key()[f"{field.section}.{name}"], constant) for name, constant in flag.also_sets]
+    settings = [Setting(field, value, origin, subject, flag.only_from)]
+    return settings + [Setting(other, constant, origin, subject) for other, constant in others]
 
 
 def check_number_of_values(name: str, texts: list[str]) -> None:
@@ -179,30 +177,26 @@ def check_number_of_values(name: str, texts: list[str]) -> None:
         raise ConfigError(f"{name} needs a value: {meaning}")
     if values in ("1", "?") and len(texts) > 1:
         raise ConfigError(f"{name} {' '.join(texts)}: expected one value, got {len(texts)}")
-    if values == "?" and texts and texts[0] not in VERIFY_MODES:
-        raise ConfigError(f"{name} {texts[0]}: choose {' or '.join(VERIFY_MODES)}")
 
 
-def whole_number(asked: dict[str, list[str]], name: str, expected: str, at_least: int) -> int | None:
-    """Return the number that follows a request, None without the request. Raises ConfigError if it is not one."""
-    if name not in asked:
-        return None
-    text = asked[name][-1]
-    if not text.isdecimal() or int(text) < at_least:
-        raise ConfigError(f"{name} {text}: expected {expected}, at least {at_least}")
-    return int(text)
-
-
-def check_requests(requests: Requests) -> None:
-    """Raise ConfigError if the plan of a world is described, but no plan is asked for."""
+def read_requests(asked: dict[str, list[str]]) -> Requests:
+    """Read the requests of a command line: name -> values. Raises ConfigError."""
+    numbers: dict[str, Any] = {}
+    for name, (expected, least) in REQUESTED_NUMBERS.items():
+        text = asked[name][-1] if name in asked else ""
+        if name in asked and (not text.isdecimal() or int(text) < least):
+            raise ConfigError(f"{name} {text}: expected {expected}, at least {least}")
+        numbers[name[2:].replace("-", "_")] = int(text) if name in asked else None
+    mode = [*asked["--verify-grid"], VERIFY_MODES[0]][0] if "--verify-grid" in asked else None
+    if mode not in (None, *VERIFY_MODES):
+        raise ConfigError(f"--verify-grid {mode}: choose {' or '.join(VERIFY_MODES)}")
+    given = {name: f"--{name.replace('_', '-')}" in asked for name in ("print_config", "plan", "dry_run", "help")}
+    requests = Requests(tuple(asked.get("--config", ())), verify_grid=mode, **given, **numbers)
     if requests.ranks_per_node is not None and requests.world_size is None:
-        raise ConfigError(
-            "--ranks-per-node needs --world-size N; a world that is started knows the number of ranks on its nodes"
-        )
+        raise ConfigError("--ranks-per-node needs --world-size N; ranks that are started know their nodes")
     if requests.rank is not None and not requests.dry_run:
         raise ConfigError(
-            "--rank selects the rank that a dry run counts: add --dry-run; ranks that train get their numbers from the "
-            "launcher"
+            "--rank selects the rank that --dry-run counts: add it; the launcher numbers ranks that train"
         )
     if requests.dry_run and (requests.plan or requests.verify_grid is not None):
         raise ConfigError("--dry-run prints the plan together with its counts; leave --plan and --verify-grid out")
@@ -211,14 +205,15 @@ def check_requests(requests: Requests) -> None:
             "--world-size gives the number of ranks to plan for: add --plan or --dry-run; to train on them start them "
             "(torchrun --nproc-per-node, srun)"
         )
+    return requests
 
 
 def off_flag(name: str) -> str:
     """Return the flag that turns off what this flag turns on; empty if no flag does."""
-    field, flag = field_flags().get(name, (None, None))
-    if field is None or flag is None or field.kind.scalar is not bool or flag.value is not True:
+    if name not in field_flags():
         return ""
-    return field.flags[1].name
+    field, flag = field_flags()[name]
+    return field.flags[1].name if field.kind.scalar is bool and flag.value is True else ""
 
 
 def suggestion(name: str) -> str:
@@ -242,32 +237,24 @@ def help_text(schedules: Sequence[str] = ()) -> str:
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38, width=150),
     )
+
+    def add(names: tuple[str, ...], help_line: str, values: str, metavar: str | None) -> None:
+        kwargs: dict[str, Any] = {"nargs": None if values == "1" else values, "metavar": metavar}
+        group.add_argument(*names, help=help_line.replace("%", "%%"), **kwargs if values else {"action": "store_true"})
+
     group = parser.add_argument_group("requests [megapipe]")
     for name, request in REQUESTS.items():
-        names = (name, "-h") if name == "--help" else (name,)
-        group.add_argument(*names, help=request.help, **parsing(request.values, request.metavar))
+        add((name, "-h") if name == "--help" else (name,), request.help, request.values, request.metavar)
     for field in all_fields():
         if group.title != field.section:
             group = parser.add_argument_group(field.section)
+        metavar = {int: "N", float: "X", str: "WORD" if field.option.choices else "TEXT"}.get(field.kind.scalar)
         for flag in field.flags:
-            help_line = unit_and_help(field, schedules) if flag.name == field.main_flag else flag.help
-            if field.kind.scalar is bool and flag.value is False:
-                help_line = f"turns {field.main_flag} off"
             row = megatron_flags().get(flag.name)
             mark = "" if row is not None and row.kind == SUPPORTED else " [megapipe]"
-            word = {int: "N", float: "X", str: "WORD" if field.option.choices else "TEXT", bool: None}[
-                field.kind.scalar
-            ]
-            help_line = (help_line + mark).replace("%", "%%")
-            group.add_argument(flag.name, help=help_line, **parsing(takes_values(field, flag), word))
+            help_line = flag.help or unit_and_help(field, schedules)
+            add((flag.name,), help_line + mark, takes_values(field, flag), metavar)
     return parser.format_help()
-
-
-def parsing(values: str, metavar: str | None) -> dict[str, Any]:
-    """Return argparse's settings for a flag that is followed by that many values."""
-    if values == "":
-        return {"action": "store_true"}
-    return {"nargs": None if values == "1" else values, "metavar": metavar}
 
 
 def choices_of(field: ConfigField, schedules: Sequence[str]) -> Sequence[str]:
@@ -278,14 +265,10 @@ def choices_of(field: ConfigField, schedules: Sequence[str]) -> Sequence[str]:
 def unit_and_help(field: ConfigField, schedules: Sequence[str] = ()) -> str:
     """Return help, choices or range, unit and default of a field."""
     option = field.option
-    parts = [option.help]
-    if choices := choices_of(field, schedules):
-        parts.append("one of " + ", ".join(choices))
-    details = [f"unit: {option.unit}"] if option.unit else []
-    if expected_range(option):
-        details.append(expected_range(option))
-    details.append(default_text(field))
-    return "; ".join(parts) + f" ({'; '.join(details)})"
+    choices = choices_of(field, schedules)
+    text = option.help + ("; one of " + ", ".join(choices) if choices else "")
+    details = (f"unit: {option.unit}" if option.unit else "", expected_range(option), default_text(field))
+    return f"{text} ({'; '.join(filter(None, details))})"
 
 
 def default_text(field: ConfigField) -> str:
@@ -293,5 +276,5 @@ def default_text(field: ConfigField) -> str:
     if field.option.required:
         return "required"
     if field.default is None:
-        return f"default: {field.option.derived}" if field.option.derived else "default: none"
+        return f"default: {field.option.derived or 'none'}"
     return f"default: {value_text(field.default)}"

@@ -72,7 +72,7 @@ class GpuConfig:
         "local: record the forward and the backward of every stage once and launch each as one CUDA graph; see "
         "docs/gpu.md",
         choices=CUDA_GRAPH_IMPLS,
-        more_flags=(Flag("--enable-cuda-graph", value="local", help="same as --cuda-graph-impl local"),),
+        more_flags=(Flag("--enable-cuda-graph", "local"),),
     )
     cuda_graph_warmup_steps: int = option(
         3, "steps that run before the graphs are recorded", unit="steps", at_least=1, needs=GRAPHS

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
-from megapipe.config.fields import (
-    NONE_WORDS,
-    TAKES_VALUE,
-    TRUE_WORDS,
-    ConfigField,
-    Flag,
-    nearest,
-    read_value,
-    value_text,
+from megapipe.config.config import Config, all_fields, make_config, value_of
+from megapipe.config.fields import BOOL_WORDS, NONE_WORDS, TAKES_VALUE, Flag, nearest, read_value, value_text
+from megapipe.config.flags import (
+    Requests,
+    Setting,
+    field_flags,
+    help_text,
+    normalised,
+    off_flag,
+    read_command_line,
+    settings_of,
 )
-from megapipe.config.flags import GivenFlag, Requests, field_flags, help_text, normalised, off_flag, read_command_line
-from megapipe.config.megatron_flags import megatron_flags
+from megapipe.config.megatron_flags import MegatronFlag, megatron_flags
 from megapipe.config.rules.check import check_job, raise_all
 from megapipe.config.yaml_file import Entry, read_entries, read_file, to_yaml
 from megapipe.errors import ConfigError
@@ -41,17 +41,6 @@ class LoadedConfig:
         return to_yaml(self.config, self.origins, resolved)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One field set to one value by one source."""
-
-    field: ConfigField
-    value: Any
-    origin: str
-    subject: str  # for errors: '--bf16', 'tiny.yaml line 3: bf16'
-    only_from: tuple[Any, ...] | None = None
-
-
 def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence[str] = ()) -> LoadedConfig:
     """Read argv (without the program's name) and the files it names. Raises ConfigError; `--help` prints and exits.
 
@@ -63,19 +52,12 @@ def load_config(argv: Sequence[str], *, is_job: bool = True, schedules: Sequence
     if line.requests.help:
         print(help_text(schedules))
         raise SystemExit(0)
-    values: dict[str, Any] = {field.key: field.default for field in all_fields()}
-    origins = dict.fromkeys(values, DEFAULT)
     remarks = list(line.remarks)
-    for path in line.requests.config_files:
-        settings: list[Setting] = []
-        for entry in read_entries(read_file(path), path):
-            settings += settings_of_entry(entry, remarks)
-        apply(values, origins, settings)
-    apply(values, origins, [setting for given in line.given for setting in settings_of_flag(given)])
+    files = [settings_of_yaml(read_file(path), path, remarks) for path in line.requests.config_files]
+    values, origins = merge([*files, line.settings])
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(remarks))
     if is_job and not loaded.config.checkpoint.use_checkpoint_args:
-        require(loaded)
-        check_job(loaded.config)
+        check_complete(loaded)
     return loaded
 
 
@@ -84,11 +66,7 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
 
     Each value is checked, but not the rules between fields: a resolved configuration has its lengths in two units.
     """
-    values: dict[str, Any] = {field.key: field.default for field in all_fields()}
-    settings: list[Setting] = []
-    for entry in read_entries(text, name):
-        settings += settings_of_entry(entry, [])
-    apply(values, dict.fromkeys(values, DEFAULT), settings)
+    values, _ = merge([settings_of_yaml(text, name, [])])
     return make_config(values)
 
 
@@ -106,138 +84,106 @@ def with_checkpoint_model(loaded: LoadedConfig, saved: Config, where: str) -> Lo
         if origins[field.key] != DEFAULT and values[field.key] != stored:
             raise ConfigError(
                 f"{field.key} is {value_text(values[field.key])} by {origins[field.key]}, but {value_text(stored)} in "
-                f"the checkpoint {where}, "
-                "from which --use-checkpoint-args takes the model; leave one of the two out"
+                f"the checkpoint {where}, from which --use-checkpoint-args takes the model; leave one of the two out"
             )
         values[field.key], origins[field.key] = stored, f"checkpoint {where}"
     merged = dataclasses.replace(loaded, config=make_config(values), origins=origins)
-    require(merged)
-    check_job(merged.config)
+    check_complete(merged)
     return merged
 
 
-def require(loaded: LoadedConfig) -> None:
-    """Raise ConfigError if a field that a job must give was left to its default."""
-    missing: list[str] = []
+def check_complete(loaded: LoadedConfig) -> None:
+    """Raise ConfigError if a field that a job must give was left to its default, or the job breaks a rule."""
+    missing = []
     for field in all_fields():
         is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
         if field.option.required and loaded.origins[field.key] == DEFAULT and not is_optional:
-            missing.append(
-                f"{field.main_flag} is missing: {field.option.help} (in a YAML file: {field.name} in the section "
-                f"{field.section})",
-            )
+            in_yaml = f"(in a YAML file: {field.name} in the section {field.section})"
+            missing.append(f"{field.main_flag} is missing: {field.option.help} {in_yaml}")
     raise_all(missing)
+    check_job(loaded.config)
 
 
-def settings_of_flag(given: GivenFlag) -> list[Setting]:
-    """Return the settings of one flag of the command line."""
-    name = given.flag.name
-    value = (
-        read_value(given.field, given.texts if given.field.kind.many else given.texts[0], name)
-        if given.texts
-        else given.flag.value
-    )
-    return settings_of(given.field, given.flag, value, f"flag {name}", name)
-
-
-def settings_of(field: ConfigField, flag: Flag, value: Any, origin: str, subject: str) -> list[Setting]:
-    """Return the settings of a flag's own field and of those that it also sets."""
-    others = [
-        Setting(fields_by_key()[f"{field.section}.{name}"], constant, origin, subject)
-        for name, constant in flag.also_sets
-    ]
-    return [Setting(field, value, origin, subject, flag.only_from), *others]
+def settings_of_yaml(text: str, name: str, remarks: list[str]) -> list[Setting]:
+    """Return the settings of a YAML file. remarks: receives those on Megatron flags that change nothing here."""
+    return [setting for entry in read_entries(text, name) for setting in settings_of_entry(entry, remarks)]
 
 
 def settings_of_entry(entry: Entry, remarks: list[str]) -> list[Setting]:
     """Return the settings of one line of a YAML file. Raises ConfigError at an unknown key, with the nearest one."""
     subject = f"{entry.where}: {entry.section}.{entry.key}" if entry.section else f"{entry.where}: {entry.key}"
-    origin = f"yaml {entry.where}"
-    field, flag = find_key(entry, remarks, subject)
-    if field is None:
+    by_name = {field.name: field for field in all_fields()}
+    name = "--" + normalised(entry.key)
+    if entry.key in by_name:
+        field = by_name[entry.key]
+        flag = Flag(field.main_flag)
+    elif name in field_flags():
+        field, flag = field_flags()[name]
+    elif name in megatron_flags():
+        remarks += megatron_remarks(entry, megatron_flags()[name])
         return []
+    else:
+        names = [field.name for field in all_fields() if entry.section in (None, field.section)]
+        every = [*by_name, *(flag[2:].replace("-", "_") for flag in field_flags())]
+        meant = nearest(entry.key, names) or nearest(entry.key, every)
+        raise ConfigError(f"unknown key {subject}{meant}; --help lists all names")
     if entry.section is not None and entry.section != field.section:
         raise ConfigError(f"{subject}: {entry.key} belongs to the section {field.section}")
     if flag.value is not TAKES_VALUE:
-        return settings_of_switch(entry, field, flag, origin, subject)
-    if entry.raw is None:
-        if not field.kind.optional:
-            raise ConfigError(f"{subject} is empty; leave the line out for the default, {value_text(field.default)}")
-        return settings_of(field, flag, None, origin, subject)
-    return settings_of(field, flag, read_value(field, entry.raw, subject, literal=entry.quoted), origin, subject)
+        is_on = BOOL_WORDS.get(entry.raw.lower()) if isinstance(entry.raw, str) else None
+        if is_on is None:
+            raise ConfigError(f"{subject} {value_text(entry.raw)}: expected true or false")
+        if not is_on and field.kind.scalar is not bool:
+            return []  # `bf16: false` changes nothing
+        value = flag.value if is_on else not flag.value
+    elif entry.raw is not None:
+        value = read_value(field, entry.raw, subject, literal=entry.quoted)
+    elif field.kind.optional:
+        value = None
+    else:
+        raise ConfigError(f"{subject} is empty; leave the line out for the default, {value_text(field.default)}")
+    return settings_of(field, flag, value, f"yaml {entry.where}", subject)
 
 
-def find_key(entry: Entry, remarks: list[str], subject: str) -> tuple[ConfigField | None, Flag]:
-    """Return the field and flag that a key names; (None, _) for a Megatron flag that changes nothing here."""
-    for field in all_fields():
-        if field.name == entry.key:
-            return field, Flag(field.main_flag)
-    name = "--" + normalised(entry.key)
-    if name in field_flags():
-        return field_flags()[name]
-    if name in megatron_flags():
-        row = megatron_flags()[name]
-        given = [entry.raw] if isinstance(entry.raw, str) else list(entry.raw or ())
-        if entry.raw is None or (not entry.quoted and given[0].lower() in NONE_WORDS):
-            return None, Flag(name)  # the key has no value, so nothing is asked for
-        if row.values == "" and len(given) == 1:
-            if given[0].lower() not in TRUE_WORDS:
-                return None, Flag(name)  # a switch of Megatron's that is off
-            given = []
-        try:
-            remarks.append(row.judge(given))
-        except ConfigError as error:
-            raise ConfigError(f"{entry.where}: {error}") from None
-        return None, Flag(name)
-    names = [field.name for field in all_fields() if entry.section in (None, field.section)]
-    every = [field.name for field in all_fields()] + [flag[2:].replace("-", "_") for flag in field_flags()]
-    raise ConfigError(
-        f"unknown key {subject}{nearest(entry.key, names) or nearest(entry.key, every)}; --help lists all names"
-    )
+def megatron_remarks(entry: Entry, row: MegatronFlag) -> list[str]:
+    """Return the remark on a key that is a flag of Megatron's; none if it asks for nothing. Raises ConfigError."""
+    given = [entry.raw] if isinstance(entry.raw, str) else list(entry.raw or ())
+    if entry.raw is None or (not entry.quoted and given[0].lower() in NONE_WORDS):
+        return []
+    if row.values == "" and len(given) == 1:
+        if not BOOL_WORDS.get(given[0].lower()):
+            return []  # a switch that is off
+        given = []
+    try:
+        return [row.judge(given)]
+    except ConfigError as error:
+        raise ConfigError(f"{entry.where}: {error}") from None
 
 
-def settings_of_switch(entry: Entry, field: ConfigField, flag: Flag, origin: str, subject: str) -> list[Setting]:
-    """Return the settings of a key that names a flag without value, such as `bf16: true`."""
-    raw = entry.raw if isinstance(entry.raw, str) else ""
-    wanted = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(raw.lower())
-    if wanted is None:
-        raise ConfigError(f"{subject} {value_text(entry.raw)}: expected true or false")
-    if wanted:
-        return settings_of(field, flag, flag.value, origin, subject)
-    if field.kind.scalar is bool:
-        return settings_of(field, flag, not flag.value, origin, subject)
-    return []  # `bf16: false` changes nothing
-
-
-def apply(values: dict[str, Any], origins: dict[str, str], settings: list[Setting]) -> None:
-    """Apply the settings of one source over those of earlier sources.
+def merge(sources: Sequence[Sequence[Setting]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Apply each source over the earlier ones and over the defaults; return values and origins by 'section.name'.
 
     If a flag is given twice, or in its on and off forms, the last one holds, as in every launch script. Two different
-    flags that set one field to different values (--bf16 and --fp16) raise ConfigError.
+    flags of one source that set a field to different values (--bf16 and --fp16) raise ConfigError.
     """
-    firm: dict[str, Setting] = {}
-    for setting in (setting for setting in settings if setting.only_from is None):
-        key, earlier = setting.field.key, firm.get(setting.field.key)
-        if earlier is not None and earlier.value != setting.value and not same_switch(earlier.subject, setting.subject):
-            raise contradiction(earlier, setting)
-        firm[key] = setting
-        values[key], origins[key] = setting.value, setting.origin
-    for setting in (setting for setting in settings if setting.only_from is not None):
-        key = setting.field.key
-        if values[key] in (setting.only_from or ()):
-            if key in firm:
-                raise contradiction(firm[key], setting)
+    values: dict[str, Any] = {field.key: field.default for field in all_fields()}
+    origins = dict.fromkeys(values, DEFAULT)
+    for settings in sources:
+        firm: dict[str, Setting] = {}
+        # those with only_from come last, since they depend on the value that the others give
+        for setting in sorted(settings, key=lambda one: one.only_from is not None):
+            key, subject = setting.field.key, setting.subject
+            if setting.only_from is not None and values[key] not in setting.only_from:
+                continue
+            earlier = firm.get(key)
+            if earlier is not None and earlier.value != setting.value:
+                is_same_flag = earlier.subject in (subject, off_flag(subject)) or off_flag(earlier.subject) == subject
+                if not is_same_flag:
+                    raise ConfigError(
+                        f"{earlier.subject} and {subject} contradict each other: {key} would be "
+                        f"{value_text(earlier.value)} and {value_text(setting.value)}; give one of the two"
+                    )
+            if setting.only_from is None:
+                firm[key] = setting
             values[key], origins[key] = setting.value, setting.origin
-
-
-def same_switch(first: str, second: str) -> bool:
-    """Return True if two flags are the same, or the on and off form of one."""
-    return first == second or off_flag(first) == second or off_flag(second) == first
-
-
-def contradiction(first: Setting, second: Setting) -> ConfigError:
-    """Build the error for two settings of one source that cannot both hold."""
-    return ConfigError(
-        f"{first.subject} and {second.subject} contradict each other: {first.field.key} would be "
-        f"{value_text(first.value)} and {value_text(second.value)}; give one of the two"
-    )
+    return values, origins

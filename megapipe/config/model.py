@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import TAKES_VALUE, Flag, Need, option
+from megapipe.config.fields import Flag, Need, option
 from megapipe.dtypes import TENSOR_DTYPES
 
 POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
@@ -50,7 +50,7 @@ class ModelConfig:
         more_flags=(
             Flag(
                 "--group-query-attention",
-                value=1,
+                1,
                 only_from=(None,),
                 help="grouped query attention; one group unless --num-query-groups",
             ),
@@ -81,10 +81,7 @@ class ModelConfig:
         "learned_absolute",
         "how positions enter the model",
         choices=POSITION_EMBEDDING_TYPES,
-        more_flags=(
-            Flag("--use-rotary-position-embeddings", value="rope", help="same as --position-embedding-type rope"),
-            Flag("--no-position-embedding", value="none", help="same as --position-embedding-type none"),
-        ),
+        more_flags=(Flag("--use-rotary-position-embeddings", "rope"), Flag("--no-position-embedding", "none")),
     )
     rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", above=0)
     rotary_percent: float = option(1.0, "fraction of each head's channels that is rotated", above=0, at_most=1)
@@ -92,7 +89,7 @@ class ModelConfig:
         "none",
         "how rotary frequencies are scaled to sequences longer than they were trained for",
         choices=ROPE_SCALING_TYPES,
-        more_flags=(Flag("--use-rope-scaling", value="llama3", help="same as --rope-scaling-type llama3"),),
+        more_flags=(Flag("--use-rope-scaling", "llama3"),),
     )
     rope_scaling_factor: float = option(
         8.0,
@@ -130,11 +127,11 @@ class ModelConfig:
         "activation of the MLP (gelu is the erf form)",
         choices=ACTIVATIONS,
         more_flags=(
-            Flag("--swiglu", value="swiglu", help="same as --activation swiglu"),
-            Flag("--squared-relu", value="squared_relu", help="same as --activation squared_relu"),
+            Flag("--swiglu", "swiglu"),
+            Flag("--squared-relu", "squared_relu"),
             Flag(
                 "--no-bias-gelu-fusion",
-                value="gelu",
+                "gelu",
                 only_from=("gelu_tanh",),
                 help="erf instead of tanh GELU, as in Megatron",
             ),
@@ -199,9 +196,9 @@ class PrecisionConfig:
         "weights and activations",
         choices=tuple(TENSOR_DTYPES),
         more_flags=(
-            Flag("--bf16", value="bf16", help="same as --dtype bf16"),
-            Flag("--fp16", value="fp16", help="same as --dtype fp16"),
-            Flag("--fp64", value="fp64", help="same as --dtype fp64: for verification"),
+            Flag("--bf16", "bf16"),
+            Flag("--fp16", "fp16"),
+            Flag("--fp64", "fp64", help="same as --dtype fp64: for verification"),
         ),
     )
     loss_scale: float | None = option(None, "fp16: a fixed loss scale; unset: dynamic", above=0, needs=FP16)
@@ -219,7 +216,7 @@ class PrecisionConfig:
         "hybrid with e5m2 for output gradients; weights, activations between the GEMMs and messages stay in "
         "--dtype; unset: no fp8",
         choices=FP8_FORMATS,
-        more_flags=(Flag("--fp8", value=TAKES_VALUE, help="same as --fp8-format"),),
+        more_flags=(Flag("--fp8"),),
     )
     fp8_recipe: str = option(
         "delayed",

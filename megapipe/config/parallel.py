@@ -115,13 +115,13 @@ class ParallelConfig:
         True,
         "with --tp-comm-overlap: split all-gathers",
         off_flag="--disable-tp-comm-overlap-ag",
-        more_flags=(Flag("--no-tp-comm-overlap-ag", value=False, help="same as --disable-tp-comm-overlap-ag"),),
+        more_flags=(Flag("--no-tp-comm-overlap-ag", False),),
     )
     tp_comm_overlap_rs: bool = option(
         True,
         "with --tp-comm-overlap: split reduce-scatters, and without sequence parallelism all-reduces",
         off_flag="--disable-tp-comm-overlap-rs",
-        more_flags=(Flag("--no-tp-comm-overlap-rs", value=False, help="same as --disable-tp-comm-overlap-rs"),),
+        more_flags=(Flag("--no-tp-comm-overlap-rs", False),),
     )
     tp_comm_overlap_chunks: int = option(
         4, "with --tp-comm-overlap: chunks of a collective", unit="chunks", at_least=2, needs=TP_OVERLAP
@@ -134,9 +134,7 @@ class ParallelConfig:
         False, "gather updated parameters bucket by bucket during the next forward", needs=DISTRIBUTED_OPTIMIZER
     )
     overlap_p2p_comm: bool = option(
-        True,
-        "overlap sends and receives of stages with computation",
-        flag="--overlap-p2p-communication",
+        True, "overlap sends and receives of stages with computation", flag="--overlap-p2p-communication"
     )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
     ddp_bucket_size: int | None = option(
@@ -149,7 +147,7 @@ class ParallelConfig:
     rank_order: str = option(
         "tp-cp-dp-pp",
         "axes from the fastest to the slowest changing one in the global rank",
-        more_flags=(Flag("--use-tp-pp-dp-mapping", value="tp-cp-pp-dp", help="same as --rank-order tp-cp-pp-dp"),),
+        more_flags=(Flag("--use-tp-pp-dp-mapping", "tp-cp-pp-dp"),),
     )
     allow_tp_across_nodes: bool = option(False, "allow a tensor-parallel group to span nodes")
     distributed_backend: str = option(
@@ -176,9 +174,7 @@ class RecomputeConfig:
         None,
         "what is recomputed in the backward: some modules of every layer, or whole layers; unset: nothing",
         choices=RECOMPUTE_GRANULARITIES,
-        more_flags=(
-            Flag("--recompute-activations", value="selective", help="same as --recompute-granularity selective"),
-        ),
+        more_flags=(Flag("--recompute-activations", "selective"),),
     )
     recompute_method: str | None = option(
         None,

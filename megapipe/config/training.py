@@ -21,11 +21,7 @@ class TrainingConfig:
     """Batch size, length, evaluation, seed, loss, and what to do about spikes and silent corruption."""
 
     micro_batch_size: int = option(
-        1,
-        "sequences of one microbatch on one data-parallel rank",
-        unit="sequences",
-        at_least=1,
-        required=True,
+        1, "sequences of one microbatch on one data-parallel rank", unit="sequences", at_least=1, required=True
     )
     global_batch_size: int | None = option(
         None,
@@ -140,7 +136,7 @@ class OptimizerConfig:
         "with bit-identical results, if gradients turn out to need clipping or to have overflowed. Keeps a copy of "
         "gradients, master weights and moments of each rank's shards",
         more_flags=(
-            Flag("--enable-optimizer-post-validation", value=True, help="same, as in the zero-bubble fork of Megatron"),
+            Flag("--enable-optimizer-post-validation", True, help="same, as in the zero-bubble fork of Megatron"),
         ),
     )
     optimizer_cpu_offload: bool = option(
@@ -152,17 +148,11 @@ class OptimizerConfig:
         None, "highest learning rate of embedding and output layer", above=0, derived="lr"
     )
     decoupled_min_lr: float | None = option(
-        None,
-        "lowest learning rate of embedding and output layer",
-        at_least=0,
-        derived="min-lr",
-        needs=DECOUPLED_LR,
+        None, "lowest learning rate of embedding and output layer", at_least=0, derived="min-lr", needs=DECOUPLED_LR
     )
     override_opt_param_scheduler: bool = option(
-        False,
-        "on resuming, use the schedules of this configuration instead of the checkpoint's",
+        False, "on resuming, use the schedules of this configuration instead of the checkpoint's"
     )
     use_checkpoint_opt_param_scheduler: bool = option(
-        False,
-        "on resuming, use the schedules of the checkpoint instead of this configuration's",
+        False, "on resuming, use the schedules of the checkpoint instead of this configuration's"
     )

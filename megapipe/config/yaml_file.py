@@ -6,10 +6,12 @@ type (see fields.py), so YAML's own guesses about types play no part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megapipe.config.config import Config, all_fields, section_types, value_of
 from megapipe.config.fields import ConfigField, value_text
@@ -31,8 +33,6 @@ def read_file(path: str) -> str:
     """Read the text of a configuration file. Raises ConfigError if it does not exist or is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
@@ -41,8 +41,6 @@ def read_file(path: str) -> str:
 
 def read_entries(text: str, name: str) -> list[Entry]:
     """Return all entries of a YAML text, in order. name: of the file, for errors."""
-    import yaml  # only needed with a file
-
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -52,43 +50,39 @@ def read_entries(text: str, name: str) -> list[Entry]:
         raise ConfigError(f"{name}: not readable as YAML: {' '.join(str(error).split())}") from None
     if root is None:
         return []
+    sections = ", ".join(section_types())
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(
-            f"{name}: expected lines of `key: value`, in sections {', '.join(section_types())} or without"
-        )
+        raise ConfigError(f"{name}: expected lines of `key: value`, in sections {sections} or without")
     entries: list[Entry] = []
     for key, value, where in pairs(root, name):
         if isinstance(value, yaml.MappingNode):
             if key not in section_types():
-                raise ConfigError(f"{where}: unknown section {key}; sections are {', '.join(section_types())}")
-            entries += [entry(key, inner, node, place) for inner, node, place in pairs(value, name)]
+                raise ConfigError(f"{where}: unknown section {key}; sections are {sections}")
+            entries += [read_entry(key, inner, node, place) for inner, node, place in pairs(value, name)]
         elif key in section_types() and isinstance(value, yaml.ScalarNode) and value.value == "" and key != "optimizer":
             continue  # an empty section
         else:
-            entries.append(entry(None, key, value, where))
+            entries.append(read_entry(None, key, value, where))
     return entries
 
 
-def pairs(mapping, name: str):  # type: ignore[no-untyped-def]  # yaml nodes are untyped
+def pairs(mapping: yaml.MappingNode, name: str) -> Iterator[tuple[str, yaml.Node, str]]:
     """Yield (key, value node, "FILE line N") of a mapping. Raises ConfigError at a key that occurs twice."""
-    import yaml
-
     seen: dict[str, int] = {}
     for key_node, value in mapping.value:
         line = key_node.start_mark.line + 1
+        where = f"{name} line {line}"
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{name} line {line}: a key must be a name")
+            raise ConfigError(f"{where}: a key must be a name")
         key = str(key_node.value).strip().replace("-", "_")
         if key in seen:
-            raise ConfigError(f"{name} line {line}: {key} was already given on line {seen[key]}")
+            raise ConfigError(f"{where}: {key} was already given on line {seen[key]}")
         seen[key] = line
-        yield key, value, f"{name} line {line}"
+        yield key, value, where
 
 
-def entry(section: str | None, key: str, node, where: str) -> Entry:  # type: ignore[no-untyped-def]
+def read_entry(section: str | None, key: str, node: yaml.Node, where: str) -> Entry:
     """Return the Entry of a scalar or a list of scalars."""
-    import yaml
-
     if isinstance(node, yaml.ScalarNode):
         quoted = node.style in ("'", '"', "|", ">")
         return Entry(section, key, str(node.value) if quoted or node.value else None, quoted, where)
@@ -106,14 +100,18 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None, resolved: 
     give the length twice and could not be changed by one flag.
     """
     lines: list[str] = []
-    section = ""
     for field in all_fields():
-        if field.section != section:
-            section = field.section
-            lines += ([""] if lines else []) + [f"{section}:"]
+        if f"{field.section}:" not in lines:
+            lines += ([""] if lines else []) + [f"{field.section}:"]
         line = f"  {field.name}: {value_text(written_value(config, field))}"
-        remarks = remark(field, config, origins, resolved)
-        lines.append(f"{line:<56} # {remarks}" if remarks else line)
+        value = value_of(config, field)
+        remarks = [] if origins is None else [origins.get(field.key, "default").replace("\n", " ")]
+        derived = value if resolved is None else written_value(resolved, field)
+        if derived != value and field.kind.scalar is not bool:
+            remarks.append(f"derived: {value_text(derived)}")
+        elif origins is not None and value is None and field.option.derived:
+            remarks.append(f"derived: {field.option.derived}")
+        lines.append(f"{line:<56} # {'; '.join(remarks)}" if remarks else line)
     return "\n".join(lines) + "\n"
 
 
@@ -121,15 +119,3 @@ def written_value(config: Config, field: ConfigField) -> Any:
     """Return a field's value; None where a resolved configuration has 0 for a length that was not given."""
     value = value_of(config, field)
     return None if value == 0 and field.kind.optional and field.option.at_least == 1 else value
-
-
-def remark(field: ConfigField, config: Config, origins: Mapping[str, str] | None, resolved: Config | None) -> str:
-    """Return the comment after a value: its origin, and the value that was or will be derived for it."""
-    value = value_of(config, field)
-    parts = [] if origins is None else [origins.get(field.key, "default").replace("\n", " ")]
-    derived = value if resolved is None else written_value(resolved, field)
-    if derived != value and field.kind.scalar is not bool:
-        parts.append(f"derived: {value_text(derived)}")
-    elif origins is not None and value is None and field.option.derived:
-        parts.append(f"derived: {field.option.derived}")
-    return "; ".join(parts)

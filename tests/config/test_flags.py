@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megapipe.config.config import all_fields, value_of
 from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag
 from megapipe.config.flags import field_flags, help_text, read_command_line
-from megapipe.config.load import load_config, settings_of_flag
+from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from tests.config.examples import job, values
 
@@ -53,10 +53,7 @@ def test_every_flag_sets_its_field_with_dashes_and_underscores(field: ConfigFiel
             sample = "2"
         texts = [sample] * (field.kind.length or 1)
     for name in (flag.name, "--" + flag.name[2:].replace("-", "_")):
-        line = read_command_line([name, *texts])
-        (given_flag,) = line.given
-        assert given_flag.field is field
-        setting = settings_of_flag(given_flag)[0]
+        setting = read_command_line([name, *texts]).settings[0]
         assert setting.field is field
         if flag.value is not TAKES_VALUE:
             assert setting.value == flag.value
@@ -82,8 +79,7 @@ def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
     argv = (
         [f"{field.main_flag}={words[0]}"] if len(words) == 1 and data.draw(st.booleans()) else [field.main_flag, *words]
     )
-    (given_flag,) = read_command_line(argv).given
-    assert settings_of_flag(given_flag)[0].value == value
+    assert read_command_line(argv).settings[0].value == value
 
 
 @pytest.mark.parametrize(
