@@ -45,13 +45,13 @@ class MegatronFlag:
             raise ConfigError(f"{self.name} needs a value; {self.note}")
         if self.kind == ALREADY_SO and (not self.accepts or given[0] in self.accepts):
             return f"{shown}: already so here: {self.note}"
-        if self.default and len(given) == 1 and same_value(given[0], self.default):
+        if self.default and len(given) == 1 and is_same(given[0], self.default):
             return f"{shown}: Megatron's default, accepted"
         way = f"use {' or '.join(self.accepts)}; {self.note}" if self.accepts else self.note
         raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {way}")
 
 
-def same_value(given: str, default: str) -> bool:
+def is_same(given: str, default: str) -> bool:
     """Return True if two texts are the same word or number."""
     if given.lower() == default.lower():
         return True
@@ -65,18 +65,11 @@ def same_value(given: str, default: str) -> bool:
 def megatron_flags() -> dict[str, MegatronFlag]:
     """Return flag name, with dashes -> row of the table."""
     with Path(__file__).with_name("megatron_flags.csv").open(encoding="utf-8", newline="") as file:
-        rows = [
-            MegatronFlag(
-                row["flag"],
-                row["values"],
-                row["default"],
-                row["class"],
-                tuple(row["accepts"].split("|")) if row["accepts"] else (),
-                row["note"],
-            )
-            for row in csv.DictReader(file)
-        ]
-    return {row.name: row for row in rows}
+        rows = list(csv.reader(file))[1:]
+    return {
+        name: MegatronFlag(name, values, default, kind, tuple(accepts.split("|")) if accepts else (), note)
+        for name, values, default, kind, accepts, note in rows
+    }
 
 
 @dataclass(frozen=True)
@@ -90,9 +83,7 @@ class Difference:
 
 
 DELIBERATE_DIFFERENCES = (
-    Difference(
-        "--distributed-backend", "nccl", "auto", "gloo where there is no GPU, so that the same script runs anywhere"
-    ),
+    Difference("--distributed-backend", "nccl", "auto", "gloo without a GPU, so that the same script runs anywhere"),
     Difference("--exit-signal-handler", "off", "on", "a job that is asked to exit saves first"),
     Difference("--eval-interval", "none", "1000", "the model is evaluated during training unless --eval-iters is 0"),
     Difference(
@@ -103,15 +94,8 @@ DELIBERATE_DIFFERENCES = (
     ),
     Difference("--high-priority-stream-groups", "none", "pp", "a pipeline waits for its messages"),
     Difference("--profile-ranks", "none", "0", "--profile alone writes a trace"),
-    Difference(
-        "--transformer-impl",
-        "transformer_engine",
-        "local",
-        "Transformer Engine is installed separately, and runs only on GPUs",
-    ),
-    Difference(
-        "--recompute-modules", "core_attn by way of none", "core_attn", "the same, made explicit; activation is ours"
-    ),
+    Difference("--transformer-impl", "transformer_engine", "local", "an optional library, which runs only on GPUs"),
+    Difference("--recompute-modules", "core_attn by way of none", "core_attn", "the same, made explicit"),
     Difference(
         "--window-size",
         "LEFT,RIGHT, the token itself not included",

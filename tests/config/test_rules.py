@@ -238,7 +238,7 @@ CASES = [
     (
         "offloaded_layers_keep_only_activations",
         "--transformer-impl transformer_engine --cpu-offloading-num-layers 1",
-        ["casts of their weights"],
+        ["casts of its weights"],
         "--cpu-offloading-num-layers 1",
     ),
     (

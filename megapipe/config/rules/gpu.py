@@ -15,59 +15,46 @@ FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM t
 HALF_TYPES = ("bf16", "fp16")
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
+ONE_OF_TWO = "leave one of the two out"
 
 
-def attention_kernel(config: Config) -> Iterator[str]:
-    """Yield what the chosen attention kernel cannot compute."""
-    impl, model = config.kernels.attention_impl, config.model
-    if impl == "sdpa":
-        return
+def kernels(config: Config) -> Iterator[str]:
+    """Yield what the chosen libraries, attention kernel and fused optimizer cannot compute."""
+    kernels, model, dtype, optimizer = config.kernels, config.model, config.precision.dtype, config.optimizer
+    attention, impl = kernels.attention_impl, kernels.optimizer_impl
     unsupported = chosen(
         ("--attention-dropout above 0 (use --attention-dropout 0)", model.attention_dropout > 0),
         ("--attention-softmax-in-fp32 (its kernels always use fp32: leave it out)", model.attention_softmax_in_fp32),
         ("--reset-attention-mask", config.data.reset_attention_mask),
-        ("--attn-logit-softcapping", impl == "te" and model.attn_logit_softcapping is not None),
-        (f"--dtype {config.precision.dtype} (use --bf16 or --fp16)", config.precision.dtype not in HALF_TYPES),
+        ("--attn-logit-softcapping", attention == "te" and model.attn_logit_softcapping is not None),
+        (f"--dtype {dtype} (use --bf16 or --fp16)", dtype not in HALF_TYPES),
     )
-    if unsupported:
-        yield f"--attention-impl {impl} has no kernel for {', '.join(unsupported)}; or use --attention-impl sdpa"
-
-
-def optimizer_kernel(config: Config) -> Iterator[str]:
-    """Yield what the chosen fused optimizer cannot compute."""
-    impl, optimizer = config.kernels.optimizer_impl, config.optimizer
-    if impl == "torch":
-        return
+    if attention != "sdpa" and unsupported:
+        yield f"--attention-impl {attention} has no kernel for {', '.join(unsupported)}; or use --attention-impl sdpa"
+    reason = ""
     if optimizer.optimizer != "adam":
-        yield (
-            f"--optimizer-impl {impl} is a fused Adam, but --optimizer is {optimizer.optimizer}; "
-            "use --optimizer-impl torch"
-        )
-    elif config.precision.dtype == "fp64":
-        yield f"--optimizer-impl {impl} has fp32 master weights, but --dtype is fp64; use --optimizer-impl torch"
+        reason = f"is a fused Adam, but --optimizer is {optimizer.optimizer}; use --optimizer-impl torch"
+    elif dtype == "fp64":
+        reason = "has fp32 master weights, but --dtype is fp64; use --optimizer-impl torch"
     elif optimizer.optimizer_cpu_offload:
-        yield (
-            f"--optimizer-impl {impl} updates on the GPU, but --optimizer-cpu-offload keeps the state on the host; "
-            "leave one of the two out"
-        )
-    elif impl == "apex" and config.kernels.transformer_impl == "transformer_engine":
-        yield (
-            f"--optimizer-impl apex also uses apex's norms and weight gradients, {TRANSFORMER_ENGINE} its own; "
-            "use --optimizer-impl te or torch with it"
-        )
-
-
-def libraries(config: Config) -> Iterator[str]:
-    """Yield what the chosen libraries rule out."""
-    kernels, recompute, precision = config.kernels, config.recompute, config.precision
+        reason = f"updates on the GPU, but --optimizer-cpu-offload keeps the state on the host; {ONE_OF_TWO}"
+    elif impl == "apex" and kernels.transformer_impl == "transformer_engine":
+        reason = "also uses apex's norms and weight gradients; use --optimizer-impl te or torch with Transformer Engine"
+    if impl != "torch" and reason:
+        yield f"--optimizer-impl {impl} {reason}"
     picked = chosen(
         (f"--transformer-impl {kernels.transformer_impl}", kernels.transformer_impl != "local"),
-        (f"--attention-impl {kernels.attention_impl}", kernels.attention_impl != "sdpa"),
-        (f"--optimizer-impl {kernels.optimizer_impl}", kernels.optimizer_impl != "torch"),
+        (f"--attention-impl {attention}", attention != "sdpa"),
+        (f"--optimizer-impl {impl}", impl != "torch"),
     )
     if config.training.device == "cpu" and picked:
-        yield f"{', '.join(picked)}: these libraries need a GPU, but --device is cpu; leave one of the two out"
-    if kernels.transformer_impl != "transformer_engine":
+        yield f"{', '.join(picked)}: these libraries need a GPU, but --device is cpu; {ONE_OF_TWO}"
+
+
+def transformer_engine(config: Config) -> Iterator[str]:
+    """Yield what Transformer Engine rules out."""
+    recompute, precision = config.recompute, config.precision
+    if config.kernels.transformer_impl != "transformer_engine":
         return
     selected = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     inputs = [module for module in ("layernorm", "activation") if module in selected]
@@ -77,8 +64,7 @@ def libraries(config: Config) -> Iterator[str]:
     elif inputs:
         yield (
             f"--recompute-modules {' '.join(inputs)}: Transformer Engine's linears keep their inputs anyway, so "
-            "recomputing them would save nothing; use core_attn or mlp, --recompute-granularity full, or "
-            "--transformer-impl local"
+            "nothing would be saved; use core_attn or mlp, --recompute-granularity full, or --transformer-impl local"
         )
     elif repeats_linears and precision.fp8_format is not None and precision.fp8_recipe == "delayed":
         yield (
@@ -86,15 +72,11 @@ def libraries(config: Config) -> Iterator[str]:
             "gives other numbers; use --fp8-recipe tensorwise, or recompute only core_attn"
         )
     if config.parallel.tp_comm_overlap:
-        yield (
-            f"--tp-comm-overlap: {TRANSFORMER_ENGINE} overlaps in its own way, with user buffers that are not set up "
-            "here; use --transformer-impl local, or leave --tp-comm-overlap out"
-        )
+        way = "use --transformer-impl local, or leave --tp-comm-overlap out"
+        yield f"{TRANSFORMER_ENGINE} overlaps in its own way, with user buffers that are not set up here; {way}"
     if config.offload.cpu_offloading_num_layers:
-        yield (
-            f"--cpu-offloading-num-layers: the layers of {TRANSFORMER_ENGINE} keep casts of their weights among their "
-            "activations, which would be offloaded too; use --transformer-impl local, or --recompute-granularity"
-        )
+        rule = "keeps casts of its weights among the activations, which --cpu-offloading-num-layers would offload too"
+        yield f"{TRANSFORMER_ENGINE} {rule}; use --transformer-impl local, or --recompute-granularity"
 
 
 def fp8(config: Config) -> Iterator[str]:
@@ -105,41 +87,31 @@ def fp8(config: Config) -> Iterator[str]:
     if config.precision.dtype == "fp64":
         yield "--fp8-format with --dtype fp64: fp64 is for verification, and fp8 would limit its precision; use --bf16"
     elif config.optimizer.optimizer_post_validation:
-        yield (
-            "--fp8-format casts the weights once a step, but --optimizer-post-validation may roll them back within the "
-            "step; leave one of the two out"
-        )
+        rule = "but --optimizer-post-validation may roll them back within the step"
+        yield f"--fp8-format casts the weights once a step, {rule}; {ONE_OF_TWO}"
     head, groups, ffn = model.head_size(), max(1, model.query_groups() // tp), model.feed_forward_size()
-    sizes = (
-        ("--micro-batch-size x --seq-length", config.training.micro_batch_size * model.seq_length),
-        ("--hidden-size", model.hidden_size),
-        ("attention width / tp", model.num_attention_heads * head // tp),
-        ("query-key-value rows / tp", (model.num_attention_heads // tp + 2 * groups) * head),
-        ("--ffn-hidden-size / tp", ffn // tp),
-        ("rows of the MLP's first linear / tp", (2 if model.activation in GATED_ACTIVATIONS else 1) * ffn // tp),
-    )
-    odd = [f"{name} = {size}" for name, size in sizes if size % FP8_MULTIPLE]
+    sizes = {
+        "--micro-batch-size x --seq-length": config.training.micro_batch_size * model.seq_length,
+        "--hidden-size": model.hidden_size,
+        "attention width / tp": model.num_attention_heads * head // tp,
+        "query-key-value rows / tp": (model.num_attention_heads // tp + 2 * groups) * head,
+        "--ffn-hidden-size / tp": ffn // tp,
+        "rows of the MLP's first linear / tp": (2 if model.activation in GATED_ACTIVATIONS else 1) * ffn // tp,
+    }
+    odd = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
     if odd:
-        yield (
-            f"--fp8-format needs GEMMs whose sizes are multiples of {FP8_MULTIPLE}, but {', '.join(odd)}; "
-            "choose other sizes, a smaller --tensor-model-parallel-size, or no fp8"
-        )
+        way = "choose other sizes, a smaller --tensor-model-parallel-size, or no fp8"
+        yield f"--fp8-format needs GEMMs whose sizes are multiples of {FP8_MULTIPLE}, but {', '.join(odd)}; {way}"
 
 
 def cuda_graphs(config: Config) -> Iterator[str]:
     """Yield what CUDA graphs rule out: a replay launches what was recorded, so the host cannot decide anything."""
+    model, parallel, precision, kernels = config.model, config.parallel, config.precision, config.kernels
     if config.gpu.cuda_graph_impl == "none":
         return
     if config.training.device == "cpu":
-        yield f"{GRAPHS}: CUDA graphs need a GPU, but --device is cpu; leave one of the two out"
-    reasons = list(_varies_between_replays(config))
-    if reasons:
-        yield f"{GRAPHS} repeats in every step what was recorded in one: " + "; ".join(reasons)
-
-
-def _varies_between_replays(config: Config) -> Iterator[str]:
-    """Yield what would have to change between replays or cannot be recorded, each with its way out."""
-    model, parallel, precision, kernels = config.model, config.parallel, config.precision, config.kernels
+        yield f"{GRAPHS}: CUDA graphs need a GPU, but --device is cpu; {ONE_OF_TWO}"
+    reasons = []  # what would have to change between replays or cannot be recorded, each with its way out
     dropout = chosen(
         (f"--hidden-dropout {model.hidden_dropout:g}", model.hidden_dropout > 0),
         (f"--attention-dropout {model.attention_dropout:g}", model.attention_dropout > 0),
@@ -149,59 +121,43 @@ def _varies_between_replays(config: Config) -> Iterator[str]:
         ("--attention-impl te", kernels.attention_impl == "te"),
     )
     if dropout:
-        yield (
-            f"{' and '.join(dropout)} would drop the same elements in every step; give --hidden-dropout 0 "
-            "--attention-dropout 0"
-        )
+        way = "give --hidden-dropout 0 --attention-dropout 0"
+        reasons.append(f"{' and '.join(dropout)} would drop the same elements in every step; {way}")
     if precision.dtype == "fp16" and precision.loss_scale is None:
-        yield "--fp16 adapts its loss scale during training; use --bf16, or a fixed --loss-scale"
+        reasons.append("--fp16 adapts its loss scale during training; use --bf16, or a fixed --loss-scale")
     delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
     if delayed and config.gpu.cuda_graph_warmup_steps < 2:
-        yield "delayed scales of --fp8-format exist from the second step on; give --cuda-graph-warmup-steps 2 or more"
+        way = "give --cuda-graph-warmup-steps 2 or more"
+        reasons.append(f"delayed scales of --fp8-format exist from the second step on; {way}")
     if engine:
-        yield (
-            f"{' and '.join(engine)}: Transformer Engine keeps state in Python; use --transformer-impl local with sdpa "
-            "or flash"
-        )
+        way = "use --transformer-impl local with sdpa or flash"
+        reasons.append(f"{' and '.join(engine)}: Transformer Engine keeps state in Python; {way}")
     if config.offload.cpu_offloading_num_layers:
-        yield (
-            f"--cpu-offloading-num-layers {config.offload.cpu_offloading_num_layers} moves activations when autograd "
-            "asks for them, which a replay does not; leave it out, or use --recompute-granularity"
-        )
+        rule = "moves activations when autograd asks for them, which a replay does not"
+        count = config.offload.cpu_offloading_num_layers
+        reasons.append(f"--cpu-offloading-num-layers {count} {rule}; leave it out, or use --recompute-granularity")
     if config.optimizer.optimizer_post_validation:
-        yield (
-            "--optimizer-post-validation may run forwards twice while their first messages are in flight; leave it out"
-        )
+        rule = "may run forwards twice while their first messages are in flight"
+        reasons.append(f"--optimizer-post-validation {rule}; leave it out")
     if parallel.distributed_backend == "gloo" and parallel.tensor_model_parallel_size > 1:
-        yield (
-            "--distributed-backend gloo computes tensor-parallel sums on the host; use nccl, or "
-            "--tensor-model-parallel-size 1"
-        )
+        way = "use nccl, or --tensor-model-parallel-size 1"
+        reasons.append(f"--distributed-backend gloo computes tensor-parallel sums on the host; {way}")
+    if reasons:
+        yield f"{GRAPHS} repeats in every step what was recorded in one: " + "; ".join(reasons)
 
 
-def offload(config: Config) -> Iterator[str]:
-    """Check the number of offloaded layers."""
-    count, size = config.offload.cpu_offloading_num_layers, config.recompute.recompute_num_layers
-    if config.recompute.recompute_method == "uniform" and size is not None and count % size:
-        yield (
-            f"--cpu-offloading-num-layers {count} splits a group of --recompute-num-layers {size}, which keeps one "
-            f"input for all its layers; use a multiple of {size}"
-        )
-
-
-def overlap_chunks(config: Config) -> Iterator[str]:
-    """Yield if the overlapped collectives cannot be cut into that many chunks."""
+def offload_and_overlap(config: Config) -> Iterator[str]:
+    """Check the number of offloaded layers, and the number of chunks of the overlapped collectives."""
+    count, group = config.offload.cpu_offloading_num_layers, config.recompute.recompute_num_layers
+    if config.recompute.recompute_method == "uniform" and group is not None and count % group:
+        rule = f"splits a group of --recompute-num-layers {group}, which keeps one input for all its layers"
+        yield f"--cpu-offloading-num-layers {count} {rule}; use a multiple of {group}"
     parallel, length, tp = config.parallel, config.model.seq_length, config.parallel.tensor_model_parallel_size
-    count, positions = parallel.tp_comm_overlap_chunks, length // tp if parallel.sequence_parallel else length
-    if not parallel.tp_comm_overlap or tp == 1 or count <= positions:
-        return
-    cut = f"--seq-length {length}"
-    if parallel.sequence_parallel:
-        cut = f"a rank's slice of --seq-length {length}, {positions} positions,"
-    yield (
-        f"--tp-comm-overlap-chunks {count} is more than {cut} can be cut into; use at most {positions}, or leave "
-        "--tp-comm-overlap out"
-    )
+    positions = length // tp if parallel.sequence_parallel else length
+    if parallel.tp_comm_overlap and tp > 1 and parallel.tp_comm_overlap_chunks > positions:
+        rule = f"is more than the {positions} positions of --seq-length {length} that a rank holds"
+        way = f"use at most {positions}, or leave --tp-comm-overlap out"
+        yield f"--tp-comm-overlap-chunks {parallel.tp_comm_overlap_chunks} {rule}; {way}"
 
 
-RULES = (attention_kernel, optimizer_kernel, libraries, fp8, cuda_graphs, offload, overlap_chunks)
+RULES = (kernels, transformer_engine, fp8, cuda_graphs, offload_and_overlap)

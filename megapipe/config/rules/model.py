@@ -17,124 +17,75 @@ AXES = ("tp", "cp", "dp", "pp")
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 LAYOUT = "--pipeline-model-parallel-layout"
+PP = "--pipeline-model-parallel-size"
 
 
-def attention_heads(config: Config) -> Iterator[str]:
-    """Check the numbers of heads, their width, and their division over tp."""
+def shape(config: Config) -> Iterator[str]:
+    """Check heads, MLP, sequence and vocabulary, and their division over tp."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     heads, hidden, groups = model.num_attention_heads, model.hidden_size, model.query_groups()
+    width, length, padded = model.feed_forward_size(), model.seq_length, model.padded_vocab_size
+    tp_does_not_divide = f"--tensor-model-parallel-size {tp} does not divide"
     if model.kv_channels is None and hidden % heads:
-        yield (
-            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; "
-            f"{use_multiples(heads, hidden)} as hidden size, or give the width of a head with --kv-channels"
-        )
+        sizes = use_multiples(heads, hidden)
+        yield f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; {sizes}, or give --kv-channels"
     if heads % groups:
-        yield (
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; "
-            f"{use_divisors(heads, wanted=groups)}"
-        )
+        sizes = use_divisors(heads, wanted=groups)
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
     if heads % tp:
-        yield (
-            f"--tensor-model-parallel-size {tp} does not divide --num-attention-heads {heads}; "
-            f"{use_divisors(heads, wanted=tp)}"
-        )
-
-
-def feed_forward(config: Config) -> Iterator[str]:
-    """Check the width of the MLP."""
-    model, tp, width = config.model, config.parallel.tensor_model_parallel_size, config.model.feed_forward_size()
+        yield f"{tp_does_not_divide} --num-attention-heads {heads}; {use_divisors(heads, wanted=tp)}"
     if width <= 0:
-        yield (
-            f"--hidden-size {model.hidden_size} leaves a gated MLP no width (by default a multiple of 64); "
-            "give --ffn-hidden-size"
-        )
+        rule = "a gated MLP has a multiple of 64 channels by default, here none"
+        yield f"--hidden-size {hidden} is too small: {rule}; give --ffn-hidden-size"
     if width % tp:
         origin = "" if model.ffn_hidden_size is not None else " (derived from --hidden-size)"
-        yield (
-            f"--tensor-model-parallel-size {tp} does not divide --ffn-hidden-size {width}{origin}; "
-            f"{use_multiples(tp, width)} as ffn hidden size, or "
-            f"{use_divisors(model.num_attention_heads, width, wanted=tp)} as tp"
-        )
-
-
-def sequence(config: Config) -> Iterator[str]:
-    """Check the sequence length."""
-    model, tp, length = config.model, config.parallel.tensor_model_parallel_size, config.model.seq_length
+        ways = f"{use_multiples(tp, width)}, or as tp {use_divisors(heads, width, wanted=tp).removeprefix('use ')}"
+        yield f"{tp_does_not_divide} --ffn-hidden-size {width}{origin}; {ways}"
     if config.parallel.sequence_parallel and length % tp:
-        yield (
-            f"--tensor-model-parallel-size {tp} does not divide --seq-length {length}, which --sequence-parallel "
-            f"needs; {use_multiples(tp, length)} as sequence length, or leave --sequence-parallel out"
-        )
+        ways = f"{use_multiples(tp, length)}, or leave --sequence-parallel out"
+        yield f"{tp_does_not_divide} --seq-length {length}, which --sequence-parallel needs; {ways}"
     if model.max_position_embeddings is not None and model.max_position_embeddings < length:
-        yield (
-            f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}; "
-            f"use at least {length}, or leave it out"
-        )
+        below = f"--max-position-embeddings {model.max_position_embeddings} is below --seq-length {length}"
+        yield f"{below}; use at least {length}, or leave it out"
+    if padded is not None and padded % tp:
+        yield f"{tp_does_not_divide} --padded-vocab-size {padded}; {use_multiples(tp, padded)}, or leave it out"
+    elif padded is not None and model.vocab_size is not None and padded < model.vocab_size:
+        below = f"--padded-vocab-size {padded} is below --vocab-size {model.vocab_size}"
+        yield f"{below}; leave it out or use at least {model.vocab_size}"
 
 
 def rotary_positions(config: Config) -> Iterator[str]:
     """Check rotary positions and their scaling."""
     model = config.model
-    scaling, is_rope = model.rope_scaling_type, model.position_embedding_type == "rope"
-    width = int(model.head_size() * model.rotary_percent)
-    if is_rope and model.head_size() >= 1 and (width % 2 or width <= 0):
-        yield (
-            f"rotary positions rotate pairs of channels, but --rotary-percent {model.rotary_percent:g} of a head of "
-            f"{model.head_size()} channels is {width}; choose --kv-channels or --rotary-percent so that it is even and "
-            "above 0"
-        )
-    if scaling != "none" and not is_rope:
-        yield (
-            f"--rope-scaling-type {scaling} scales rotary positions, but --position-embedding-type is "
-            f"{model.position_embedding_type}; use rope"
-        )
-    if scaling == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        yield (
-            f"--rope-high-freq-factor {model.rope_high_freq_factor:g} must be above --rope-low-freq-factor "
-            f"{model.rope_low_freq_factor:g}; Llama 3 uses 4 and 1"
-        )
+    scaling, kind, head = model.rope_scaling_type, model.position_embedding_type, model.head_size()
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    width = int(head * model.rotary_percent)
+    if kind == "rope" and head >= 1 and (width % 2 or width <= 0):
+        rotated = f"--rotary-percent {model.rotary_percent:g} of a head of {head} channels is {width}"
+        way = "choose --kv-channels or --rotary-percent so that it is even and above 0"
+        yield f"{rotated}, but rotary positions rotate pairs of channels; {way}"
+    if scaling != "none" and kind != "rope":
+        yield f"--rope-scaling-type {scaling} scales rotary positions, not --position-embedding-type {kind}; use rope"
+    if scaling == "llama3" and high <= low:
+        rule = f"must be above --rope-low-freq-factor {low:g}"
+        yield f"--rope-high-freq-factor {high:g} {rule}; Llama 3 uses 4 and 1"
     if scaling == "yarn" and model.yarn_beta_fast <= model.yarn_beta_slow:
-        yield (
-            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}; "
-            "the paper uses 32 and 1"
-        )
+        rule = f"must be above --yarn-beta-slow {model.yarn_beta_slow:g}"
+        yield f"--yarn-beta-fast {model.yarn_beta_fast:g} {rule}; the paper uses 32 and 1"
     if scaling == "yarn" and model.yarn_mscale != ModelConfig().yarn_mscale and not model.yarn_mscale_all_dim:
-        yield (
-            f"--yarn-mscale {model.yarn_mscale:g} has an effect only together with --yarn-mscale-all-dim, its "
-            "denominator; give both, or leave it out"
-        )
-
-
-def padded_vocabulary(config: Config) -> Iterator[str]:
-    """Check an explicit size of the padded vocabulary."""
-    model, tp, padded = config.model, config.parallel.tensor_model_parallel_size, config.model.padded_vocab_size
-    if padded is None:
-        return
-    if padded % tp:
-        yield (
-            f"--tensor-model-parallel-size {tp} does not divide --padded-vocab-size {padded}; "
-            f"{use_multiples(tp, padded)}, or leave it out"
-        )
-    elif model.vocab_size is not None and padded < model.vocab_size:
-        yield (
-            f"--padded-vocab-size {padded} is below --vocab-size {model.vocab_size}; leave it out or use at least "
-            f"{model.vocab_size}"
-        )
+        rule = "has an effect only together with --yarn-mscale-all-dim, its denominator"
+        yield f"--yarn-mscale {model.yarn_mscale:g} {rule}; give both, or leave it out"
 
 
 def axes(config: Config) -> Iterator[str]:
     """Check the axes, their order, and the communication backend."""
     parallel = config.parallel
     if parallel.context_parallel_size != 1:
-        yield (
-            f"--context-parallel-size {parallel.context_parallel_size}: context parallelism is not supported yet; "
-            "use 1, and --tensor-model-parallel-size with --sequence-parallel for long sequences"
-        )
+        way = "use 1, and --tensor-model-parallel-size with --sequence-parallel for long sequences"
+        size = parallel.context_parallel_size
+        yield f"--context-parallel-size {size}: context parallelism is not supported yet; {way}"
     if sorted(parallel.rank_order.split("-")) != sorted(AXES):
-        yield (
-            f"--rank-order {parallel.rank_order}: name each of {one_of(AXES)} once, joined by -, such as tp-cp-dp-pp "
-            "or tp-cp-pp-dp"
-        )
+        yield f"--rank-order {parallel.rank_order}: name each of {one_of(AXES)} once, such as tp-cp-dp-pp"
     if parallel.distributed_backend == "nccl" and config.training.device == "cpu":
         yield "--distributed-backend nccl connects GPUs, but --device is cpu; use gloo or auto"
     if parallel.grad_reduce_in_bf16 and config.precision.dtype == "fp64":
@@ -151,11 +102,10 @@ def chunks(config: Config) -> Iterator[str]:
         yield f"{LAYOUT} gives the layers of each chunk; leave {LAYERS_PER_CHUNK} out"
     if parallel.pipeline_model_parallel_size > 1:
         return
-    needs_pipeline = "needs --pipeline-model-parallel-size of at least 2; leave it out or raise pp"
     if count is not None and count > 1:
-        yield f"{CHUNKS} {count} {needs_pipeline}"
+        yield f"{CHUNKS} {count} needs {PP} of at least 2; leave it out or raise pp"
     elif per_chunk is not None and per_chunk < config.model.num_layers:
-        yield f"{LAYERS_PER_CHUNK} {per_chunk} {needs_pipeline}"
+        yield f"{LAYERS_PER_CHUNK} {per_chunk} needs {PP} of at least 2; leave it out or raise pp"
 
 
 def layers_of_stages(config: Config) -> Iterator[str]:
@@ -174,30 +124,24 @@ def layers_of_stages(config: Config) -> Iterator[str]:
         yield f"{LAYOUT} places every layer; leave {one_of(ends + counted)} out"
     elif ends and counted:
         yield f"{one_of(ends)} and {one_of(counted)} both relieve the first and last rank; give one of them"
-    if not ends:
-        return
     placed, others = (first or 0) + (last or 0), pp - len(ends)
-    if pp == 1:
-        yield f"{one_of(ends)} needs --pipeline-model-parallel-size of at least 2"
-    elif placed > layers or (others == 0 and placed != layers):
-        yield (
-            f"the first and last pipeline rank are given {placed} layers, and {others} rank(s) between them must hold "
-            f"the rest of --num-layers {layers}; change --decoder-first-pipeline-num-layers or "
-            "--decoder-last-pipeline-num-layers"
-        )
+    if ends and pp == 1:
+        yield f"{one_of(ends)} needs {PP} of at least 2"
+    elif ends and (placed > layers or (others == 0 and placed != layers)):
+        given = f"{' and '.join(ends)}: the first and last pipeline rank are given {placed} layers"
+        yield f"{given}, and {others} rank(s) between them must hold the rest of --num-layers {layers}; change them"
 
 
 def recompute(config: Config) -> Iterator[str]:
     """Check the recompute section."""
-    asked = config.recompute
-    modules = asked.recompute_modules
-    if asked.recompute_granularity == "full":
-        missing = chosen(
-            ("--recompute-method uniform or block", asked.recompute_method is None),
-            ("--recompute-num-layers N", asked.recompute_num_layers is None),
-        )
-        if missing:
-            yield f"--recompute-granularity full also needs {' and '.join(missing)}"
+    asked, model, impl = config.recompute, config.model, config.kernels.attention_impl
+    modules, is_full = asked.recompute_modules, asked.recompute_granularity == "full"
+    missing = chosen(
+        ("--recompute-method uniform or block", asked.recompute_method is None),
+        ("--recompute-num-layers N", asked.recompute_num_layers is None),
+    )
+    if is_full and missing:
+        yield f"--recompute-granularity full also needs {' and '.join(missing)}"
     elif asked.recompute_granularity == "selective":
         if len(set(modules)) != len(modules):
             yield f"--recompute-modules {' '.join(modules)} names a module twice"
@@ -205,39 +149,17 @@ def recompute(config: Config) -> Iterator[str]:
             yield "--recompute-granularity selective needs at least one of --recompute-modules"
         elif {"mlp", "activation"} <= set(modules):
             yield "--recompute-modules mlp already recomputes the activation inside it; leave activation out"
-
-
-def kept_attention(config: Config) -> Iterator[str]:
-    """Yield what stops a fused attention kernel's results from being kept under full recompute."""
-    impl, model = config.kernels.attention_impl, config.model
-    if not config.recompute.recompute_keep_attention or config.recompute.recompute_granularity != "full":
-        return
     unfused = chosen(
         ("--attention-dropout above 0", model.attention_dropout > 0),
         ("--attn-logit-softcapping", impl == "sdpa" and model.attn_logit_softcapping is not None),
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
     )
-    if impl == "te":
-        yield (
-            "--recompute-keep-attention: torch does not see the kernels of --attention-impl te; use sdpa or flash, or "
-            "leave it out"
-        )
-    elif unfused:
-        yield (
-            "--recompute-keep-attention keeps the results of a fused kernel, but attention is not fused with "
-            f"{' and '.join(unfused)}; leave one of the two out"
-        )
+    if is_full and asked.recompute_keep_attention and impl == "te":
+        rule = "torch does not see the kernels of --attention-impl te"
+        yield f"--recompute-keep-attention: {rule}; use sdpa or flash, or leave it out"
+    elif is_full and asked.recompute_keep_attention and unfused:
+        rule = f"keeps the results of a fused kernel, but attention is not fused with {' and '.join(unfused)}"
+        yield f"--recompute-keep-attention {rule}; leave one of the two out"
 
 
-RULES = (
-    attention_heads,
-    feed_forward,
-    sequence,
-    rotary_positions,
-    padded_vocabulary,
-    axes,
-    chunks,
-    layers_of_stages,
-    recompute,
-    kept_attention,
-)
+RULES = (shape, rotary_positions, axes, chunks, layers_of_stages, recompute)

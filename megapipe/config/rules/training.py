@@ -1,4 +1,4 @@
-"""Rules of the batch, the length of the run, its schedules, data, checkpoints and logging; and of a training job."""
+"""Rules of batch, length, schedules, precision, data, checkpoints and logging, and those of training jobs only."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ TOKENIZER_FILES = {
     "HuggingFaceTokenizer": ("tokenizer_model",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
 }
+ONE_OF_TWO = "give one of the two"
 
 
 def batch(config: Config) -> Iterator[str]:
     """Check the batch size and its ramp."""
     micro, whole = config.training.micro_batch_size, config.training.global_batch_size
     if whole is not None and whole % micro:
-        yield (
-            f"--micro-batch-size {micro} does not divide --global-batch-size {whole}; "
-            f"{use_multiples(micro, whole)} as global batch"
-        )
+        sizes = f"{use_multiples(micro, whole)} as global batch"
+        yield f"--micro-batch-size {micro} does not divide --global-batch-size {whole}; {sizes}"
     if config.training.rampup_batch_size is None:
         return
     start, increment, _ = config.training.rampup_batch_size
@@ -37,20 +36,15 @@ def batch(config: Config) -> Iterator[str]:
     elif start > whole:
         yield f"{ramp} starts above --global-batch-size {whole}; use a START of at most {whole}"
     elif (whole - start) % increment:
-        yield (
-            f"{ramp}: steps of {increment} from {start} do not reach --global-batch-size {whole}; choose an INCREMENT "
-            f"that divides {whole - start}"
-        )
+        way = f"choose an INCREMENT that divides {whole - start}"
+        yield f"{ramp}: steps of {increment} from {start} do not reach --global-batch-size {whole}; {way}"
     elif start % micro or increment % micro:
         yield f"{ramp}: START and INCREMENT must be multiples of --micro-batch-size {micro}"
 
 
 def length(config: Config) -> Iterator[str]:
-    """Yield if the length of the run is given twice, or schedules are given in the other unit."""
+    """Check that the length of the run is given once, and the schedules in its unit."""
     training, optimizer = config.training, config.optimizer
-    if training.train_iters is not None and training.train_samples is not None:
-        yield "--train-iters and --train-samples both give the length of the run; give one of the two"
-        return
     in_samples = chosen(
         ("--rampup-batch-size", training.rampup_batch_size is not None),
         ("--lr-decay-samples", optimizer.lr_decay_samples is not None),
@@ -62,28 +56,27 @@ def length(config: Config) -> Iterator[str]:
         ("--lr-warmup-iters", optimizer.lr_warmup_iters > 0),
         ("--lr-wsd-decay-iters", optimizer.lr_wsd_decay_iters is not None),
     )
-    if training.train_iters is not None and in_samples:
-        yield (
-            f"{', '.join(in_samples)} count in samples, but the length is --train-iters; give --train-samples instead, "
-            "or count them in steps"
-        )
+    if training.train_iters is not None and training.train_samples is not None:
+        yield f"--train-iters and --train-samples both give the length of the run; {ONE_OF_TWO}"
+    elif training.train_iters is not None and in_samples:
+        rule, way = "count in samples, but the length is --train-iters", "give --train-samples, or count them in steps"
+        yield f"{', '.join(in_samples)} {rule}; {way}"
     elif training.train_samples is not None and in_steps:
-        yield (
-            f"{', '.join(in_steps)} count in steps, but the length is --train-samples; give --train-iters instead, or "
-            "count them in samples"
-        )
+        rule, way = "count in steps, but the length is --train-samples", "give --train-iters, or count them in samples"
+        yield f"{', '.join(in_steps)} {rule}; {way}"
 
 
-def warmup(config: Config) -> Iterator[str]:
-    """Check the warm-up of the learning rate."""
-    training, optimizer = config.training, config.optimizer
-    given = chosen(
+def learning_rate(config: Config) -> Iterator[str]:
+    """Check the learning rates, their warm-up and their schedule."""
+    optimizer, training = config.optimizer, config.training
+    lr, decoupled, decoupled_min = optimizer.lr, optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    warmups = chosen(
         ("--lr-warmup-fraction", optimizer.lr_warmup_fraction is not None),
         ("--lr-warmup-iters", optimizer.lr_warmup_iters > 0),
         ("--lr-warmup-samples", optimizer.lr_warmup_samples > 0),
     )
-    if len(given) > 1:
-        yield f"{' and '.join(given)} each give the warm-up; give one of them"
+    if len(warmups) > 1:
+        yield f"{' and '.join(warmups)} each give the warm-up; give one of them"
     for unit, steps, decay, whole in (
         ("iters", optimizer.lr_warmup_iters, optimizer.lr_decay_iters, training.train_iters),
         ("samples", optimizer.lr_warmup_samples, optimizer.lr_decay_samples, training.train_samples),
@@ -92,13 +85,7 @@ def warmup(config: Config) -> Iterator[str]:
         if end is not None and 0 < end <= steps:
             name = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
             yield f"--lr-warmup-{unit} {steps} must end before {name} {end}; use less, or --lr-warmup-fraction"
-            return
-
-
-def learning_rate(config: Config) -> Iterator[str]:
-    """Check the learning rates and their schedule."""
-    optimizer = config.optimizer
-    lr, decoupled, decoupled_min = optimizer.lr, optimizer.decoupled_lr, optimizer.decoupled_min_lr
+            break
     if lr is not None and optimizer.min_lr > lr:
         yield f"--min-lr {optimizer.min_lr:g} is above --lr {lr:g}; use at most {lr:g}"
     elif lr is not None and optimizer.lr_warmup_init > lr:
@@ -107,14 +94,11 @@ def learning_rate(config: Config) -> Iterator[str]:
         yield f"--decoupled-min-lr {decoupled_min:g} is above --decoupled-lr {decoupled:g}; use at most {decoupled:g}"
     has_last_phase = optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None
     if optimizer.lr_decay_style == "WSD" and not has_last_phase:
-        yield (
-            "--lr-decay-style WSD also needs the length of its last phase: --lr-wsd-decay-iters or "
-            "--lr-wsd-decay-samples"
-        )
+        way = "give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+        yield f"--lr-decay-style WSD also needs the length of its last phase; {way}"
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are opposites; give one of the two"
-        )
+        flags = "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler"
+        yield f"{flags} are opposites; {ONE_OF_TWO}"
 
 
 def weight_decay(config: Config) -> Iterator[str]:
@@ -123,25 +107,12 @@ def weight_decay(config: Config) -> Iterator[str]:
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
     if style == "constant":
         if any(value is not None and value != optimizer.weight_decay for value in (start, end)):
-            yield (
-                "--start-weight-decay and --end-weight-decay belong to a ramp; add --weight-decay-incr-style linear or "
-                "cosine, or use only --weight-decay"
-            )
+            way = "add --weight-decay-incr-style linear or cosine, or use only --weight-decay"
+            yield f"--start-weight-decay and --end-weight-decay belong to a ramp; {way}"
     elif start is None or end is None:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
     elif start > end:
         yield f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}; the ramp must rise"
-
-
-def loss_scale(config: Config) -> Iterator[str]:
-    """Yield if the dynamic loss scale starts below its minimum."""
-    precision = config.precision
-    is_dynamic = precision.dtype == "fp16" and precision.loss_scale is None
-    if is_dynamic and precision.min_loss_scale > precision.initial_loss_scale:
-        yield (
-            f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale "
-            f"{precision.initial_loss_scale:g}; use at most {precision.initial_loss_scale:g}"
-        )
 
 
 def post_validation(config: Config) -> Iterator[str]:
@@ -149,47 +120,49 @@ def post_validation(config: Config) -> Iterator[str]:
     if not config.optimizer.optimizer_post_validation:
         return
     if config.parallel.pipeline_model_parallel_size == 1:
-        yield (
-            "--optimizer-post-validation removes the barrier between the steps of a pipeline, but "
-            "--pipeline-model-parallel-size is 1; leave it out"
-        )
+        rule = "removes the barrier between the steps of a pipeline, but --pipeline-model-parallel-size is 1"
+        yield f"--optimizer-post-validation {rule}; leave it out"
     elif config.training.calculate_per_token_loss:
-        yield (
-            "--optimizer-post-validation updates before the other ranks have answered, but --calculate-per-token-loss "
-            "divides the gradient by the number of tokens of all last stages; leave one of the two out"
-        )
+        rule = "--calculate-per-token-loss divides the gradient by the number of tokens of all last stages"
+        way = "leave one of the two out"
+        yield f"--optimizer-post-validation updates before the other ranks have answered, but {rule}; {way}"
     if config.optimizer.optimizer_cpu_offload:
-        yield (
-            "--optimizer-post-validation updates before the step is known to be valid, but --optimizer-cpu-offload "
-            "waits for the gradients to reach the host; leave one of the two out"
-        )
+        rule = "--optimizer-cpu-offload waits for the gradients to reach the host; leave one of the two out"
+        yield f"--optimizer-post-validation updates before the step is known to be valid, but {rule}"
 
 
-def profile(config: Config) -> Iterator[str]:
-    """Yield if the profiled span of steps is empty."""
-    logging = config.logging
-    if logging.profile_step_start >= logging.profile_step_end:
-        yield (
-            f"--profile-step-end {logging.profile_step_end} must be above --profile-step-start "
-            f"{logging.profile_step_start}"
-        )
+def loss_scale_and_profile(config: Config) -> Iterator[str]:
+    """Check the range of the dynamic loss scale, and the profiled span of steps."""
+    precision, logging = config.precision, config.logging
+    least, initial = precision.min_loss_scale, precision.initial_loss_scale
+    if precision.dtype == "fp16" and precision.loss_scale is None and least > initial:
+        yield f"--min-loss-scale {least:g} is above --initial-loss-scale {initial:g}; use at most {initial:g}"
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if start >= end:
+        yield f"--profile-step-end {end} must be above --profile-step-start {start}"
 
 
-def spikes(config: Config) -> Iterator[str]:
-    """Yield if a rollback would find no checkpoint to go back to."""
-    back, checkpoint = config.training.spike_rollback, config.checkpoint
+def checkpoints(config: Config) -> Iterator[str]:
+    """Check the retained checkpoints, finetuning, and that a spike rollback finds a checkpoint to go back to."""
+    checkpoint, back = config.checkpoint, config.training.spike_rollback
+    every, interval, kept = checkpoint.save_retain_interval, checkpoint.save_interval, checkpoint.keep_last
+    if every is not None and interval is None:
+        yield f"--save-retain-interval {every} needs a --save-interval that divides it"
+    elif every is not None and interval is not None and every % interval:
+        fitting = max(1, round(every / interval)) * interval
+        yield f"--save-retain-interval {every} is not a multiple of --save-interval {interval}; use {fitting}"
+    if checkpoint.finetune and config.optimizer.use_checkpoint_opt_param_scheduler:
+        way = "leave --use-checkpoint-opt_param-scheduler out"
+        yield f"--finetune starts at step 0 with the schedules of this configuration; {way}"
     if back is None:
         return
-    has_interval = checkpoint.save_interval is not None or checkpoint.save_interval_minutes is not None
-    if checkpoint.save is None or not has_interval:
+    if checkpoint.save is None or (interval is None and checkpoint.save_interval_minutes is None):
         yield f"--spike-rollback {back} needs checkpoints to go back to: give --save DIR and --save-interval"
     elif checkpoint.no_save_optim:
         yield f"--spike-rollback {back} needs checkpoints with an optimizer, which --no-save-optim leaves out"
-    elif checkpoint.keep_last is not None and checkpoint.keep_last <= back:
-        yield (
-            f"--spike-rollback {back} needs {back} checkpoints from before the spike, and one may follow it: "
-            f"give --keep-last {back + 1} or more"
-        )
+    elif kept is not None and kept <= back:
+        way = f"give --keep-last {back + 1} or more"
+        yield f"--spike-rollback {back} needs {back} checkpoints from before the spike, and one may follow it: {way}"
 
 
 def split_paths(data: DataConfig) -> list[str]:
@@ -202,7 +175,7 @@ def split_paths(data: DataConfig) -> list[str]:
 
 
 def sources(config: Config) -> Iterator[str]:
-    """Yield if there is more than one source of data, or the split does not fit it."""
+    """Check that there is one source of data, and that the split fits it."""
     data = config.data
     given = chosen(("--mock-data", data.mock_data), ("--data-path", data.data_path is not None)) + split_paths(data)[:1]
     if len(given) > 1:
@@ -222,16 +195,13 @@ def blends(config: Config) -> Iterator[str]:
         blend, flag = getattr(config.data, name), "--" + name.replace("_", "-")
         if blend is None:
             continue
-        weights = [is_number(word) for word in blend]
-        pairs = weights == [True, False] * (len(blend) // 2)
+        is_weight = [is_number(word) for word in blend]
         if not blend:
             yield f"{flag} is empty; give a PREFIX, or WEIGHT PREFIX WEIGHT PREFIX ..."
-        elif any(weights) and not pairs:
-            yield (
-                f"{flag} {' '.join(blend)}: weights and prefixes must alternate, WEIGHT PREFIX WEIGHT PREFIX ..., or "
-                "there must be no weights"
-            )
-        elif not all(0 < float(word) < float("inf") for word in blend[::2] if any(weights)):
+        elif any(is_weight) and is_weight != [True, False] * (len(blend) // 2):
+            rule = "weights and prefixes must alternate, WEIGHT PREFIX WEIGHT PREFIX ..., or there must be no weights"
+            yield f"{flag} {' '.join(blend)}: {rule}"
+        elif not all(0 < float(word) < float("inf") for word in blend[::2] if any(is_weight)):
             yield f"{flag} {' '.join(blend)}: weights must be above 0"
         else:
             continue
@@ -248,11 +218,9 @@ def is_number(word: str) -> bool:
 
 
 def tokenizer(config: Config) -> Iterator[str]:
-    """Yield what a tokenizer lacks."""
+    """Yield the files that a tokenizer lacks."""
     data = config.data
-    if data.tokenizer_type is None:
-        return
-    missing = [name for name in TOKENIZER_FILES.get(data.tokenizer_type, ()) if getattr(data, name) is None]
+    missing = [name for name in TOKENIZER_FILES.get(data.tokenizer_type or "", ()) if getattr(data, name) is None]
     if data.tokenizer_type == "GPT2BPETokenizer" and data.tokenizer_model is not None:
         missing = []  # a folder with both files, as in a checkpoint
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
@@ -261,33 +229,13 @@ def tokenizer(config: Config) -> Iterator[str]:
         yield f"--tokenizer-type {data.tokenizer_type} needs --{missing[0].replace('_', '-')}"
 
 
-def checkpoints(config: Config) -> Iterator[str]:
-    """Check the retained checkpoints, and with finetuning."""
-    every, interval = config.checkpoint.save_retain_interval, config.checkpoint.save_interval
-    if every is not None and interval is None:
-        yield f"--save-retain-interval {every} needs a --save-interval that divides it"
-    elif every is not None and interval is not None and every % interval:
-        yield (
-            f"--save-retain-interval {every} is not a multiple of --save-interval {interval}; "
-            f"use {max(1, round(every / interval)) * interval}"
-        )
-    if config.checkpoint.finetune and config.optimizer.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--finetune starts at step 0 with the schedules of this configuration; leave "
-            "--use-checkpoint-opt_param-scheduler out"
-        )
-
-
 def job(config: Config) -> Iterator[str]:
     """Yield what a training job lacks: a length, a learning rate, data or a vocabulary."""
     training, data = config.training, config.data
-    if not training.skip_train:
-        if training.train_iters is None and training.train_samples is None:
-            yield (
-                "the length of the run is missing; give --train-iters or --train-samples (or --skip-train to evaluate)"
-            )
-        if config.optimizer.lr is None:
-            yield "--lr, the highest learning rate, is missing"
+    if not training.skip_train and training.train_iters is None and training.train_samples is None:
+        yield "the length of the run is missing; give --train-iters or --train-samples (or --skip-train to evaluate)"
+    if not training.skip_train and config.optimizer.lr is None:
+        yield "--lr, the highest learning rate, is missing"
     if not data.mock_data and data.data_path is None:
         paths = split_paths(data)
         if not paths:
@@ -299,17 +247,6 @@ def job(config: Config) -> Iterator[str]:
 
 
 RULES = (
-    batch,
-    length,
-    warmup,
-    learning_rate,
-    weight_decay,
-    loss_scale,
-    post_validation,
-    profile,
-    spikes,
-    sources,
-    blends,
-    tokenizer,
-    checkpoints,
+    *(batch, length, learning_rate, weight_decay, post_validation, loss_scale_and_profile),
+    *(checkpoints, sources, blends, tokenizer),
 )
